@@ -1,4 +1,4 @@
-"""Kernels for sketched layers: Triton kernels, a torch reference, and one dispatch. Knows nothing of the rest."""
+"""Kernels for sketched layers: Triton kernels, a torch reference, and one dispatch. It imports nothing from panther."""
 
 __all__ = [
     "backend",
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # With the checkout on sys.path, code that looks for Hugging Face's package `kernels`, as transformers does, finds and
-# imports this folder under that name. It then stays empty: operators can be registered once a process only.
+# imports this folder under that name. It then stays empty, because a process can register operators only once.
 if __name__ != "kernels":
     from ._backend import backend
     from .ops.attention import causal_linear_attention

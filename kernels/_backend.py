@@ -1,4 +1,4 @@
-"""Choice of kernels, by ``PANTHER_KERNELS`` and by the hardware and software that is found.
+"""Choice of kernels, by ``PANTHER_KERNELS`` and by the available hardware and software.
 
 ``PANTHER_KERNELS=auto`` (the default) uses Triton kernels on a GPU, where Triton is installed and the kernel takes the
 operands, and torch elsewhere; ``torch`` always uses torch; ``triton`` raises an error where Triton cannot run. With
@@ -17,7 +17,7 @@ _CHOICES = ("auto", "torch", "triton")
 
 
 def interpreting() -> bool:
-    """Return whether Triton interprets its kernels; it must be asked to before it is imported."""
+    """Return whether Triton interprets its kernels. Triton reads ``TRITON_INTERPRET`` when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -53,9 +53,9 @@ def backend() -> str:
 
 
 def use_triton(kernel: str, device: torch.device, refusal: str | None = None) -> bool:
-    """Return whether the Triton kernel takes this call, or raise RuntimeError if Triton is demanded and cannot.
+    """Return whether the Triton kernel takes this call, or raise RuntimeError if Triton is required and cannot.
 
-    ``refusal`` is the rule of the kernel that the operands break, as the end of a sentence that begins with its name.
+    ``refusal`` says which rule of the kernel the operands break, as the end of a sentence whose subject is the kernel.
     """
     if backend() == "torch" or device.type == "meta":
         return False

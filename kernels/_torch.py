@@ -48,7 +48,7 @@ def only_vmap_is_active() -> bool:
 def is_differentiated_forward() -> bool:
     """Return whether a level of forward-mode differentiation is open, by torch.autograd.forward_ad or torch.func.jvp.
 
-    The public ``forward_ad.unpack_dual`` tells it of one tensor, and takes a microsecond for each operand.
+    The public ``forward_ad.unpack_dual`` answers for one tensor and takes a microsecond for each operand.
     """
     return forward_ad._current_level >= 0
 

@@ -1,8 +1,8 @@
-"""The product of a quantized weight and an input that is rounded to 8 bits, by integers.
+"""Integer products of a quantized weight and an input that is rounded to 8 bits.
 
-Each row of x is rounded to int8 with a step of its own. A weight with one group a row is multiplied by its codes; one
-with several is rounded once more, to int8 with one step a row, because a product for each group takes up to twice as
-long: torch orders the weight anew for each call.
+Each row of x is rounded to int8 with one step for the row. If a row of the weight has one group, the codes are
+multiplied directly. A row with more groups is rounded again, to int8 with one step for the row: a product for each
+group would take up to twice as long, because torch rearranges the weight in each call.
 """
 
 __all__ = ["integer_matmul", "multiplies_exactly", "multiplies_integers", "requantized_steps", "rounded_rows"]
@@ -16,12 +16,14 @@ from .._torch import int_mm
 from ..reference.codes import MIDDLE
 from .quantized import _blocks, _by_groups, _integers, _memory
 
-_LARGEST = 127  # of an entry of x
-# Of an entry of a weight that is rounded again. Less than 127 and prime to all products of codes and steps, so that
-# no number of the group with the largest scale lies between two integers: then all ways to compute it round alike.
+# The largest entry of a row of x becomes this integer.
+_LARGEST = 127
+# The largest entry of a row of the weight becomes this number. It is less than 127 and prime to all products of codes
+# and steps, so that no number of the group with the largest scale lies halfway between two integers. Every order of
+# computing such a number then rounds to the same integer.
 _LARGEST_WEIGHT = 126.97
-_LEAST_STEP = 1e-30  # a row of zeros has this one
-_MOST_COLUMNS = 1 << 17  # sums of more products could leave int32
+_LEAST_STEP = 1e-30  # the step of a row of zeros
+_MOST_COLUMNS = 1 << 17  # A sum of more products could overflow int32.
 
 
 @functools.cache
@@ -42,20 +44,20 @@ def multiplies_exactly() -> bool:
 
 
 def multiplies_integers(x: Tensor) -> bool:
-    """Return whether integers are multiplied for this input; elsewhere rounded numbers are, in floating point."""
-    # Of a transposed matrix with one column int_mm reads the wrong numbers, as its strides are (1, 1).
+    """Return whether this input is multiplied as integers. Otherwise the rounded numbers are multiplied as floats."""
+    # int_mm reads wrong numbers from a transposed matrix with one column, because its strides are (1, 1).
     return x.is_cpu and 1 < x.shape[-1] <= _MOST_COLUMNS and multiplies_exactly()
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:  # (*, in) -> (*, in), (*, 1)
-    """Return the rows of x as integers and their steps, both as floating numbers, in float32 at least."""
+    """Return the rounded rows of x and their steps, both in float32 or float64."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     steps = (x.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST_STEP)
     return (x / steps).round_(), steps
 
 
 def requantized_steps(scales: Tensor, zeros: Tensor, bits: int) -> Tensor:  # (out, 1)
-    """Return the step of each row of a weight that is rounded again, from the largest number that its codes can be."""
+    """Return the step for rounding each row of the weight again, from the largest number that its codes can encode."""
     wide = scales.to(torch.promote_types(scales.dtype, torch.float32))
     largest = torch.maximum(zeros, 2**bits - 1 - zeros)
     return ((wide.abs() * largest).amax(1, keepdim=True) / _LARGEST_WEIGHT).clamp_min(_LEAST_STEP)
@@ -76,19 +78,19 @@ def integer_matmul(
     columns, rows = x.shape[1], len(scales)
     y = steps.new_empty(len(x), rows) if dtype is steps.dtype else _memory("wide", steps.dtype, len(x) * rows)
     y = y.view(len(x), rows)
-    several = scales.shape[1] > 1
-    weight_steps = requantized_steps(scales, zeros, bits) if several else scales.to(steps.dtype)
-    factors = scales / weight_steps if several else weight_steps
-    # Codes of 8 bits are multiplied as they are stored, all at once.
-    for block in [slice(None)] if bits == 8 and not several else _blocks(rows, columns):
+    has_groups = scales.shape[1] > 1
+    weight_steps = requantized_steps(scales, zeros, bits) if has_groups else scales.to(steps.dtype)
+    factors = scales / weight_steps if has_groups else weight_steps
+    # Codes of 8 bits need no unpacking, so one product takes all of them.
+    for block in [slice(None)] if bits == 8 and not has_groups else _blocks(rows, columns):
         form = codes[block], bits, columns
-        if several:
+        if has_groups:
             integers = _requantized(*form, factors[block], zeros[block], group_size)
         else:
             integers = _integers(*form, zeros[block], group_size)
         sums = _memory("sums", torch.int32, len(x) * len(integers)).view(len(x), len(integers))
         y[:, block].copy_(int_mm(x, integers.mT, out=sums))
-    if bits == 8 and not several:  # so far only MIDDLE was subtracted from the zero points: subtract the rest
+    if bits == 8 and not has_groups:  # The stored codes contain only -MIDDLE: subtract the rest of the zero points.
         y.addcmul_(x.sum(1, keepdim=True, dtype=torch.int32).to(y.dtype), zeros.mT.to(y.dtype).sub_(MIDDLE), value=-1)
     y.mul_(weight_steps.mT)
     if bias is None:
@@ -106,5 +108,5 @@ def _requantized(
     if bits == 8:
         _by_groups(Tensor.sub_, numbers, zeros.float().sub_(MIDDLE), group_size)
     _by_groups(Tensor.mul_, numbers, factors, group_size)
-    # Not to the memory of the codes: those of 8 bits are the layer's own.
+    # The result must not overwrite the codes, which belong to the layer if they have 8 bits.
     return _memory("rounded", torch.int8, integers.numel()).view(-1, columns).copy_(numbers.round_())

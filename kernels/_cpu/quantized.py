@@ -1,7 +1,7 @@
-"""The product with a quantized weight, expanded block by block into memory that is kept, each multiplied at once.
+"""The product with a quantized weight. Blocks of the weight are expanded into reused memory and multiplied.
 
-Memory that is new for each call costs more in page faults than the expansion itself. Blocks are larger than the caches:
-at 32 rows of x, the calls of operators and the products with fewer columns cost more than the cache gains.
+New memory for each call would cost more in page faults than the expansion itself. Blocks are larger than the caches,
+because at 32 rows of x more operator calls and narrower products cost more than the cache gains.
 """
 
 __all__ = ["expanded", "quantized_matmul"]
@@ -15,9 +15,10 @@ from torch import Tensor
 from .._torch import int8_weight_mm
 from ..reference.codes import MIDDLE, unpack_codes
 
-_BLOCK = 1 << 20  # weights a block: 4 MiB in float32, and 2 MiB for their codes, are kept by each thread
-_kept = threading.local()
-_INT8_KERNEL_ROWS = 16  # up to there, torch's kernel for 8 bits is the fastest in bfloat16
+# Weights per block. Each thread keeps 4 MiB for a block in float32 and 2 MiB for its codes.
+_BLOCK = 1 << 20
+_buffers = threading.local()
+_INT8_KERNEL_ROWS = 16  # Below this number of rows, torch's 8-bit kernel is the fastest in bfloat16.
 
 
 def quantized_matmul(
@@ -31,15 +32,15 @@ def quantized_matmul(
 ) -> Tensor:  # (n, out)
     """Return ``x Q^T + bias`` with ``Q = scales * (codes - zeros)`` by groups, in the dtype of x, without derivatives.
 
-    With one group a row and few rows of x, the scales multiply the output; otherwise, and in float16, which would
-    overflow, they multiply the weight.
+    If a row of the weight has one group and x has few rows, the scales multiply the output. Otherwise they multiply the
+    weight, as they do in float16, where the unscaled product would overflow.
     """
     columns, rows = x.shape[1], scales.shape[0]
     if scales.shape[1] > 1 or 2 * len(x) > columns or x.dtype is torch.float16:
         return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
     # torch's kernel reads beyond its operands for sizes that do not fill its vectors, such as one column.
-    whole = bits == 8 and columns % 32 == 0 and rows % 32 == 0
-    if x.dtype is torch.bfloat16 and whole and 0 < len(x) < _INT8_KERNEL_ROWS:
+    fills_vectors = bits == 8 and columns % 32 == 0 and rows % 32 == 0
+    if x.dtype is torch.bfloat16 and fills_vectors and 0 < len(x) < _INT8_KERNEL_ROWS:
         operands = _aligned(x, 32), _aligned(codes, 16).view(torch.int8)
         y = int8_weight_mm(*operands, torch.ones_like(scales[:, 0], dtype=x.dtype))
     else:
@@ -50,7 +51,7 @@ def quantized_matmul(
             torch.mm(x, weight.mT, out=y[:, block])
     work = y if y.dtype is torch.float64 else y.float()
     if bits == 8:
-        # float32 has the digits for this difference: zero points of 8 bits are near the middle, which is off already.
+        # float32 represents this difference well: zero points of 8 bits are near MIDDLE, which is subtracted already.
         middle = zeros.mT.to(work.dtype).sub_(MIDDLE)
         work.addcmul_(x.sum(1, keepdim=True, dtype=work.dtype), middle, value=-1)
     scales = scales.mT.to(work.dtype)
@@ -66,7 +67,7 @@ def _scaled_first(
 ) -> Tensor:
     n, columns = x.shape
     rows, dtype = len(scales), x.dtype
-    # In half precision, a product with a scale that is rounded by itself would lose a digit, and float16 overflow.
+    # In half precision a product with a rounded scale would lose a digit, and float16 would overflow.
     exact = dtype in (torch.float32, torch.float64)
     scales = scales.to(dtype if exact else torch.float32)
     y = x.new_empty(n, rows)
@@ -83,7 +84,8 @@ def _scaled_first(
         else:
             torch.addmm(bias[block], x, weight.mT, out=y[:, block])
     if exact:
-        # Off the output by the sums of x, as these are few; in half precision the difference would lose digits.
+        # Subtract the zero points from the output through the sums of x, because there are few sums. In half precision
+        # the difference would lose digits.
         offsets = scales * (zeros.to(dtype).sub_(MIDDLE) if bits == 8 else zeros)
         y.addmm_(_group_sums(x, group_size), offsets.mT, alpha=-1)
     return y
@@ -116,7 +118,7 @@ def expanded(
 
 
 def _blocks(rows: int, columns: int) -> list[slice]:
-    """Return blocks of about the same size: a product with few rows takes as long as one with many."""
+    """Return blocks of about the same size, because a product with few rows takes as long as a product with many."""
     count = max(1, -(-rows * columns // _BLOCK))
     step = -(-rows // count)
     return [slice(start, start + step) for start in range(0, rows, step)]
@@ -125,7 +127,7 @@ def _blocks(rows: int, columns: int) -> list[slice]:
 def _integers(
     codes: Tensor, bits: int, columns: int, zeros: Tensor | None, group_size: int
 ) -> Tensor:  # (rows, in) int8
-    """Return the codes less the zero points given; of 8 bits, which may not fit then, less the middle."""
+    """Return the codes minus ``zeros``, if given. Codes of 8 bits could overflow and are returned minus MIDDLE."""
     if bits == 8:
         return codes.view(torch.int8)
     memory = _memory("codes", torch.uint8, 2 * len(codes) * (columns + 7))
@@ -136,10 +138,10 @@ def _integers(
 
 
 def _aligned(tensor: Tensor, multiple: int) -> Tensor:
-    """Return a contiguous tensor at an address that is a multiple of so many bytes, copied where needed.
+    """Return the tensor, or a copy, contiguous and at an address that is a multiple of ``multiple`` bytes.
 
-    torch's kernel for 8 bits loads vectors at addresses that it takes to be aligned, and ends the process where they
-    are not (torch 2.13, AVX-512). Tensors mapped from a file, as those that transformers loads, can be anywhere.
+    torch's 8-bit kernel assumes aligned addresses and ends the process where they are not (torch 2.13, AVX-512).
+    Tensors that are mapped from a file, for example by transformers, can have any address.
     """
     if tensor.is_contiguous() and tensor.data_ptr() % multiple == 0:
         return tensor
@@ -147,29 +149,29 @@ def _aligned(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _memory(name: str, dtype: torch.dtype, entries: int) -> Tensor:
-    """Return memory of this thread, with whatever it was last used for."""
-    kept = getattr(_kept, name, None)
+    """Return a buffer of this thread, which is reused by name and not cleared."""
+    buffer = getattr(_buffers, name, None)
     size = entries * dtype.itemsize
-    if kept is None or kept.numel() < size:
-        with torch.inference_mode(False):  # memory of inference mode could not be written to outside of it
-            kept = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if entries <= 4 * _BLOCK:  # a row of more columns than that is not kept
-            setattr(_kept, name, kept)
-    return kept[:size].view(dtype)
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):  # An inference tensor could not be written outside of inference mode.
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if entries <= 4 * _BLOCK:  # A buffer for longer rows is not kept.
+            setattr(_buffers, name, buffer)
+    return buffer[:size].view(dtype)
 
 
 def _by_groups(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, values: Tensor, group_size: int) -> None:
-    """Apply an operation in place to a matrix and the number of each group of its columns."""
+    """Apply an operation in place to each group of columns and the value of that group."""
     if values.shape[1] == 1:
         operation(weight, values)
         return
-    whole = weight.shape[1] // group_size
-    operation(weight[:, : whole * group_size].unflatten(1, (whole, group_size)), values[:, :whole, None])
-    if whole < values.shape[1]:  # the last group is smaller
-        operation(weight[:, whole * group_size :], values[:, whole:])
+    full = weight.shape[1] // group_size
+    operation(weight[:, : full * group_size].unflatten(1, (full, group_size)), values[:, :full, None])
+    if full < values.shape[1]:  # The last group is smaller.
+        operation(weight[:, full * group_size :], values[:, full:])
 
 
 def _group_sums(x: Tensor, group_size: int) -> Tensor:  # (n, in) -> (n, groups)
-    whole = x.shape[1] // group_size * group_size
-    sums = x[:, :whole].unflatten(1, (whole // group_size, group_size)).sum(-1)
-    return sums if whole == x.shape[1] else torch.cat((sums, x[:, whole:].sum(1, keepdim=True)), 1)
+    full_columns = x.shape[1] // group_size * group_size
+    sums = x[:, :full_columns].unflatten(1, (full_columns // group_size, group_size)).sum(-1)
+    return sums if full_columns == x.shape[1] else torch.cat((sums, x[:, full_columns:].sum(1, keepdim=True)), 1)

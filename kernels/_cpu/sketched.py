@@ -19,7 +19,7 @@ from .._torch import are_transforms_active, is_differentiated_forward
 from ..reference.packing import unpack_signs
 from ..reference.sketched_halves import scaled_product
 
-# Entries of a sketch that are unpacked at once: they stay in a core's cache for the product they are used in.
+# Entries of a sketch that are unpacked at once. They stay in a core's cache for the product that uses them.
 _UNPACKED = 1 << 17
 
 
@@ -94,7 +94,7 @@ def packed_matmul(
 
 
 def _blocks(n: int, R: int) -> list[tuple[slice, slice]]:
-    """Return the ranges of features that are unpacked together, and of their words."""
+    """Return the ranges of features to unpack at once, each with the range of its words."""
     step = max(1, _UNPACKED // (32 * max(R, 1)))
     words = [slice(start, min(start + step, -(-n // 32))) for start in range(0, -(-n // 32), step)]
     return [(slice(32 * part.start, min(32 * part.stop, n)), part) for part in words]
@@ -127,7 +127,7 @@ class JoinedProduct(torch.autograd.Function):
         # Only where it can be read. Activation checkpointing ends a recomputation by an exception, after which torch
         # does not release what is saved here: the output and its node would hold each other until garbage is collected.
         if is_differentiated_forward() or are_transforms_active():
-            ctx.save_for_forward(*tensors, outputs[1])  # torch's vmap rule wants both lists to be one
+            ctx.save_for_forward(*tensors, outputs[1])  # torch's rule for vmap requires both lists to be equal.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""The halves of the sketched product on joined factors, with the gradients that autograd would spend products on."""
+"""The halves of the sketched product on joined factors, with gradients that need fewer products than autograd's."""
 
 __all__ = ["InnerProduct", "OuterProduct", "joined_inner", "joined_outer"]
 
@@ -24,7 +24,7 @@ def joined_outer(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> 
 
 
 class InnerProduct(torch.autograd.Function):
-    """The first half. Gradients are made of differentiable operations, so that they can be differentiated again."""
+    """The first half. The gradients use differentiable operations, so that they can be differentiated again."""
 
     @staticmethod
     def forward(x: Tensor, scale: float, *factors: Tensor) -> Tensor:  # all S1, then all U2
@@ -41,7 +41,7 @@ class InnerProduct(torch.autograd.Function):
         needed = ctx.needs_input_grad
         d = grad if ctx.scale == 1.0 else grad * ctx.scale
         dx = d @ torch.cat(factors, 1).mT if needed[0] else None
-        # Neighbours that need a gradient share a product: all S1, and all U2 where they are trained.
+        # Neighbouring factors that need a gradient share a product: all S1, and all U2 if they are trained.
         gradients: list[Tensor | None] = [None] * len(factors)
         start = 0
         for need, run in groupby(range(len(factors)), key=lambda i: needed[2 + i]):

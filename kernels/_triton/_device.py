@@ -21,9 +21,9 @@ def dot_operand(tile):
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how float32 products are computed, as torch's matrix products on the GPU are: in full, or through TF32.
+    """Return the input precision of a dot product: IEEE or TF32, as torch is set to compute matrix products on the GPU.
 
-    On NVIDIA's tensor cores, three TF32 products stand for one in float32. IEEE products would spill registers.
+    On NVIDIA's tensor cores, three TF32 products replace a float32 product. IEEE products would spill registers.
     """
     if dtype is not torch.float32 or INTERPRETED.value:
         return "ieee"
@@ -41,15 +41,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def pipeline_stages(stages: int) -> int:
-    """Return the depth of the software pipeline: ``stages``, and less on AMD's GPUs, whose shared memory is small."""
+    """Return the depth of the software pipeline: ``stages``, at most 2 on AMD's GPUs, whose shared memory is small."""
     hip = not INTERPRETED.value and triton.runtime.driver.active.get_current_target().backend == "hip"
     return min(stages, 2) if hip else stages
 
 
 def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
-    """Apply ``triton.autotune`` to the configurations meant for the device; when interpreting, the first for NVIDIA's.
+    """Apply ``triton.autotune`` to the configurations for the device. The interpreter uses the first one of ``cuda``.
 
-    AMD's GPUs have less shared memory. ``key`` names the arguments whose change calls for tuning again.
+    AMD's GPUs have less shared memory. A change of the arguments named by ``key`` starts the tuning again.
     """
 
     def suitable(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:

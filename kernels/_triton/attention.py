@@ -29,7 +29,7 @@ _SCAN_BLOCK = 256
 
 @triton.jit
 def _subtrahend(r):
-    """Return what may be subtracted from -inf: r, or 0 where no key has been seen."""
+    """Return r with 0 instead of -inf, so that it can be subtracted from -inf."""
     return tl.where(r == float("-inf"), 0.0, r)
 
 
@@ -65,8 +65,8 @@ def _states_kernel(
 ):  # fmt: skip
     """Sum left_i (right_i | extra_i) over a chunk, and store the sums with the next chunk that needs them.
 
-    That is the chunk after, or before if SUFFIX: then a scan that includes its own row is all there is to do, and the
-    last chunk's sums are not taken; its program writes the zeros of the first.
+    The next chunk is the following one, or the preceding one if SUFFIX. An inclusive scan then completes the states. No
+    chunk needs the sums over the last chunk, so the program of the last chunk writes the zeros of the first.
     """
     batch = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -78,7 +78,7 @@ def _states_kernel(
     else:
         last = chunk == chunks - 1
         target = tl.where(last, 0, chunk + 1)
-    if SCALED:  # the scale of the sums: the maximum before the chunk, or at its end
+    if SCALED:  # The sums are scaled by the maximum before the chunk (SUFFIX) or at its end.
         edge = tl.load(r + batch * n + (tl.maximum(start, 1) if SUFFIX else stop) - 1)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     e = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -95,7 +95,7 @@ def _states_kernel(
                 weight = tl.exp(edge - _subtrahend(tl.load(r + i + row, mask=inside, other=float("inf"))))
             else:
                 weight = tl.exp(scale - _subtrahend(edge))
-                inside = inside & (scale > float("-inf"))  # a key left out has no influence, whatever it holds
+                inside = inside & (scale > float("-inf"))  # Masked keys have no influence, even if they are NaN.
         a = tl.load(left + i * D + row[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         b = tl.load(right + i * E + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
         a = dot_operand(a)
@@ -131,7 +131,7 @@ def _scan_kernel(
     for step in tl.range(0, chunks, num_stages=4):
         chunk = chunks - 1 - step if SUFFIX else step
         state = states + (batch * chunks + chunk) * width + entry
-        if SCALED:  # a state has the scale of the maximum at its chunk's end if SUFFIX, else before the chunk
+        if SCALED:  # A state has the scale of the maximum at the end of its chunk (SUFFIX) or before it.
             if SUFFIX:
                 new = tl.load(r + batch * n + tl.minimum((chunk + 1) * CHUNK, n) - 1)
                 total *= tl.exp(new - _subtrahend(scale))
@@ -145,7 +145,7 @@ def _scan_kernel(
 
 @triton.jit
 def _attend_kernel(
-    left, right, value, delta, own, c, r, states, out, side, n, chunks,
+    left, right, value, delta, keys, c, r, states, out, side, n, chunks,
     D: tl.constexpr, E: tl.constexpr, SUFFIX: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr,
     INNER: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
@@ -153,15 +153,15 @@ def _attend_kernel(
     """Sum ``value`` weighted by products of rows of ``left`` and ``right``, up to each row, or from it on if SUFFIX.
 
     =========  ======  ==========  =====  =====  =====  ===  ====
-    result     SUFFIX  TRANSPOSED  left   right  value  own  side
+    result     SUFFIX  TRANSPOSED  left   right  value  keys  side
     =========  ======  ==========  =====  =====  =====  ===  ====
-    y          no      no          q      k      v           den
+    y          no      no          q      k      v            den
     dv         yes     no          k      q      nu
     dq         no      yes         nu     v      k
-    dk         yes     yes         v      nu     q      k    dc, one part for each block of D
+    dk         yes     yes         v      nu     q      k     dc, one part for each block of D
     =========  ======  ==========  =====  =====  =====  ===  ====
 
-    TRANSPOSED turns the states, (D, E) and D more for the denominator, and adds delta to the scores.
+    TRANSPOSED transposes the states, (D, E) and D more for the denominator, and adds delta to the scores.
     """
     IN: tl.constexpr = E if TRANSPOSED else D
     OUT: tl.constexpr = D if TRANSPOSED else E
@@ -177,14 +177,14 @@ def _attend_kernel(
     x = x0 + step
     take_x = x < n
     if SCALED:
-        if SUFFIX:  # rows are keys
+        if SUFFIX:  # The rows are keys.
             scale_x = tl.load(c + first + x, mask=take_x, other=float("-inf"))
             take_x = take_x & (scale_x > float("-inf"))
             edge = tl.load(r + first + tl.minimum((chunk + 1) * CHUNK, n) - 1)
             weight = tl.exp(scale_x - _subtrahend(edge))
         else:
             scale_x = _subtrahend(tl.load(r + first + x, mask=take_x, other=float("inf")))
-            edge = tl.load(r + first + tl.maximum(chunk * CHUNK, 1) - 1)  # not used for the first chunk
+            edge = tl.load(r + first + tl.maximum(chunk * CHUNK, 1) - 1)  # unused for the first chunk
             weight = tl.exp(tl.where(chunk > 0, edge - scale_x, float("-inf")))
     o = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     left_x = left + (first + x0) * IN + step[:, None] * IN
@@ -232,7 +232,7 @@ def _attend_kernel(
             i = i0 + tl.arange(0, BLOCK_IN)
             a = dot_operand(tl.load(left_x + i[None, :], mask=take_x[:, None] & (i < IN)[None, :], other=0.0))
             b = dot_operand(tl.load(right_y + i[None, :], mask=take_y[:, None] & (i < IN)[None, :], other=0.0))
-            if TRANSPOSED:  # one of the two is nu
+            if TRANSPOSED:  # Either a or b is nu.
                 a = a.to(INNER)
                 b = b.to(INNER)
             scores = tl.dot(a, tl.trans(b), scores, input_precision=PRECISION)
@@ -243,13 +243,13 @@ def _attend_kernel(
                 scores += delta_x[:, None]
         if SCALED:
             scores *= factor
-        scores = tl.where(keep, scores, 0.0)  # last: a later score may have overflowed
+        scores = tl.where(keep, scores, 0.0)  # This must come last, because a later score may have overflowed.
         if not SUFFIX and not TRANSPOSED:
             den += tl.sum(scores, 1)
         value_y = value + (first + y0) * OUT + step[:, None] * OUT + o[None, :]
         w = dot_operand(tl.load(value_y, mask=take_y[:, None] & (o < OUT)[None, :], other=0.0))
         if not SUFFIX and not TRANSPOSED:  # noqa: SIM102  decided when it is compiled
-            if y0 == x0:  # a score of 0 times a value that is not finite would be NaN
+            if y0 == x0:  # A score of 0 times a value that is not finite would be NaN.
                 w = tl.where(w * 0.0 == 0.0, w, 0.0)
         total = tl.dot(scores.to(INNER), w.to(INNER), total, input_precision=PRECISION)
 
@@ -259,13 +259,13 @@ def _attend_kernel(
         if SCALED:
             take_x = take_x & (tl.load(c + first + x, mask=take_x, other=0.0) > float("-inf"))
         w = tl.load(value + here, mask=take_x[:, None] & (o < OUT)[None, :], other=0.0).to(tl.float32)
-        total += tl.cumsum(w * 0.0, 0)  # values that are not finite reach the later rows so
+        total += tl.cumsum(w * 0.0, 0)  # This carries values that are not finite to the later rows.
         empty = (den == 0)[:, None]
         total = tl.where(empty, 0.0, total / tl.where(empty, 1.0, den[:, None]))
         if tl.program_id(1) == 0:
             tl.store(side + first + x, den, mask=x < n)
     if TRANSPOSED and SUFFIX and SCALED:
-        k = tl.load(own + here, mask=mask & take_x[:, None], other=0.0).to(tl.float32)
+        k = tl.load(keys + here, mask=mask & take_x[:, None], other=0.0).to(tl.float32)
         rows = (tl.num_programs(0) // tiles).to(tl.int64) * n
         tl.store(side + tl.program_id(1) * rows + first + x, tl.sum(k * total, 1), mask=x < n)
     tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
@@ -277,7 +277,7 @@ def attention_forward(
     v: Tensor,  # (batch, n, E)
     c: Tensor | None,  # (batch, n), float32
 ) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
-    """Return output and denominator (in units of e to the running maximum of c); all contiguous, D and E to 256."""
+    """Return output and denominator (in units of e to the running maximum of c). D and E are at most 256."""
     y = torch.empty_like(v)
     den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if den.numel():
@@ -330,7 +330,7 @@ def _states(
         PRECISION=dot_precision(left.dtype), CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if chunks > 2:  # one is zeros, two are zeros and a sum
+    if chunks > 2:  # With one or two chunks the states are complete.
         _scan_kernel[(batch * triton.cdiv(width, _SCAN_BLOCK),)](
             states, r, n, chunks, width, SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK,
             num_warps=2,
@@ -343,7 +343,7 @@ def _attend(
     right: Tensor,
     value: Tensor,
     delta: Tensor | None,
-    own: Tensor | None,
+    keys: Tensor | None,
     c: Tensor | None,
     r: Tensor | None,
     states: Tensor,
@@ -358,7 +358,7 @@ def _attend(
     D, E = (outer, inner) if transposed else (inner, outer)
     tile = _tiles(out, inner, outer)
     _attend_kernel[(batch * triton.cdiv(n, tile.rows), triton.cdiv(outer, tile.columns))](
-        left, right, value, delta, own, c, r, states, out, side, n, states.shape[1],
+        left, right, value, delta, keys, c, r, states, out, side, n, states.shape[1],
         D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=c is not None,
         INNER=tl.float32 if _inner(out) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(out.dtype),
         CHUNK=_chunk(out, D, E), ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
@@ -374,14 +374,14 @@ def _chunk(x: Tensor, D: int, E: int) -> int:
 
 class _Tile(NamedTuple):
     rows: int
-    inner: int  # of the dimension summed over, at a time
+    inner: int  # entries of the summed dimension per step
     columns: int
     warps: int
     stages: int
 
 
 def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
-    """Return tiles that compile without spilling registers, for widths up to 256; the speed of others is not known."""
+    """Return tiles that compile without spilling registers, for widths up to 256. Other tiles may be faster."""
     precision = dot_precision(x.dtype)
     target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
     ampere = target is not None and target.backend == "cuda" and target.arch < 90
@@ -389,7 +389,7 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     aligned = inner % 16 == outer % 16 == 0
     light = aligned and max(inner, outer) <= 64 and x.dtype is not torch.float32
     tile = _Tile(rows=64, inner=64, columns=64 if aligned else 32, warps=4 if light else 8, stages=1)
-    if precision == "tf32x3":  # each operand in two parts
+    if precision == "tf32x3":  # Each operand takes two tiles.
         tile = _Tile(32, 32, 32, 8, 1) if ampere else _Tile(64, 32, 64, 8, 2)
     elif target is not None and target.backend == "hip":
         tile = tile._replace(rows=64 if aligned else 32)
@@ -404,5 +404,5 @@ def _padded(size: int) -> int:
 
 
 def _inner(x: Tensor) -> torch.dtype:
-    """Return the dtype that sums are rounded to between two products: half precision, with the range float16 lacks."""
+    """Return the dtype of sums between two products: float32, or bfloat16, because float16 has too small a range."""
     return torch.float32 if x.dtype is torch.float32 or INTERPRETED.value else torch.bfloat16

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ._device import dot_operand
 
-# Entries that a program usually transforms, and bytes of them at most: 8 warps then, and 32 KB of shared memory.
+# Entries that a program usually transforms, and the most bytes of entries: 32 KB of shared memory, with 8 warps.
 _TILE, _MOST = 4096, 32768
-# Bytes that neighbouring columns span at least, a sector of memory, and where it costs nothing: a cache line.
+# Neighbouring columns span at least a sector of memory, and a cache line where that costs nothing. In bytes.
 _SECTOR, _LINE = 32, 128
 
 
@@ -79,9 +79,9 @@ def _hadamard_kernel(
 def passes(N: int, n: int, itemsize: int) -> list[int]:
     """Return the number of index bits that each pass over (N, n) matrices deals with, from the lowest.
 
-    As few passes as can be: in float32 one block holds 2^13 entries of a vector, and of many columns 2^10 entries with
-    a sector's width of them. Passes after the first, which takes what is there, are kept short where that lets them
-    read whole cache lines: [13] for (2^13, 1) in float32, [12, 8] for (2^20, 1), [10, 10] for (2^20, 64).
+    There are as few passes as possible. In float32 a block holds 2^13 entries of one column, or 2^10 entries of as many
+    columns as fill a sector of memory. Passes after the first one are shortened if they can then read complete cache
+    lines: [13] for (2^13, 1) in float32, [12, 8] for (2^20, 1), [10, 10] for (2^20, 64).
     """
     bits = N.bit_length() - 1
     most = (_MOST // _SECTOR).bit_length() - 1
@@ -89,7 +89,7 @@ def passes(N: int, n: int, itemsize: int) -> list[int]:
     first = (_MOST // min(triton.next_power_of_2(n) * itemsize, _SECTOR)).bit_length() - 1
     if bits <= first:
         return [bits] if bits else []
-    count = -(-(bits - first) // most)  # of the passes that follow
+    count = -(-(bits - first) // most)  # the number of later passes
     plan = [min(first, max(-(-bits // (count + 1)), bits - count * brief))]
     for left in range(count, 0, -1):
         plan.append(-(-(bits - sum(plan)) // left))
@@ -106,27 +106,27 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same, cont
         return out.copy_(x)
     source = x.reshape(-1, N, n)
     stride_b, stride_i, stride_c = source.stride()
-    done = 1
+    length = 1
     for bits in passes(N, n, x.element_size()):
-        R, groups = 1 << bits, source.shape[0] * N // (done << bits)
-        if done == 1:
+        R, groups = 1 << bits, source.shape[0] * N // (length << bits)
+        if length == 1:
             _launch(source, out, (stride_b, R * stride_i, stride_i, stride_c), groups, N // R, bits, n)
-        else:  # in place: no other program reads the entries that a program writes
-            _launch(out, out, (R * done * n, 0, done * n, 1), groups, 1, bits, done * n)
-        done <<= bits
+        else:  # This can be in place, because a program reads only the entries that it writes.
+            _launch(out, out, (R * length * n, 0, length * n, 1), groups, 1, bits, length * n)
+        length <<= bits
     return out
 
 
 def _launch(
     x: Tensor, out: Tensor, strides: tuple[int, int, int, int], groups: int, outer: int, bits: int, columns: int
 ) -> None:
-    """Transform ``groups`` matrices of 2^bits rows; without tuning, which would transform them several times."""
+    """Transform ``groups`` matrices of 2^bits rows. Tuning would repeat an in-place transform, so there is none."""
     N, sector = 1 << bits, _SECTOR // x.element_size()
     C = min(triton.next_power_of_2(columns), max(sector, _TILE // N))
     G = max(1, _TILE // (N * C))
     tiles = triton.cdiv(columns, C)
-    # What takes the fewest instructions on sm_90: butterflies of 2 or 3 bits, products of 4 to 6. One of 7 would take
-    # more than its butterflies, and 168 registers.
+    # Butterflies of 2 or 3 bits and products of 4 to 6 bits take the fewest instructions on sm_90. A product of 7 bits
+    # would take more instructions than butterflies, and 168 registers.
     dot = x.dtype is not torch.float32 and bits >= 4 and bits != 7
     reach = max((N - 1) * strides[2] + (columns - 1) * strides[3], N * columns)
     _hadamard_kernel[(triton.cdiv(groups, G) * tiles,)](

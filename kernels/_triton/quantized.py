@@ -1,8 +1,9 @@
 """The product with a weight of 2 to 8 bits an entry and its low-rank correction, expanded in registers.
 
-A program owns a tile of outputs, loads codes of ``BN`` rows and ``BK`` columns, turns them into numbers and multiplies:
-the weight is never written expanded. Where there are few rows of x, the columns are split over programs, and torch adds
-the parts in their order. The correction takes the product of x with its right factor, which is small, from outside.
+A program computes a tile of outputs: it loads codes of ``BN`` rows and ``BK`` columns, converts them into numbers and
+multiplies, so that the expanded weight is never written to memory. If x has few rows, the columns are split over
+programs, and torch adds the partial sums in a fixed order. The caller passes the product of x with the right factor of
+the correction, which is small.
 """
 
 __all__ = ["quantized_matmul"]
@@ -14,41 +15,41 @@ from torch import Tensor
 
 from ._device import dot_operand, dot_precision, multiprocessors, pipeline_stages
 
-# Columns that a program takes at least, so that a split does not cost more than it gains.
+# A program takes at least this many columns, so that a split does not cost more than it gains.
 _LEAST_SPLIT = 256
 
 
 @triton.jit
-def _part(codes, n, k, N, K, row_bytes, start, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the codes of one width (BN, BK), see ``pack_codes``: byte b holds columns b, length + b, ..."""
+def _load_part(codes, n, k, N, K, row_bytes, start, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    """Return one part (BN, BK) of the codes, see ``pack_codes``: byte b stores the columns b, length + b, ..."""
     length = tl.cdiv(K * WIDTH, 8)
     place = k // length
     inside = (n[:, None] < N) & (k[None, :] < K)
     at = codes + n[:, None].to(tl.int64) * row_bytes + start + (k - place * length)[None, :]
-    found = tl.load(at, mask=inside, other=0).to(tl.int32)
-    return ((found >> (place * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << SHIFT
+    stored = tl.load(at, mask=inside, other=0).to(tl.int32)
+    return ((stored >> (place * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << SHIFT
 
 
 @triton.jit
-def _numbers(
+def _dequantized(
     codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return ``scale (code - zero)`` in float32; WHOLE says that all columns of the tile are in one group."""
     if BITS == 8:
-        q = _part(codes, n, k, N, K, row_bytes, 0, 8, 0) ^ 128
+        q = _load_part(codes, n, k, N, K, row_bytes, 0, 8, 0) ^ 128
     else:
         start = 0
         if BITS & 4:
-            q = _part(codes, n, k, N, K, row_bytes, start, 4, 0)
+            q = _load_part(codes, n, k, N, K, row_bytes, start, 4, 0)
             start += tl.cdiv(K * 4, 8)
             if BITS & 2:
-                q += _part(codes, n, k, N, K, row_bytes, start, 2, 4)
+                q += _load_part(codes, n, k, N, K, row_bytes, start, 2, 4)
                 start += tl.cdiv(K * 2, 8)
         else:
-            q = _part(codes, n, k, N, K, row_bytes, start, 2, 0)
+            q = _load_part(codes, n, k, N, K, row_bytes, start, 2, 0)
             start += tl.cdiv(K * 2, 8)
         if BITS & 1:
-            q += _part(codes, n, k, N, K, row_bytes, start, 1, BITS & 6)
+            q += _load_part(codes, n, k, N, K, row_bytes, start, 1, BITS & 6)
     if WHOLE:
         at = n.to(tl.int64) * groups + tl.min(k, 0) // group_size
         s = tl.load(scales + at, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -77,16 +78,16 @@ def _quantized_kernel(
         k = k0 + tl.arange(0, BK)
         inside = (m[:, None] < M) & (k[None, :] < K)
         a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=inside, other=0.0)
-        w = _numbers(codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS, WHOLE).to(a.dtype)
+        w = _dequantized(codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS, WHOLE).to(a.dtype)
         acc = tl.dot(dot_operand(a), tl.trans(dot_operand(w)), acc, input_precision=PRECISION)
-    if ENDS:  # the only part: correction and bias are added here
+    if ENDS:  # There are no other partial sums, so correction and bias are added here.
         for r0 in range(0, R, BR):
             r = r0 + tl.arange(0, BR)
             rows = (m[:, None] < M) & (r[None, :] < R)
             a = tl.load(inner + m[:, None].to(tl.int64) * R + r[None, :], mask=rows, other=0.0)
             rows = (n[:, None] < N) & (r[None, :] < R)
             b = tl.load(left + n[:, None].to(tl.int64) * R + r[None, :], mask=rows, other=0)
-            b = b.to(tl.float32).to(a.dtype)  # by way of float32, as the interpreter does not know int8 as bfloat16
+            b = b.to(tl.float32).to(a.dtype)  # The interpreter cannot cast int8 to bfloat16.
             acc = tl.dot(dot_operand(a), tl.trans(dot_operand(b)), acc, input_precision=PRECISION)
         if HAS_BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -111,16 +112,16 @@ def quantized_matmul(
     if not out.numel():
         return out
     rank = 0 if inner is None else inner.shape[1]
-    # Widths of two or three parts, ragged groups and float32 hold more in registers, and would spill in larger tiles.
+    # Widths of two or three parts, ragged groups and float32 take more registers and would spill in larger tiles.
     simple = bits in (2, 4, 8) and group_size % 64 == 0 and x.dtype.itemsize == 2
     BM, BN, BK = (16 if M <= 16 else 64), 64, (64 if simple else 32)
     warps = 4 if (BM, BK) == (64, 64) else 8
     tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
-    wanted = max(1, min(multiprocessors(x.device) // tiles, K // _LEAST_SPLIT))
-    split_k = triton.cdiv(triton.cdiv(K, wanted), BK) * BK
+    max_splits = max(1, min(multiprocessors(x.device) // tiles, K // _LEAST_SPLIT))
+    split_k = triton.cdiv(triton.cdiv(K, max_splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
-    # A tensor in the place of what is missing: it is never read.
+    # The kernel needs a tensor for each missing operand and never reads it.
     operands = (x, codes, scales, zeros, x if inner is None else inner, codes if left is None else left)
     _quantized_kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN), splits)](
         *operands, x if bias is None else bias, parts, M, N, K, rank, row_bytes, groups, group_size, split_k, M * N,

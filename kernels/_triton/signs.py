@@ -1,6 +1,7 @@
 """Signs drawn from the Philox stream, and signs expanded from one bit an entry.
 
-Bit for bit those of :func:`panther.kernels.sign_block`: 128 entries of a row a call, a set bit a minus sign.
+The signs equal :func:`panther.kernels.sign_block` bit for bit: a call gives 128 entries of a row, and a set bit is a
+minus sign.
 """
 
 __all__ = ["expand", "fill_signs_"]
@@ -24,7 +25,7 @@ def expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def _draw_words(seed, stream, tag, row, call):
     """Draw words (ROWS, 4 CALLS) of the counters ``(row, call, stream, tag)``; row (ROWS, 1), call (1, CALLS)."""
-    zero = (row * 0 + call * 0).to(tl.uint64)  # whatever the width of the scalars, counters have 32 bits
+    zero = (row * 0 + call * 0).to(tl.uint64)  # Counters have 32 bits, independent of the width of the scalars.
     c0, c1 = (zero + row).to(tl.uint32), (zero + call).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, (zero + stream).to(tl.uint32), (zero + tag).to(tl.uint32))
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (ROWS, CALLS, 2, 2), the fastest index first over w0, w1
@@ -36,7 +37,7 @@ def _fill_signs_kernel(
     out, seed, stream, tag, row0, call0, rows, cols, skip,
     ROWS: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
-    row_tiles = tl.cdiv(rows, ROWS)  # one axis, because only the first of a grid has room for 2^31 programs
+    row_tiles = tl.cdiv(rows, ROWS)  # The grid has one axis, because only the first axis can have 2^31 programs.
     row = (tl.program_id(0) % row_tiles) * ROWS
     call = (tl.program_id(0) // row_tiles).to(tl.int64) * CALLS
     i = row + tl.arange(0, ROWS)[:, None]

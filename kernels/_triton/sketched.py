@@ -1,9 +1,9 @@
 """The sketched product ``scale x [S1 | U2] [U1 ; S2] + bias``, as one kernel or two.
 
-*Fused*, for many rows and a small rank: a program owns some rows, keeps their ``x [S1 | U2]`` in registers, and
-computes the output, so that x is read once and nothing but the output written. *Pair*, for fewer rows: to use the
-whole device, the first kernel splits the input features over programs, and the second adds the parts in a fixed
-order, without atomics, before the outer product.
+*Fused*, for many rows and a small rank: a program takes some rows, keeps their ``x [S1 | U2]`` in registers, and
+computes the output, so that x is read once and only the output is written. *Pair*, for fewer rows: the first kernel
+splits the input features over programs to use all multiprocessors, and the second kernel adds the partial sums in a
+fixed order, without atomics, before the outer product.
 
 Operands are x (rows, in), S1 (in, R), S2 (R, out) and a contiguous bias (out,). The signs U1 (R, out) and U2 (in, R)
 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then contiguous.
@@ -22,19 +22,19 @@ from ._device import autotuned, dot_operand, dot_precision, multiprocessors, pip
 from .signs import expand
 
 _MAX_RANK_TILE = 64
-# Ranks that one float32 product takes: three TF32 products keep twice the tiles, and more would spill registers.
+# Largest rank of one float32 product. Three TF32 products need twice the tiles, so a larger rank would spill registers.
 _SINGLE_SLICE = 32
-# Parts of a sum that are loaded at once, and entries that a program of the reduction owns.
+# Partial sums that are loaded at once, and entries that a program of the reduction computes.
 _PARTS = tl.constexpr(4)
 _BLOCK = 256
-# Bytes of parts, read by all programs together, up to which each adds them itself: from the L2 cache, at 5 TB/s, they
-# take as long as one more launch, 2.5 us. Predicted, not measured.
+# If all programs read at most this many bytes of partial sums in total, each program adds them itself: reading them
+# from the L2 cache at 5 TB/s takes as long as one more launch, 2.5 us. This is predicted, not measured.
 _REDUCED_BYTES = 12 << 20
 
 
 @triton.jit
 def _load(A, i, j, I, J, stride_i, stride_j):  # noqa: E741
-    """Load the entries in rows ``i`` and columns ``j`` of a matrix (I, J); those outside are 0."""
+    """Load the entries in rows ``i`` and columns ``j`` of a matrix (I, J); entries outside are 0."""
     inside = (i[:, None] < I) & (j[None, :] < J)
     return tl.load(A + i[:, None].to(tl.int64) * stride_i + j[None, :] * stride_j, mask=inside, other=0.0)
 
@@ -195,7 +195,7 @@ def _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, BM: tl.const
     at = m[:, None].to(tl.int64) * (2 * R) + r[None, :]
     left = tl.zeros((BM, RP), tl.float32)
     right = tl.zeros((BM, RP), tl.float32)
-    for start in tl.range(0, splits, _PARTS, num_stages=3):  # in flight together: these loads feed no product
+    for start in tl.range(0, splits, _PARTS, num_stages=3):  # Pipelined: no product waits for them.
         part = start + tl.arange(0, _PARTS)[:, None, None]
         inside = (part < splits) & rows[None, :, :]
         here = partial + part.to(tl.int64) * part_stride + at[None, :, :]
@@ -206,7 +206,7 @@ def _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, BM: tl.const
 
 @triton.jit
 def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl.constexpr):
-    """Reduce as ``_reduce`` does, once: for parts that are more than every program should read."""
+    """Reduce as ``_reduce`` does, in a separate kernel, if there are too many sums for every program to read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, splits, _PARTS, num_stages=3):
@@ -271,7 +271,7 @@ def fused_matmul(
 def pair_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the output and ``scale x [S1 | U2]``, for any rank, in two kernels, or three where the parts are many."""
+    """Return the output and ``scale x [S1 | U2]``, for any rank, in two kernels, or three for many partial sums."""
     (M, K), (R, N) = x.shape, S2.shape
     x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
@@ -284,7 +284,8 @@ def pair_matmul(
 
     BM = _row_tile(M, 64 if half else 32)
     row_tiles = triton.cdiv(M, BM)
-    # A part is two tiles of input features or more, and there are at most 32, which the next kernel reads many times.
+    # A partial sum covers two tiles of input features or more. There are at most 32, because the next kernel reads them
+    # many times.
     splits = max(1, min(32, programs // (row_tiles * rank_tiles), triton.cdiv(K, 2 * BK)))
     split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
@@ -301,13 +302,13 @@ def pair_matmul(
             partial, inner, scale, M * 2 * R, splits, partial.stride(0), BLOCK=_BLOCK
         )
 
-    # Every tile of rows reads the factors, and every program the parts of its rows: both through the L2 cache, and the
-    # sum is least at this height.
+    # Every tile of rows reads the factors, and every program reads the partial sums of its rows, both through the L2
+    # cache. This height of a tile minimizes the bytes read.
     parts = splits if reduce else 1
     BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
     row_tiles = triton.cdiv(M, BM)
     tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
-    # Packed signs and float32 in three products of TF32 need more registers than four warps have.
+    # Packed signs, and float32 as three TF32 products, need more registers than four warps have.
     outer_warps = 8 if BM == 64 or (signs["PACKED"] and not half) else 4
     _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
@@ -318,9 +319,9 @@ def pair_matmul(
     return out, inner
 
 
-def _row_tile(M: int, most: int, wanted: float = math.inf) -> int:
-    """Return a power of two, at least 16 and at most ``most``, the rows there are, and what is wanted."""
-    rows: int = max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(wanted, most)))))
+def _row_tile(M: int, most: int, target_rows: float = math.inf) -> int:
+    """Return a power of two, at least 16, of at most about ``most``, M and ``target_rows`` rows."""
+    rows: int = max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(target_rows, most)))))
     return rows
 
 
@@ -330,7 +331,7 @@ def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
 
 
 def _addressable(*operands: Tensor) -> list[Tensor]:
-    """Return operands whose second index times its stride fits 32 bits, as kernels compute it, and copies of others."""
+    """Return the operands, contiguous where the second index times its stride would overflow 32 bits in the kernels."""
     return [
         operand if _is_packed(operand) or (operand.shape[1] - 1) * operand.stride(1) < 1 << 31 else operand.contiguous()
         for operand in operands
@@ -338,7 +339,7 @@ def _addressable(*operands: Tensor) -> list[Tensor]:
 
 
 def _strides(U: Tensor) -> tuple[int, ...]:
-    """Return the strides of dense signs; words have a layout of their own."""
+    """Return the strides of dense signs, or zeros for packed words, whose layout is fixed."""
     return (0, 0) if _is_packed(U) else U.stride()
 
 

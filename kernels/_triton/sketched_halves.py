@@ -1,4 +1,4 @@
-"""The halves of the sketched product by the two kernels of the *pair*, each launched by itself, on dense signs."""
+"""The halves of the sketched product by the two kernels of the *pair*, launched separately, on dense signs."""
 
 __all__ = ["pair_inner", "pair_outer"]
 
@@ -39,19 +39,19 @@ def pair_inner(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Tensor:  # (r
 def pair_outer(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:  # (rows, out)
     """Return ``inner [U1 ; S2] + bias``."""
     M, (R, N) = len(inner), S2.shape
-    inner = inner.contiguous()  # the kernel knows one layout of it
+    inner = inner.contiguous()  # The kernel takes no strides for it.
     U1, S2 = pair._addressable(U1, S2)
     half = inner.element_size() == 2
     RP = pair._rank_tile(R, pair._MAX_RANK_TILE if half else pair._SINGLE_SLICE)
     rank_tiles, BN = triton.cdiv(R, RP), 128 if half else 32
     programs = multiprocessors(inner.device)
     n_tiles = triton.cdiv(N, BN)
-    wanted = math.sqrt(M * N * inner.element_size() / (4 * programs))
-    BM = pair._row_tile(M, 64 if half else 32, wanted)
+    target_rows = math.sqrt(M * N * inner.element_size() / (4 * programs))
+    BM = pair._row_tile(M, 64 if half else 32, target_rows)
     row_tiles = triton.cdiv(M, BM)
     tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
     out = inner.new_empty(M, N)
-    # The inner product is given and stands for the parts too, which are not read without REDUCE.
+    # ``inner`` also takes the place of the partial sums, which are not read without REDUCE.
     pair._pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         inner, U1, S2, bias, out, inner, 1.0, M, N, R, 1, 0, tiles, *U1.stride(), *S2.stride(),
         RP=RP, RANK_TILES=rank_tiles, REDUCE=False, HAS_BIAS=bias is not None, BM=BM, BN=BN, PACKED=False,

@@ -1,9 +1,10 @@
-"""A sparse matrix in CSR times a dense one, by gathering: no atomics, so the same result every time.
+"""A sparse matrix in CSR times a dense one, by gathering. Without atomics every run gives the same result.
 
-A program owns a tile of the output. Of each of its rows it takes the next K entries at once, gathers as many rows of
-the dense matrix, and adds the products up K by K, and the K sums at the end. K is near the average number of entries a
-row, which fills the device both where few rows have many entries (a sketch) and where many have few (its transpose).
-Tiles are chosen by size and not by tuning: another tile would add in a different order.
+A program computes a tile of the output. For each row of the tile it reads K entries at a time, gathers the K rows of
+the dense matrix that they name, and adds the products to K sums, which it adds at the end. K is near the average number
+of entries per row, which fills the device both if few rows have many entries (a sketch) and if many rows have few
+entries (its transpose). The size determines the tile, because tuning could choose a tile that adds in a different
+order.
 """
 
 __all__ = ["csr_matmul"]
@@ -13,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Products that a program, of 4 warps, takes at once, all in flight together.
+# Products that a program of 4 warps computes at once.
 _TILE = 1024
-# Bytes of a row that a tile spans: a cache line, so that all rows of a slab of columns stay in the second-level cache.
+# A tile spans one cache line of a row (in bytes), so that all rows of a slab of columns stay in the L2 cache.
 _LINE, _SECTOR = 128, 32
 
 
@@ -24,7 +25,7 @@ def _csr_matmul_kernel(
     starts, index, value, A, out, rows, columns, stride_b, stride_m, stride_n, row_tiles, column_tiles,
     ROWS: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Rows vary fastest: programs that run together gather from the same columns.
+    # Rows vary fastest, so that programs that run at the same time gather from the same columns.
     pid = tl.program_id(0)
     b = (pid // row_tiles // column_tiles).to(tl.int64)
     r = (pid % row_tiles).to(tl.int64 if WIDE else tl.int32) * ROWS + tl.arange(0, ROWS)
@@ -44,7 +45,7 @@ def _csr_matmul_kernel(
         acc += v[:, :, None] * tl.load(dense + (m * stride_m)[:, :, None], mask=mask, other=0.0).to(ACC)
         step += K
     total = tl.sum(acc, axis=1)
-    if out.dtype.element_ty != tl.float64:  # the interpreter has no other way from float64 to bfloat16
+    if out.dtype.element_ty != tl.float64:  # The interpreter cannot cast float64 to bfloat16.
         total = total.to(tl.float32)
     target = (b * rows + r)[:, None] * columns + c[None, :]
     tl.store(out + target, total.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (c < columns)[None, :])
@@ -60,7 +61,8 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
         return out.zero_()
     source = A.reshape(-1, m, n)
     stride_b, stride_m, stride_n = source.stride()
-    # Where a row's neighbours are far apart, entries are gathered one by one, and only the output spans a sector.
+    # If neighbouring columns of a row are far apart in memory, entries are gathered singly, and only the output needs
+    # to span a sector.
     span = (_LINE if stride_n == 1 else _SECTOR) // A.element_size()
     COLS = min(triton.next_power_of_2(n), span)
     K = min(triton.next_power_of_2(triton.cdiv(index.numel(), rows)), _TILE // COLS)

@@ -1,7 +1,7 @@
 r"""Attention exact in a window and linear beyond it, parallel over blocks: far sums, their scan, outputs; and backward.
 
-A tile of rows lies in one block of ``WINDOW`` positions, and takes the tiles of that block and of its neighbours as
-flash attention does, from where far keys have left off: they count as one key, their mean with the exponent
+A tile of rows lies in one block of ``WINDOW`` positions. It attends to the tiles of its block and of the neighbouring
+blocks as flash attention does, after the far keys, which count as one key: their mean with the exponent
 :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)`. Backward, with p the weights, :math:`\delta_i = -dy_i \cdot y_i` and
 :math:`g_i = e^{a_i + B - L_i}`, L being the logarithm of the denominator,
 
@@ -37,7 +37,7 @@ def _sums_kernel(
     INNER: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sum weight_i left_i (right_i | extra_i) over a block; rows of weight 0 have no influence, whatever they hold."""
+    """Sum weight_i left_i (right_i | extra_i) over a block; rows of weight 0 have no influence, NaN or not."""
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * WINDOW
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,29 +70,29 @@ def _scan_kernel(
     sums, states, decay, gain, share, blocks, width,
     REVERSE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the blocks at least two before each, or two after if REVERSE; ADD adds to what the states hold."""
+    """Sum for each block over the blocks at least two before it, or two after if REVERSE. ADD adds to the states."""
     tiles = tl.cdiv(width, BLOCK)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     entry = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < width
     total = tl.zeros((BLOCK,), tl.float32)
-    one = tl.zeros((BLOCK,), tl.float32)  # the sums of the last block, and of that before it
-    two = tl.zeros((BLOCK,), tl.float32)
+    last = tl.zeros((BLOCK,), tl.float32)  # the sums of the previous block, and of the block before it
+    second_last = tl.zeros((BLOCK,), tl.float32)
     for step in range(0, blocks):
         t = batch * blocks + (blocks - 1 - step if REVERSE else step)
         new = tl.load(sums + t * width + entry, mask=inside, other=0.0)
-        total = total * tl.load(decay + t) + two * tl.load(gain + t)
+        total = total * tl.load(decay + t) + second_last * tl.load(gain + t)
         out = total * tl.load(share + t)
         if ADD:
             out += tl.load(states + t * width + entry, mask=inside, other=0.0)
         tl.store(states + t * width + entry, out, mask=inside)
-        two = one
-        one = new
+        second_last = last
+        last = new
 
 
 @triton.jit
 def _neighbours(block, tile, blocks, KEYS: tl.constexpr, CAUSAL: tl.constexpr, TILES: tl.constexpr):
-    """Return the first and last tile to take, counted from the first one of the block before."""
+    """Return the range of tiles to attend to, counted from the first tile of the previous block."""
     start = tl.where(block == 0, TILES, 0)
     stop = tl.where(block == blocks - 1, 2 * TILES, 3 * TILES)
     if CAUSAL:
@@ -164,7 +164,7 @@ def _forward_kernel(
         inside = (step % TILES) * ROWS + step_row
         z = y_block * WINDOW + inside
         take_z = (inside < WINDOW) & (z < n)
-        if MASKED:  # a key left out has no influence, whatever it holds
+        if MASKED:  # Masked keys have no influence, even if they are NaN.
             take_z = take_z & (tl.load(b + first + z, mask=take_z, other=float("-inf")) > float("-inf"))
         keep = take_x[:, None] & take_z[None, :]
         if CAUSAL:
@@ -181,7 +181,7 @@ def _forward_kernel(
             tl.load(v + first * E + z[:, None] * E + e[None, :], mask=take_z[:, None] & (e < E)[None, :], other=0.0)
         )
         if CAUSAL:  # noqa: SIM102  decided when it is compiled
-            if step == TILES + tile:  # a weight of 0 times a value that is not finite would be NaN
+            if step == TILES + tile:  # A weight of 0 times a value that is not finite would be NaN.
                 w = tl.where(w * 0.0 == 0.0, w, 0.0)
         total = tl.dot(p.to(INNER), w.to(INNER), total * decay[:, None], input_precision=PRECISION)
         largest = new
@@ -193,7 +193,7 @@ def _forward_kernel(
         if MASKED:
             take = take & (tl.load(b + first + x, mask=take_x, other=float("-inf")) > float("-inf"))
         w = tl.load(v + here, mask=mask & take[:, None], other=0.0).to(tl.float32)
-        total += tl.cumsum(w * 0.0, 0)  # values that are not finite reach the later rows so
+        total += tl.cumsum(w * 0.0, 0)  # This carries values that are not finite to the later rows.
     empty = largest == float("-inf")
     weight = tl.where(empty, 1.0, weight)
     total = tl.where(empty[:, None], 0.0, total / weight[:, None])
@@ -310,7 +310,7 @@ def _near_gradient_kernel(
             else:
                 ds = _scores(grad + first * E, v + first * E, x, z, take_x, take_z, ds, E, PRECISION, BLOCK_E)
                 ds += delta_x[:, None]
-            p = tl.where(keep, p * ds, 0.0)  # a later value may have overflowed
+            p = tl.where(keep, p * ds, 0.0)  # A later value may have overflowed.
         w = tl.load(
             value + first * OUT + z[:, None] * OUT + o[None, :], mask=take_z[:, None] & (o < OUT)[None, :], other=0.0
         )
@@ -323,12 +323,12 @@ def _near_gradient_kernel(
 
 @triton.jit
 def _feature_gradient_kernel(
-    left, extra, factor, own, states, out, side, n, blocks,
+    left, extra, factor, phi, states, out, side, n, blocks,
     E: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SIDE: tl.constexpr,
     INNER: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return factor (state left + extra z), and its product with ``own``, the gradient of the exponent, in parts."""
+    """Return factor (state left + extra z), and in parts the gradient of the exponent, its product with ``phi``."""
     TILES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     tile = tl.program_id(0) % TILES
     block = (tl.program_id(0) // TILES) % blocks
@@ -355,7 +355,7 @@ def _feature_gradient_kernel(
     mask = inside[:, None] & (m < M)[None, :]
     tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
     if SIDE:
-        f = tl.load(own + here, mask=mask & take[:, None], other=0.0).to(tl.float32)
+        f = tl.load(phi + here, mask=mask & take[:, None], other=0.0).to(tl.float32)
         rows = (tl.num_programs(0) // TILES // blocks).to(tl.int64) * n
         tl.store(side + tl.program_id(1) * rows + x, tl.sum(f * total, 1), mask=inside)
 
@@ -371,7 +371,7 @@ def windowed_forward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
-    """Return output and logarithm of the denominator; all contiguous, D, E and M to 256."""
+    """Return output and logarithm of the denominator. D, E and M are at most 256."""
     y = torch.empty_like(v)
     log_den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if log_den.numel() == 0:
@@ -422,7 +422,7 @@ def windowed_backward(
         da, db = (None if x is None else torch.zeros_like(x) for x in (a, b))
     else:
         da = _feature_gradient(grad, delta, g, phi_q, states, dphi_q, window, side=a is not None)
-        # Keys take from queries as queries do from keys, in the other direction: -B stands for the exponents.
+        # The sums over queries have the form of the sums over keys, in the opposite direction and with the units -B.
         states = _sums(phi_q, grad, delta, g, window)
         reached, units = _scan(states, torch.where(units == -torch.inf, units, -units), causal, reverse=True)
         exponent = _by_row(units, window, n) if b is None else b + _by_row(units, window, n)
@@ -441,7 +441,7 @@ def windowed_backward(
 
 
 def _far(v: Tensor, phi_k: Tensor, b: Tensor | None, window: int, causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the states (batch, T, M E + M) of what is far from each block, and their units (batch, T)."""
+    """Return the states (batch, T, M E + M) of the keys far from each block, and their units (batch, T)."""
     batch, n, _ = v.shape
     T = triton.cdiv(n, window)
     if T <= 2:
@@ -474,34 +474,34 @@ def _sums(left: Tensor, right: Tensor, extra: Tensor | None, weight: Tensor, win
 
 
 def _scan(sums: Tensor, units: Tensor, causal: bool, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Return for each block the sums over all that are not next to it, and their units: before, or after if reverse."""
+    """Return for each block the sums over the blocks not next to it, and their units: before, or after if reverse."""
     batch, T, width = sums.shape
     directions = (reverse,) if causal else (False, True)
-    running = [_running(units.flip(-1)).flip(-1) if back else _running(units) for back in directions]
+    running = [_running(units.flip(-1)).flip(-1) if backward else _running(units) for backward in directions]
     both = running[0] if causal else torch.maximum(*running)
     states = sums if causal else torch.empty_like(sums)
-    for i, back in enumerate(directions):
-        own, most = (x.flip(-1) if back else x for x in (units, running[i]))
+    for i, backward in enumerate(directions):
+        block_units, most = (x.flip(-1) if backward else x for x in (units, running[i]))
         decay = _ratio(torch.nn.functional.pad(most[:, :-1], (1, 0), value=-torch.inf), most)
-        gain = _ratio(torch.nn.functional.pad(own[:, :-2], (2, 0), value=-torch.inf), most)
-        decay, gain = (x.flip(-1).contiguous() if back else x.contiguous() for x in (decay, gain))
+        gain = _ratio(torch.nn.functional.pad(block_units[:, :-2], (2, 0), value=-torch.inf), most)
+        decay, gain = (x.flip(-1).contiguous() if backward else x.contiguous() for x in (decay, gain))
         _scan_kernel[(batch * triton.cdiv(width, _SCAN_BLOCK),)](
             sums, states, decay, gain, _ratio(running[i], both).contiguous(), T, width,
-            REVERSE=back, ADD=i > 0, BLOCK=_SCAN_BLOCK, num_warps=2,
+            REVERSE=backward, ADD=i > 0, BLOCK=_SCAN_BLOCK, num_warps=2,
         )  # fmt: skip
     return states, both.contiguous()
 
 
 def _feature_gradient(
-    left: Tensor, extra: Tensor | None, factor: Tensor, own: Tensor, states: Tensor, out: Tensor, window: int, *,
+    left: Tensor, extra: Tensor | None, factor: Tensor, phi: Tensor, states: Tensor, out: Tensor, window: int, *,
     side: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Fill ``out`` and return the gradient of the exponents if it is asked for."""
-    (batch, n, E), M = left.shape, own.shape[-1]
+    """Fill ``out`` and return the gradient of the exponents, or None without ``side``."""
+    (batch, n, E), M = left.shape, phi.shape[-1]
     tile = _shape(left, window, E, M)
     parts = torch.empty(triton.cdiv(M, tile.columns), batch, n, dtype=torch.float32, device=left.device)
     _feature_gradient_kernel[_grid(left, window, tile, M)](
-        left, extra, factor, own, states, out, parts if side else None, n, states.shape[1], E=E, M=M, WINDOW=window,
+        left, extra, factor, phi, states, out, parts if side else None, n, states.shape[1], E=E, M=M, WINDOW=window,
         EXTRA=extra is not None, SIDE=side, INNER=_dtype(left), PRECISION=dot_precision(left.dtype),
         ROWS=tile.rows, BLOCK_E=tile.inner, BLOCK_M=tile.columns, **_launch(tile),
     )  # fmt: skip
@@ -509,15 +509,15 @@ def _feature_gradient(
 
 
 def _shape(x: Tensor, window: int, inner: int, outer: int) -> _Tile:
-    """Return the tile of causal linear attention, with rows for a window."""
+    """Return the tile of causal linear attention, with no more rows than a window."""
     tile = _tiles(x, inner, outer)
     return tile._replace(rows=min(tile.rows, _padded(window)))
 
 
 def _near_shape(x: Tensor, window: int, inner: int, outer: int, *, gradient: bool) -> _Tile:
-    """Return a tile for scores of near positions, or two products of their rows, as gradients of scores take.
+    """Return a tile for scores of near positions, or for the two products of rows that gradients of scores need.
 
-    Those of one product would spill registers here. Found by compiling, as the others were.
+    The tiles for one product would spill registers here. The sizes come from compiling for several GPUs.
     """
     tile = _shape(x, window, inner, outer)
     if INTERPRETED.value:

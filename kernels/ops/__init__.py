@@ -1,3 +1,3 @@
-"""The one dispatch, one file a feature: each operation chooses between Triton kernels and torch by its operands."""
+"""The dispatch, one file per feature: each operation chooses between Triton kernels and torch by its operands."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The choice of an order of the sketched product by shapes, with the measurements behind it.
+"""The choice of an order of the sketched product by shapes, and the measurements that support it.
 
 *chain*: four products. *joined*: two library products on concatenated factors. *pair*: two Triton kernels that split
 the input features over the device. *fused*: one Triton kernel.
@@ -16,34 +16,34 @@ _forced: list[str] = []
 def choose_path(rows: int, rank: int, *, triton: bool, aligned: bool = True) -> str:
     """Return the path for a product of ``rows`` rows with factors of rank ``rank``.
 
-    ``triton`` says whether the Triton kernels take the operands, ``aligned`` whether sizes and strides are multiples of
-    16, and operands start at 16 bytes.
+    ``triton`` says whether the Triton kernels take the operands. ``aligned`` says whether sizes and strides are
+    multiples of 16 and addresses are multiples of 16 bytes.
     """
     if _forced and (triton or _forced[-1] in ("chain", "joined")):
         return _forced[-1]
     if not triton:
         # Measured on two cores, widths 1024 to 8192, R 16 and 128, batch 1 to 512: 5 to 40 % faster from 4 R rows on.
-        # Below, the chain reads the factors once and copies none; bfloat16 would gain from joining on one thread and
-        # lose on two, because its products are slow to call.
+        # With fewer rows the chain is faster, because it copies no factor. bfloat16 would gain from joining on one
+        # thread and lose on two, because calls of its products are slow.
         return "joined" if rows >= 4 * rank else "chain"
     # The rest is predicted, not measured: `python -m benchmarks.gpu_suite` times every path at every shape.
     if rows >= 4096 and rank <= 64 and aligned:
-        # With 32 rows or more a program, 4096 rows fill 128 multiprocessors, x is read once and nothing but y written.
-        # Where sizes are not multiples of 16, entries are loaded one by one, for which the fused kernel, and not the
+        # With 32 rows or more per program, 4096 rows fill 128 multiprocessors, x is read once and only y is written.
+        # If sizes are not multiples of 16, entries are loaded one by one, for which the fused kernel, but not the
         # pair, spills registers (compiled for sm_80 and sm_90).
         return "fused"
     if rows <= 64:
-        return "pair"  # two launches of 2.5 us (three above R = 64); copies and library products take four or more
+        return "pair"  # Two launches of 2.5 us, three above R = 64. Copies and library products take four or more.
     if rows < 4096 and rank <= 64:
         # At 512 rows of 8192 x 8192, R = 16, x and y take 3.9 us, as long as two launches, and the 17 MB that the
         # second kernel reads again come from the L2 cache.
         return "pair"
-    return "joined"  # copying the factors costs 6 % of the bytes at 8192 rows of 4096 x 4096, R = 128
+    return "joined"  # Copying the factors costs 6 % of the bytes at 8192 rows of 4096 x 4096, R = 128.
 
 
 @contextmanager
 def using_path(path: str) -> Iterator[None]:
-    """Take ``path`` wherever it can run: for tests, and to measure the choice."""
+    """Force ``path`` wherever it can run, for tests and to measure the choice."""
     if path not in PATHS:
         raise ValueError(f"path={path!r} must be one of {', '.join(PATHS)}")
     _forced.append(path)

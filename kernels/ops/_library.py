@@ -24,10 +24,10 @@ def define(
     backward: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
 ) -> Callable[_Arguments, _Result]:
-    """Define an operator for every device and return it: a third of the cost a call of ``torch.library.custom_op``.
+    """Define an operator for every device and return it. A call costs a third of one by ``torch.library.custom_op``.
 
-    The parts are those of ``torch.library``. The implementation chooses between Triton and torch by its operands, and
-    ``backward`` is made of differentiable operations, so that it can be differentiated again.
+    The arguments are as in ``torch.library``. The implementation chooses between Triton and torch by its operands, and
+    ``backward`` uses differentiable operations, so that it can be differentiated again.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -42,7 +42,7 @@ def define(
 
 
 def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
-    """Return operands in the dtypes that a matrix product takes them in under autocast: float64 and integers stay."""
+    """Return the operands in autocast's dtype for a matrix product, except for float64 and integers."""
     if not (can_autocast(device.type) and torch.is_autocast_enabled(device.type)):
         return list(operands)
     dtype = torch.get_autocast_dtype(device.type)
@@ -65,7 +65,7 @@ def is_exporting() -> bool:
 
 
 def needs_torch() -> bool:
-    """Return whether derivatives are taken that custom operators lack: forward-mode ones, and those of torch.func.
+    """Return whether derivatives are needed that custom operators lack: forward-mode and torch.func's derivatives.
 
     A batched operand may need a gradient too, and the operators have none beneath ``torch.func.vmap``.
     """

@@ -34,22 +34,22 @@ def causal_linear_attention(
     hardware-efficient training", ICML 2024, arXiv:2312.06635).
 
     ``log_scale`` holds each key's own exponent c, where features are :math:`e^{c_j} k_j` and would overflow or vanish
-    in one number. Only differences to the largest exponent so far are ever taken, so no output depends in any bit on
-    what comes after it, be that NaN.
+    in one number. Only differences to the largest exponent so far are computed, so no bit of an output depends on
+    later positions, not even on NaN.
 
     Args:
         q: Features of the queries, floating; as a rule not negative, so that no denominator is near 0 by cancellation.
         k: Features of the keys.
         v: Values.
-        log_scale: The exponents c, 0 if not given; best float32, whatever the features are. A key at -inf is left out:
-            neither it nor its value has any influence, not even if they are not finite.
+        log_scale: The exponents c, 0 if not given; best float32, whatever the features are. A key at -inf is masked:
+            neither it nor its value has any influence, even if they are not finite.
 
     Returns:
         The output, contiguous, in the dtype of v. Half precision is summed in float32.
 
     Raises:
         ValueError: If shapes do not agree, or the operands are on several devices.
-        TypeError: If q, k and v differ in dtype, or something is not floating.
+        TypeError: If q, k and v differ in dtype, or one of them is not floating.
         RuntimeError: If ``PANTHER_KERNELS=triton``, and the kernel does not take the operands: float64, or D or E not
             from 1 to 256.
 
@@ -66,11 +66,13 @@ def causal_linear_attention(
         tensor([0.0000, 1.0000, 1.5000])
     """
     _check(q, k, v, log_scale)
-    q, k, v = autocast(q.device, q, k, v)  # and not the exponents, which would lose their units
-    # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.
-    # Where torch takes derivatives of a loop in torch, it keeps the scores, and the operator would compute them again.
+    q, k, v = autocast(q.device, q, k, v)  # The exponents stay in float32.
+    # In a compiled graph the operator is one node for every length. torch's loop over chunks would be unrolled.
+    # If torch differentiates the loop, it keeps the scores, which the operator would compute again.
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_scale))
-    if not torch.compiler.is_compiling() and (needs_torch() or (not _takes(q, v) and (differentiated or not q.is_cpu))):
+    if not torch.compiler.is_compiling() and (
+        needs_torch() or (not _uses_triton(q, v) and (differentiated or not q.is_cpu))
+    ):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
 
@@ -97,7 +99,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
         raise TypeError(f"log_scale of {_NAME} must be floating, not {log_scale.dtype}: cast it to float32")
 
 
-def _takes(q: Tensor, v: Tensor) -> bool:
+def _uses_triton(q: Tensor, v: Tensor) -> bool:
     """Return whether the Triton kernels take the operands."""
     D, E = q.shape[-1], v.shape[-1]
     refusal = None
@@ -114,7 +116,7 @@ def _flat(batch: torch.Size, *operands: Tensor | None) -> list[Any]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not _takes(q, v):
+    if not _uses_triton(q, v):
         if log_scale is None and q.is_cpu and q.numel():
             return attention_inference(q, k, v)
         y, den = attention_forward(q, k, v, log_scale)
@@ -129,7 +131,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _takes(q, v):
+    if not _uses_triton(q, v):
         dq, dk, dv, dc = attention_backward(grad, q, k, v, log_scale, y, den)
     else:
         from .._triton import attention
@@ -161,7 +163,7 @@ def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | 
 
 
 def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute second derivatives by torch; y and den get no gradient, because they are functions of the others."""
+    """Compute second derivatives by torch; y and den get no gradient, because they are functions of q, k and v."""
     grad, q, k, v, log_scale = ctx.saved_tensors
     operands = (q, k, v) if log_scale is None else (q, k, v, log_scale)
 
@@ -175,7 +177,7 @@ def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
 
 def _batched(function: Any) -> Any:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
-        """Treat the dimension mapped over as one more of the batch."""
+        """Treat the mapped dimension as one more batch dimension."""
         moved = [
             arg if arg is None else arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
             for arg, dim in zip(args, in_dims, strict=True)

@@ -17,12 +17,12 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
     r"""Return the Walsh-Hadamard transform over dimension -2, unnormalised and in natural order.
 
-    The sign is that of :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`: :math:`y = H x` with H symmetric and
+    The result is :math:`y = H x` with :math:`H_{ij} = (-1)^{\mathrm{popcount}(i \,\&\, j)}`. H is symmetric and
     :math:`H^2 = N I`, so that its derivatives are transforms again. B. J. Fino and V. R. Algazi, "Unified matrix
     treatment of the fast Walsh-Hadamard transform", IEEE Trans. Comput. C-25 (1976), doi:10.1109/TC.1976.1674569.
 
     Args:
-        x: Shape ``(*batch, N, n)``, N a power of two, strided as it may be.
+        x: Shape ``(*batch, N, n)``, N a power of two, with any strides.
 
     Returns:
         A contiguous tensor of the shape and dtype of x. In half precision sums are taken in float32, and rounded at
@@ -33,8 +33,8 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
         RuntimeError: If ``PANTHER_KERNELS=triton``, and x is neither float32, float16 nor bfloat16.
 
     Cost: on a GPU one read and one write of x for N up to 1024 (with n = 1 up to 8192, in half precision 16384), two
-    of each up to 2^20, and no memory but the result. In torch, ``log(N) / log(16)`` products with matrices of 16 rows,
-    a read and a write each, and two buffers of the size of x.
+    reads and writes up to 2^20, and no memory except for the result. In torch, ``log(N) / log(16)`` products with
+    matrices of 16 rows, a read and a write each, and two buffers of the size of x.
 
     Example:
         >>> hadamard_transform(torch.tensor([[1.0], [2.0]]))

@@ -1,7 +1,7 @@
 """Random blocks by their position in a stream: signs by a Triton kernel on a GPU, everything else by torch.
 
-They are the same bit for bit. In a graph that is traced every draw is one operator: Inductor would fuse the ten rounds
-of Philox into one expression, of exponential length.
+Both give the same bits. In a traced graph every draw is one operator, because Inductor would fuse the ten rounds of
+Philox into one expression of exponential length.
 """
 
 __all__ = ["normal_block", "sign_block", "uniform_block", "word_block"]
@@ -70,7 +70,7 @@ def word_block(
     Raises:
         ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
 
-    Cost: one Philox call for each row and each 4 columns touched; 8 bytes an entry, and the temporaries of as many.
+    Cost: one Philox call for each row and each 4 columns touched; 8 bytes per entry, and temporaries of the same size.
 
     Example:
         >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
@@ -170,7 +170,7 @@ def _draw(
     if not torch.compiler.is_compiling() and not _runs_triton(kind, torch.device(device)):
         return reference.random_block(kind, seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
-    signed = seed - (seed >> 63 << 64)  # the key as an operator's integer
+    signed = seed - (seed >> 63 << 64)  # Operators take signed 64-bit integers.
     _fill_block_(out, kind, signed, stream, tag, rows.start, cols.start, scale)
     return out
 

@@ -38,8 +38,8 @@ def quantized_matmul(
         codes: Packed codes of ``bits`` bits, contiguous.
         bits: 2 to 8.
         scales: One for each group of ``group_size`` neighbouring columns of a row, contiguous.
-        zeros: The code that stands for 0, likewise.
-        group_size: The last group may be smaller.
+        zeros: The code of the number 0, for each group, contiguous.
+        group_size: Columns in a group; the last group may be smaller.
         inner: x times the right factor of the correction and its scales, contiguous, in the dtype of x.
         left: The left factor.
         bias: Added to every row.

@@ -1,4 +1,4 @@
-"""The sketched product, by the fastest order or kernel for the operands; see ``_crossover`` for which and why."""
+"""The sketched product, by the fastest order or kernel for the operands, which ``_crossover`` chooses."""
 
 __all__ = ["prefers_joined", "sketched_matmul"]
 
@@ -31,7 +31,7 @@ def sketched_matmul(
 
     The sketches U1 and U2 are both dense, or both int32 *words* of signs, one bit an entry along the features,
     ``(R, ceil(out / 32))`` and ``(R, ceil(in / 32))``, see :func:`pack_signs` (U2 is packed transposed). Words are for
-    inference: they have no gradient, and a backward pass spends products as for dense signs.
+    inference: they have no gradient, and a backward pass computes as many products as for dense signs.
 
     Args:
         x: Input, two-dimensional.
@@ -46,7 +46,7 @@ def sketched_matmul(
         The output of shape ``(rows, out)``.
 
     Raises:
-        ValueError: If words do not have the shapes that the factors call for.
+        ValueError: If the shapes of words do not fit the factors.
         RuntimeError: If ``PANTHER_KERNELS=triton`` and no Triton kernel takes the operands.
 
     Cost: ``4 R (in + out)`` flops a row, and 1.5 times that backward when U1 and U2 are fixed. Bytes: the input and the
@@ -58,8 +58,8 @@ def sketched_matmul(
         torch.Size([2, 2])
     """
     packed = not (U1.is_floating_point() and U2.is_floating_point())
-    # A compiled graph may serve any batch, so it must not branch on one: on a GPU the operator chooses its kernel when
-    # it runs. On the CPU Inductor fuses what the chain writes twice.
+    # A compiled graph may run for any batch size, so it must not branch on one. On a GPU the operator chooses its
+    # kernel at run time. On the CPU Inductor fuses the two writes of the chain's output.
     compiling = torch.compiler.is_compiling()
     to_operator = packed or (x.is_cuda if compiling else use_triton(_NAME, x.device))
     if to_operator and (compiling or not needs_torch()):
@@ -70,8 +70,8 @@ def sketched_matmul(
         U1, U2 = dense_signs(S1, U1, S2, U2)
     if compiling or choose_path(x.shape[0], S1.shape[1], triton=False) == "chain":
         if x.dtype is torch.float16 and scale != 1.0:
-            # Products with signs grow with the square root of the width, and float16 ends at 65,504. It ends at 6e-8
-            # too, so the signs are scaled and not the input.
+            # Products with signs grow with the square root of the width and could exceed 65,504, the largest number of
+            # float16. The signs are scaled instead of the input, because a scaled input could fall below 6e-8.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
         if not (compiling or torch.is_grad_enabled() or are_transforms_active()):
             return torch_orders.chained_in_place(x, S1, U1, S2, U2, bias, scale)
@@ -81,10 +81,10 @@ def sketched_matmul(
 
 
 def prefers_joined(x: Tensor, rank: int) -> bool:
-    """Return whether two library products on factors that are joined already are the best order for ``x``.
+    """Return whether two library products on joined factors are the best order for ``x``.
 
-    They are wherever the choice is between library products. A Triton kernel that is chosen splits few rows over the
-    whole device, or keeps the inner rows in registers, which library products do not.
+    This is true unless a Triton kernel would be chosen, which splits few rows over all multiprocessors or keeps the
+    inner rows in registers, as library products cannot.
     """
     if x.is_cpu or torch.compiler.is_compiling() or not use_triton(_NAME, x.device):
         return True
@@ -99,7 +99,7 @@ def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor,
 
 
 def _refusal(x: Tensor, *factors: Tensor) -> str | None:
-    """Return the rule of the Triton kernels that the operands break."""
+    """Return the rule of the Triton kernels that the operands break, or None."""
     if x.dtype not in _DTYPES:
         return f"takes float32, float16 and bfloat16, not {x.dtype}"
     if any(factor.is_floating_point() and factor.dtype is not x.dtype for factor in factors):
@@ -161,11 +161,11 @@ def _implementation(
     return product(x, S1, U1, S2, U2, bias, scale)
 
 
-def _aligned(x: Tensor, S1: Tensor, *others: Tensor) -> bool:
+def _aligned(x: Tensor, S1: Tensor, *factors: Tensor) -> bool:
     """Return whether sizes and strides are multiples of 16, so that Triton may load several entries at once."""
-    dense = [operand for operand in (x, S1, *others) if operand.is_floating_point()]
+    dense = [operand for operand in (x, S1, *factors) if operand.is_floating_point()]
     steps = [stride for operand in dense for stride in operand.stride() if stride != 1]
-    sizes = (*S1.shape, *(operand.shape[1] for operand in others if operand.is_floating_point()))
+    sizes = (*S1.shape, *(operand.shape[1] for operand in factors if operand.is_floating_point()))
     return all(n % 16 == 0 for n in (*steps, *sizes)) and all(operand.data_ptr() % 16 == 0 for operand in dense)
 
 
@@ -182,7 +182,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients; that of x is a sketched product again, of transposed factors in exchanged places."""
+    """Return the gradients. The gradient of x is a sketched product of transposed, exchanged factors."""
     x, S1, U1, S2, U2, inner = ctx.saved_tensors
     need_x, need_S1, need_U1, need_S2, need_U2, need_bias, _ = ctx.needs_input_grad
     R, scale = S1.shape[1], ctx.scale
@@ -190,7 +190,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
         grad = x.new_zeros(x.shape[0], S2.shape[1])
     dx = d_left = d_right = None
     if need_x:
-        V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # words lie along the features in both
+        V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # Both are packed along the features.
         dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
         d_right, d_left = d_inner[:, :R], d_inner[:, R:]
     elif need_S1 or need_U2:

@@ -25,13 +25,13 @@ def sketched_inner(
 ) -> Tensor:  # (rows, 2R)
     """Return ``scale x [S1 | U2]``, the first half of :func:`sketched_matmul`.
 
-    Several layers with one input take one product: the result has the columns of all S1 before those of all U2.
+    Layers with the same input share one product: the result has the columns of all S1 before the columns of all U2.
 
     Args:
         x: Input, two-dimensional.
-        S1: Trained factor on the input side, or those of several layers.
-        U2: Sketch on the input side, dense, or those of the same layers.
-        scale: Multiplies the product, in half precision before it is rounded.
+        S1: Trained factor on the input side, or a sequence of the factors of layers that share the input.
+        U2: Dense sketch on the input side, or a sequence for the same layers.
+        scale: Multiplies the product; in half precision, before the product is rounded.
 
     Returns:
         A tensor of shape ``(rows, 2R)``.
@@ -97,30 +97,31 @@ def sketched_outer(
     return outer
 
 
-def _takes(name: str, x: Tensor, rank: int, *others: Tensor | None) -> bool:
-    """Return whether Triton's pair takes the operands and is the best choice for them, as in the product as a whole."""
-    given = [x, *(other for other in others if other is not None)]
+def _uses_triton(name: str, x: Tensor, rank: int, *optional_operands: Tensor | None) -> bool:
+    """Return whether the *pair* of Triton kernels takes the operands and would be chosen for the full product."""
+    operands = [x, *(operand for operand in optional_operands if operand is not None)]
     refusal = None
-    if x.dtype not in _DTYPES or any(tensor.dtype is not x.dtype for tensor in given):
-        refusal = f"takes float32, float16 and bfloat16, all operands alike, not {[t.dtype for t in given]}"
-    if not use_triton(name, x.device, refusal) or any(0 in tensor.shape for tensor in given):
+    if x.dtype not in _DTYPES or any(tensor.dtype is not x.dtype for tensor in operands):
+        refusal = f"takes float32, float16 and bfloat16, all operands alike, not {[t.dtype for t in operands]}"
+    if not use_triton(name, x.device, refusal) or any(0 in tensor.shape for tensor in operands):
         return False
-    # The fused kernel does not stop between the halves; where it would be chosen there are rows enough for one product.
+    # The fused kernel cannot stop between the halves. Where it would be chosen, there are enough rows for joined
+    # factors.
     return choose_path(len(x), rank, triton=True) == "pair"
 
 
 def _check(name: str, fits: bool, **operands: Tensor) -> None:
     """Raise ValueError where the kernels would read beyond their operands."""
     if not fits:
-        found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in operands.items())
-        raise ValueError(f"{name} takes operands of the shapes that its documentation says, not {found}")
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in operands.items())
+        raise ValueError(f"{name} takes operands of the shapes that its documentation says, not {shapes}")
     check_one_device(name, operands)
 
 
 def _inner_implementation(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Tensor:
     fits = x.dim() == S1.dim() == 2 and S1.shape == U2.shape and x.shape[1] == len(S1)
     _check("sketched_inner", fits, x=x, S1=S1, U2=U2)
-    if _takes("sketched_inner", x, S1.shape[1], S1, U2):
+    if _uses_triton("sketched_inner", x, S1.shape[1], S1, U2):
         from .._triton.sketched_halves import pair_inner
 
         return pair_inner(x, S1, U2, scale)
@@ -129,9 +130,9 @@ def _inner_implementation(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Te
 
 def _outer_implementation(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:
     fits = inner.dim() == U1.dim() == 2 and U1.shape == S2.shape and inner.shape[1] == 2 * len(U1)
-    given = {"inner": inner, "U1": U1, "S2": S2} | ({} if bias is None else {"bias": bias})
-    _check("sketched_outer", fits and (bias is None or bias.shape == U1.shape[1:]), **given)
-    if _takes("sketched_outer", inner, len(U1), U1, S2, bias):
+    operands = {"inner": inner, "U1": U1, "S2": S2} | ({} if bias is None else {"bias": bias})
+    _check("sketched_outer", fits and (bias is None or bias.shape == U1.shape[1:]), **operands)
+    if _uses_triton("sketched_outer", inner, len(U1), U1, S2, bias):
         from .._triton.sketched_halves import pair_outer
 
         return pair_outer(inner, U1, S2, None if bias is None else bias.contiguous())
@@ -144,7 +145,7 @@ def _inner_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _inner_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients; that of x is the second half of a product with transposed factors."""
+    """Return the gradients. The gradient of x is the second half of a product with transposed factors."""
     x, S1, U2 = ctx.saved_tensors
     need_x, need_S1, need_U2, _ = ctx.needs_input_grad
     R, d = S1.shape[1], grad * ctx.scale
@@ -161,7 +162,7 @@ def _outer_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients; that of the inner numbers is the first half of a product with transposed factors."""
+    """Return the gradients. The gradient of ``inner`` is the first half of a product with transposed factors."""
     inner, U1, S2 = ctx.saved_tensors
     need_inner, need_U1, need_S2, need_bias = ctx.needs_input_grad
     R = len(U1)

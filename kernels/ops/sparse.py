@@ -30,25 +30,26 @@ def csr_matmul(
     Johnson-Lindenstrauss transform (D. M. Kane and J. Nelson, J. ACM 61, 2014, doi:10.1145/2559902).
 
     Args:
-        starts: Where each row's entries begin, and their number at the end; int64 or int32, from 0, ascending.
+        starts: Index of the first entry of each row, followed by the number of entries; ascending, int64 or int32.
         index: Column of each entry, in ``[0, m)``, int64 or int32.
         value: The entries, float32 or float64.
-        A: Floating, strided as it may be: ``x.mT`` is not copied by the kernel.
+        A: Floating, with any strides; the kernel does not copy ``x.mT``.
 
-    What ``starts`` and ``index`` hold is not checked, as that would take a pass over them: numbers out of their ranges
-    read memory that is not theirs.
+    The values of ``starts`` and ``index`` are not checked, because the check would take a pass over them. Values out of
+    range read memory outside of the operands.
 
     Returns:
-        A contiguous tensor of shape ``(*batch, d, n)`` in the dtype of A, summed in float32, or in float64 where A or
-        the entries are.
+        A contiguous tensor of shape ``(*batch, d, n)`` in the dtype of A, summed in float32, or in float64 if A or
+        the entries are float64.
 
     Raises:
-        ValueError: If A has fewer than two dimensions, the others do not have one, ``starts`` is empty, or indices and
-            entries are not of one number.
+        ValueError: If A has fewer than two dimensions, another operand does not have one, ``starts`` is empty, or the
+            numbers of indices and entries differ.
         TypeError: If ``starts`` or ``index`` is not int64 or int32, ``value`` not float32 or float64, or A not real and
             floating.
-        NotImplementedError: If it is differentiated. The gradient, :math:`S^T` times that of the result, needs
-            the transpose in this format: :class:`panther.sketch.SparseSketch`, which has it, is differentiable.
+        NotImplementedError: If it is differentiated. The gradient, :math:`S^T` times the gradient of the
+            result, needs the transpose in this format. :class:`panther.sketch.SparseSketch` stores it and is
+            differentiable.
 
     Cost: ``2 nnz n`` flops. On a GPU each entry gathers one row of A, from the second-level cache if a slab of A, of m
     rows of 128 bytes, stays there; from memory A is then read once.
@@ -82,7 +83,7 @@ def csr_matmul(
 
 
 def _multiply(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:
-    if not use_triton("csr_matmul", A.device):  # it takes every dtype that csr_matmul does
+    if not use_triton("csr_matmul", A.device):  # The reference takes every dtype that csr_matmul does.
         return reference.csr_matmul(starts, index, value, A)
     from .._triton import sparse
 

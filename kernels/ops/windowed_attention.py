@@ -30,7 +30,7 @@ def windowed_linear_attention(
     window: int,
     is_causal: bool = False,
 ) -> Tensor:  # (*batch, n, E)
-    r"""Compute attention that is exact among near positions and linear, through features, among all others.
+    r"""Compute attention that is exact among near positions and linear, through features, among far positions.
 
     .. math:: y_i = \frac{\sum_{j \in W_i} e^{q_i \cdot k_j} v_j
         + \sum_{j \notin W_i} e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j}) v_j}{\sum_{j \in W_i} e^{q_i \cdot k_j}
@@ -43,9 +43,9 @@ def windowed_linear_attention(
     attention. Time is linear in n (the sum of an exact window and a linear remainder as in M. Zhang et al., "LoLCATs",
     ICLR 2025, arXiv:2410.10254).
 
-    Exact and linear weights are brought to one maximum in each row, and exponents are used only as differences to the
-    largest one seen, so that neither overflows. Far keys are summed by blocks from either end and never by
-    subtraction. If causal, no output depends in any bit on what comes after it, be that NaN.
+    Exact and linear weights have a common maximum in each row, and exponents are used only as differences to the
+    largest exponent so far, so that neither overflows. Far keys are summed by blocks from either end and never by
+    subtraction. If causal, no bit of an output depends on later positions, not even on NaN.
 
     Args:
         q: Queries, scaled so that :math:`q_i \cdot k_j` is the logit: by :math:`1 / \sqrt{D}` for usual attention.
@@ -55,10 +55,10 @@ def windowed_linear_attention(
             is not positive attends to its window alone.
         phi_k: Features of the keys.
         log_q: The exponents a, 0 if not given; best float32, whatever the features are.
-        log_k: The exponents b, 0 if not given. They weigh features alone, but a key at -inf is left out everywhere.
-        key_mask: True where a key takes part, as in torch. A key left out has no influence, neither by its logits nor
-            by its features, whatever it holds, NaN included.
-        window: Positions in a block, from 1 on; from 32 on states take little time and memory.
+        log_k: The exponents b, 0 if not given. They weigh only features, but a key at -inf is masked in the window too.
+        key_mask: True where a key takes part, as in torch. A masked key has no influence, neither by its logits nor
+            by its features, even if they are NaN.
+        window: Positions in a block, at least 1. States take little time and memory if it is at least 32.
         is_causal: Whether a query sees only the keys up to its own position.
 
     Returns:
@@ -66,13 +66,13 @@ def windowed_linear_attention(
 
     Raises:
         ValueError: If shapes do not agree, the operands are on several devices, or the window is not positive.
-        TypeError: If q, k, v and the features differ in dtype, or something is not floating, or the mask not boolean.
+        TypeError: If q, k, v and the features differ in dtype, an operand is not floating, or the mask is not boolean.
         RuntimeError: If ``PANTHER_KERNELS=triton``, and the kernel does not take the operands: float64, or D, E or m
             not from 1 to 256.
 
     Cost: about ``n (4 w (D + E) + 4 m E)`` flops for each batch entry with w = ``window``, ``n (6 w (D + E) + 4 m E)``
     if not causal; backward, 2.5 times that. States take ``n / w`` times m (E + 1) numbers. Under autograd the inputs,
-    the output and one number a row are kept, and scores are computed again. Forward-mode, second and torch.func's
+    the output and one number per row are saved, and scores are computed again. Forward-mode, second and torch.func's
     derivatives are taken through torch's own operations.
 
     Example:
@@ -89,7 +89,7 @@ def windowed_linear_attention(
     if key_mask is not None:
         keys = torch.zeros(key_mask.shape, device=q.device) if log_k is None else log_k
         log_k = keys.masked_fill(~key_mask, -torch.inf)
-    q, k, v, phi_q, phi_k = autocast(q.device, q, k, v, phi_q, phi_k)  # and not the exponents, which would lose units
+    q, k, v, phi_q, phi_k = autocast(q.device, q, k, v, phi_q, phi_k)  # The exponents stay in float32.
     if not torch.compiler.is_compiling() and needs_torch():
         return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)
     return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
@@ -115,10 +115,10 @@ def _check(
             f"m), not {shapes}: expand the batch dimensions"
         )
     if len({x.dtype for x in operands.values()}) > 1 or not q.is_floating_point():
-        found = ", ".join(f"{name} {x.dtype}" for name, x in operands.items())
-        raise TypeError(f"the operands of {_NAME} must have one floating dtype, not {found}: cast them")
-    given = (("log_q", log_q), ("log_k", log_k), ("key_mask", key_mask))
-    rows = {name: x for name, x in given if x is not None}
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in operands.items())
+        raise TypeError(f"the operands of {_NAME} must have one floating dtype, not {dtypes}: cast them")
+    optional_rows = (("log_q", log_q), ("log_k", log_k), ("key_mask", key_mask))
+    rows = {name: x for name, x in optional_rows if x is not None}
     check_one_device(_NAME, operands | rows)
     for name, x in rows.items():
         if x.shape != q.shape[:-1]:
@@ -135,7 +135,7 @@ def _check(
         raise ValueError(f"window of {_NAME} must be at least 1, not {window}: 64 is usual")
 
 
-def _takes(q: Tensor, v: Tensor, phi_q: Tensor) -> bool:
+def _uses_triton(q: Tensor, v: Tensor, phi_q: Tensor) -> bool:
     """Return whether the Triton kernels take the operands."""
     D, E, m = q.shape[-1], v.shape[-1], phi_q.shape[-1]
     refusal = None
@@ -161,7 +161,7 @@ def _forward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    if not _takes(q, v, phi_q):
+    if not _uses_triton(q, v, phi_q):
         y, log_den = windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
         return y.contiguous(), log_den.contiguous()
     from .._triton import windowed_attention
@@ -187,7 +187,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     operands = (q, k, v, phi_q, phi_k, log_q, log_k)
     grads: tuple[Tensor | None, ...]
-    if not _takes(q, v, phi_q):
+    if not _uses_triton(q, v, phi_q):
         grads = windowed_backward(grad, *operands, y, log_den, window, causal)
     else:
         from .._triton import windowed_attention
@@ -227,13 +227,13 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute second derivatives by torch; y and log_den get no gradient, because they are functions of the others."""
+    """Compute second derivatives by torch; y and log_den get no gradient, because they depend on the operands."""
     grad, *operands = ctx.saved_tensors
-    given = [i for i, x in enumerate(operands) if x is not None]
+    present_indices = [i for i, x in enumerate(operands) if x is not None]
 
     def attention(*present: Tensor) -> Tensor:
         full: list[Tensor | None] = [None] * 7
-        for i, x in zip(given, present, strict=True):
+        for i, x in zip(present_indices, present, strict=True):
             full[i] = x
         return reference.windowed_linear_attention(*full, *ctx.settings)  # type: ignore[arg-type]
 
@@ -241,17 +241,17 @@ def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
         products: tuple[Tensor, ...] = torch.func.vjp(attention, *present)[1](grad)
         return products
 
-    present = [operands[i] for i in given]
-    seconds = torch.func.vjp(gradients, grad, *present)[1](tuple(grads[i] for i in given))
+    present = [operands[i] for i in present_indices]
+    seconds = torch.func.vjp(gradients, grad, *present)[1](tuple(grads[i] for i in present_indices))
     results: list[Tensor | None] = [None] * 12
-    for i, second in zip([0, *(i + 1 for i in given)], seconds, strict=True):
+    for i, second in zip([0, *(i + 1 for i in present_indices)], seconds, strict=True):
         results[i] = second
     return tuple(results)
 
 
 def _batched(function: Any) -> Any:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        """Treat the dimension mapped over as one more of the batch."""
+        """Treat the mapped dimension as one more batch dimension."""
         moved = [
             arg
             if not isinstance(arg, Tensor)
@@ -261,7 +261,7 @@ def _batched(function: Any) -> Any:
             for arg, dim in zip(args, in_dims, strict=True)
         ]
         results = function()(*moved)
-        # An exponent that is not given has an empty gradient, which has no dimension to map over.
+        # A missing exponent has an empty gradient, which has no dimension to map over.
         return results, tuple(None if result.shape == (0,) else 0 for result in results)
 
     return rule

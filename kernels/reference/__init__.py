@@ -1,4 +1,4 @@
-"""Kernels in plain torch: one function an operation, the ground truth that every faster form is tested against."""
+"""Kernels in plain torch: one function per operation. Every faster version is tested against them."""
 
 from .attention import causal_linear_attention
 from .hadamard import hadamard_transform

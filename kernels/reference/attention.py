@@ -1,13 +1,13 @@
 r"""Causal linear attention in plain torch, by chunks: a few large products, linear time and memory.
 
 Write :math:`V' = [V \mid 1]`, so that numerator and denominator are columns of one product. Within a chunk of C rows,
-scores are taken and masked; what came before enters through one state, :math:`K^T V'`, of D x (E + 1) entries. Backward
-has the same form, run from the end, with :math:`[dY / den \mid -(dY \cdot Y) / den]` in the place of :math:`V'`.
+scores are computed and masked; earlier chunks enter through one state, :math:`K^T V'`, of D x (E + 1) entries. Backward
+has the same form, run from the end, with :math:`[dY / den \mid -(dY \cdot Y) / den]` instead of :math:`V'`.
 
-Scales :math:`e^{c_j}` are kept apart from the keys and only ever used as :math:`e^{c_j - r_i} \le 1`, r being the
+Scales :math:`e^{c_j}` are separate from the keys and are only used as :math:`e^{c_j - r_i} \le 1`, r being the
 running maximum of c. A state is kept in units of the maximum at its end, as in online softmax.
 
-:func:`attention_inference` is the same without scales and without derivatives, for CPUs.
+:func:`attention_inference` computes the same without scales and without derivatives, for CPUs.
 """
 
 __all__ = ["attention_backward", "attention_forward", "attention_inference", "causal_linear_attention", "no_autocast"]
@@ -26,7 +26,7 @@ from .._torch import can_autocast
 # times as long, and more chunks at once leave the cache, and take up to 1.7 times as long.
 _CHUNK = 64
 _CHUNKS = 8
-# Rows of the batch taken at once without derivatives: scores of 1 MiB, which stay in a core's second-level cache.
+# Rows of the batch per step without derivatives. Their scores take 1 MiB and stay in a core's L2 cache.
 _ROWS = 4096
 
 
@@ -48,7 +48,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
     """Return the output, and the denominator in units of e to the running maximum (float32 or float64)."""
     n = q.shape[-2]
-    if n == 0:  # empty, and still a function of all three
+    if n == 0:  # An empty result must depend on all operands for autograd.
         return v * (q * k).sum(-1, keepdim=True), q.sum(-1).to(_accumulation_dtype(q))
     outputs, denominators = [], []
     state = _no_state(q, k, v)
@@ -57,7 +57,7 @@ def attention_forward(
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
             across = Q @ before
-            # A score of 0 times a value that is not finite would be NaN: such values reach later rows by their own sum.
+            # A score of 0 times a value that is not finite would be NaN. A separate sum adds such values to later rows.
             spoil = V1 * 0
             sums = _masked(Q @ K.mT, scales) @ V1.masked_fill(spoil != 0, 0) + spoil.cumsum(-2)
             sums = sums + (across if scales is None else across * scales.row)
@@ -74,10 +74,11 @@ def attention_inference(
     k: Tensor,  # (*batch, n, D)
     v: Tensor,  # (*batch, n, E)
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
-    """Return what :func:`attention_forward` does without exponents, not differentiable; by heads, so without copies.
+    """Compute :func:`attention_forward` without exponents, without derivatives and without copies.
 
-    One entry of the batch after another, all chunks of it at once, has products of the same sizes as a segment of all
-    entries, and operands that are views. Measured on one AMD core: 1.5 times as fast with 8 heads, D = 61, n = 4096.
+    It processes the entries of the batch one by one, all chunks of an entry at once. The products have the same sizes
+    as in a segment of all entries, and the operands are views. Measured on one AMD core: 1.5 times as fast with 8
+    heads, D = 61, n = 4096.
     """
     batch, n, dtype = q.shape[:-2], q.shape[-2], _accumulation_dtype(q)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -91,13 +92,13 @@ def attention_inference(
             shape = V.shape[:3]
             V1 = torch.ones(*shape, V.shape[-1] + 1, dtype=dtype, device=v.device)
             V1[..., :-1] = V
-            # As in attention_forward: what is not finite reaches later rows by a sum of its own. Products are the same
-            # with and without it, so that it moves no bit of the other columns and rows. A sum that overflows costs
-            # time only.
+            # As in attention_forward, a separate sum adds values that are not finite to later rows. The products are
+            # the same with and without it, so that it changes no bit of other columns and rows. If the sum of finite
+            # values overflows, this only costs time.
             if spoil is not None or not V1.sum().isfinite():
-                own = (V1 * 0).flatten(1, 2).cumsum(1)
-                own = own if spoil is None else own + spoil
-                spoil = own[:, -1:]
+                spoil_sums = (V1 * 0).flatten(1, 2).cumsum(1)
+                spoil_sums = spoil_sums if spoil is None else spoil_sums + spoil
+                spoil = spoil_sums[:, -1:]
                 V1.masked_fill_(V1 * 0 != 0, 0)
             Q, K, V1 = (x.to(dtype).flatten(0, 1) for x in (Q, K, V1))
             sums = torch.bmm(K.mT, V1).unflatten(0, shape[:2])
@@ -107,7 +108,7 @@ def attention_inference(
                 state = state + here
             total = torch.bmm(Q, before.flatten(0, 1)).baddbmm_(torch.bmm(Q, K.mT).tril_(), V1).unflatten(0, shape[:2])
             if spoil is not None:
-                total += own.view_as(total)
+                total += spoil_sums.view_as(total)
             den.copy_(total[..., -1:])
             empty = den == 0
             if empty.any():
@@ -120,12 +121,12 @@ def attention_inference(
 def _without_padding(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors (batch, n, X) as (batch, N, C, X), of at most ``_ROWS`` rows; the last chunk may be shorter."""
     n = tensors[0].shape[1]
-    whole = n // _CHUNK * _CHUNK
-    for start in range(0, whole, _ROWS):
-        stop = min(start + _ROWS, whole)
+    full_rows = n // _CHUNK * _CHUNK
+    for start in range(0, full_rows, _ROWS):
+        stop = min(start + _ROWS, full_rows)
         yield [x[:, start:stop].unflatten(1, (-1, _CHUNK)) for x in tensors]
-    if whole < n:
-        yield [x[:, whole:].unsqueeze(1) for x in tensors]
+    if full_rows < n:
+        yield [x[:, full_rows:].unsqueeze(1) for x in tensors]
 
 
 def attention_backward(
@@ -171,7 +172,7 @@ def attention_backward(
 
 
 class _Scales(NamedTuple):
-    """Factors of a segment of N chunks, none above 1."""
+    """Scales of a segment of N chunks, all at most 1."""
 
     inside: Tensor  # (*batch, N, C, C), e^{c_j - r_i}, 0 above the diagonal
     row: Tensor  # (*batch, N, C, 1), e^{R - r_i}, R the maximum before the chunk
@@ -184,7 +185,7 @@ def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[t
     """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales."""
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)
-    # split, because the gradient of a slice is as large as the whole tensor
+    # The gradient of a slice would be as large as x.
     parts = zip(*(tensor.split(chunk * _CHUNKS, -2) for tensor in tensors), strict=True)
     exponents = None if log_scale is None else log_scale.split(chunk * _CHUNKS, -1)
     before = None
@@ -203,8 +204,8 @@ def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[t
 def _scales(c: Tensor, before: Tensor | None) -> tuple[_Scales, Tensor]:
     """Return the scales of c (*batch, N, C) after the maximum ``before`` (*batch, 1), and the maximum at its end.
 
-    The output does not depend on the maximum subtracted, so no gradient goes through it. Differences are never
-    -inf - (-inf): what is subtracted has 0 in the place of -inf.
+    The output does not depend on the subtracted maximum, so it needs no gradient. The subtrahend has 0 instead of -inf,
+    so that no difference is -inf - (-inf).
     """
     fixed = c.detach()
     if before is None:
@@ -225,14 +226,14 @@ def _scales(c: Tensor, before: Tensor | None) -> tuple[_Scales, Tensor]:
 
 
 def _keys(K: Tensor, V: Tensor, scales: _Scales | None) -> tuple[Tensor, Tensor]:
-    """Return K and [V | 1], zero where a key is masked, whatever it holds."""
+    """Return K and [V | 1], zero where a key is masked, even if it is NaN."""
     if scales is not None:
         K, V = K.masked_fill(scales.left_out, 0), V.masked_fill(scales.left_out, 0)
     return K, F.pad(V, (0, 1), value=1.0)
 
 
 def _masked(scores: Tensor, scales: _Scales | None) -> Tensor:
-    # A product with zeros would let a later score that overflowed through.
+    # A product with zeros would turn a later score that overflowed into NaN.
     return (scores if scales is None else scores * scales.inside).tril()
 
 
@@ -253,7 +254,7 @@ def _scan(
 
 
 def _adjoint(dY: Tensor, Y: Tensor, denominator: Tensor) -> Tensor:
-    """Return the gradient of [numerator | denominator], zero where there was nothing to attend to."""
+    """Return the gradient of [numerator | denominator], zero in rows without keys."""
     empty = denominator == 0
     dV1 = torch.cat((dY, -(dY * Y).sum(-1, keepdim=True)), -1) / denominator.masked_fill(empty, 1)
     return dV1.masked_fill(empty, 0)
@@ -264,7 +265,7 @@ def _no_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast; the meta device has none."""
+    """Return a context that disables autocast. The meta device has no autocast."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if can_autocast(kind) else nullcontext()
 

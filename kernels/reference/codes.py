@@ -2,8 +2,8 @@
 
 A width is split into parts of 8, 4, 2 and 1 bits (3 = 2 + 1, 7 = 4 + 2 + 1). The widest part holds the low bits. A
 part of p bits stores 8 / p codes a byte: with n bytes a row, byte k holds the codes of columns k, n + k, 2 n + k, ...
-from the low bits up, so that one shift of n bytes gives n neighbouring columns. The parts of a row lie behind each
-other. Codes of 8 bits are stored as int8, less 128: torch's kernels read that.
+from the low bits up, so that one shift of n bytes gives n neighbouring columns. The parts of a row follow each
+other. Codes of 8 bits are stored as int8, minus 128, because torch's kernels read int8.
 """
 
 __all__ = ["code_bytes", "pack_codes", "unpack_codes"]
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .._torch import are_transforms_active
 
-MIDDLE = 128  # what is taken off codes of 8 bits, by flipping their highest bit
+MIDDLE = 128  # is subtracted from codes of 8 bits, by flipping their highest bit
 
 
 def code_bytes(columns: int, bits: int) -> int:
-    """Return the bytes that a row of ``columns`` codes takes."""
+    """Return the number of bytes of a row of ``columns`` codes."""
     return sum(-(-columns * width // 8) for width, _ in _parts(bits))
 
 
@@ -43,10 +43,10 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:  # (rows, columns) -> (rows,
         length = -(-columns * width // 8)
         runs = codes.new_zeros(rows, 8 // width * length)
         runs[:, :columns] = (codes >> shift) & ((1 << width) - 1)
-        whole = codes.new_zeros(rows, length)
+        part_bytes = codes.new_zeros(rows, length)
         for place, run in enumerate(runs.split(length, 1) if length else ()):
-            whole |= run << (place * width)
-        packed.append(whole)
+            part_bytes |= run << (place * width)
+        packed.append(part_bytes)
     return torch.cat(packed, 1)
 
 
@@ -55,7 +55,7 @@ def unpack_codes(
 ) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
     """Return the codes (rows, columns) that :func:`pack_codes` packed.
 
-    ``work`` is memory to use, uint8 of one dimension and at least ``2 * rows * (columns + 7)`` entries.
+    ``work`` is a buffer for the result, one-dimensional uint8 with at least ``2 * rows * (columns + 7)`` entries.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
@@ -64,7 +64,7 @@ def unpack_codes(
     if bits == 8:
         return packed ^ MIDDLE
     parts = _parts(bits)
-    transformed = are_transforms_active()  # vmap knows no ``out``
+    transformed = are_transforms_active()  # vmap does not support ``out``.
     if transformed or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _unpacked_for_compilers(packed, parts, columns)
     if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
@@ -75,19 +75,19 @@ def unpack_codes(
     start = 0
     for width, shift in parts:
         length = -(-columns * width // 8)
-        whole = packed[:, start : start + length]
+        part_bytes = packed[:, start : start + length]
         start += length
         for place in range(8 // width):
             run = codes[:, place * length : (place + 1) * length]
-            if not shift:  # the first part writes what the others add to
+            if not shift:  # The first part overwrites the buffer, and later parts add to it.
                 if place:
-                    torch.bitwise_right_shift(whole, place * width, out=run)
+                    torch.bitwise_right_shift(part_bytes, place * width, out=run)
                     if place < 8 // width - 1:
                         run &= (1 << width) - 1
                 else:
-                    torch.bitwise_and(whole, (1 << width) - 1, out=run)
+                    torch.bitwise_and(part_bytes, (1 << width) - 1, out=run)
                 continue
-            bits_there = whole >> (place * width)
+            bits_there = part_bytes >> (place * width)
             if place < 8 // width - 1:
                 bits_there &= (1 << width) - 1
             run |= bits_there.bitwise_left_shift_(shift)
@@ -100,9 +100,9 @@ def _has_words(packed: Tensor) -> bool:
 
 
 def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: int, work: Tensor | None) -> Tensor:
-    """Return the codes by operations on eight bytes at once, whose time is that of the rows and not of the bytes.
+    """Return the codes by operations on eight bytes at once, which are faster.
 
-    What a shift moves from one byte into the next is masked away.
+    A shift moves bits into the neighbouring byte. A mask clears them.
     """
     rows = len(packed)
     size = rows * columns
@@ -129,17 +129,17 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
 
 def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
     """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
-    if torch.compiler.is_exporting():  # ONNX's exporter takes shifts for those of signed integers
+    if torch.compiler.is_exporting():  # ONNX's exporter writes shifts of signed integers.
         packed = packed.to(torch.int32)
     codes, start = None, 0
     for width, shift in parts:
         length = -(-columns * width // 8)
-        whole = packed[:, start : start + length]
+        part_bytes = packed[:, start : start + length]
         start += length
-        runs = [(whole >> place) & ((1 << width) - 1) for place in range(0, 8, width)]
+        runs = [(part_bytes >> place) & ((1 << width) - 1) for place in range(0, 8, width)]
         part = torch.cat(runs, 1)[:, :columns]
         codes = part if codes is None else codes | part << shift
-    assert codes is not None  # there is a part at least
+    assert codes is not None  # There is at least one part.
     return codes.to(torch.uint8)
 
 

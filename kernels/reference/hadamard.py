@@ -5,7 +5,7 @@ __all__ = ["hadamard_transform"]
 import torch
 from torch import Tensor
 
-# Bits of an index that one product deals with.
+# Bits of an index that one product transforms.
 _RADIX_BITS = 4
 
 
@@ -13,7 +13,8 @@ def hadamard_transform(x: Tensor, *, differentiable: bool = False) -> Tensor:  #
     r"""Compute :func:`panther.kernels.hadamard_transform` in torch.
 
     :math:`H_{ab} = H_a \otimes H_b`, so it is a few products with a Hadamard matrix of at most 16 rows, each one pass
-    over the data. Two buffers take turns, unless autograd or torch.func is to look into it (``differentiable``).
+    over the data. The products alternate between two buffers, unless autograd or torch.func has to differentiate them
+    (``differentiable``).
     """
     N, n = x.shape[-2:]
     bits = N.bit_length() - 1

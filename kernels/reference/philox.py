@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-SIGNS_PER_CALL = 128  # four words of 32 bits
+SIGNS_PER_CALL = 128  # a call gives four words of 32 bits
 
 # Numbers are drawn in slabs of about this many counters, to bound the memory of temporaries.
 _SLAB = 1 << 16
@@ -77,7 +77,7 @@ def random_block(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols))
-    """Compute a block of ``kind`` "sign", "word", "uniform" or "normal", as ``sign_block`` and its like define it."""
+    """Compute a block of ``kind`` "sign", "word", "uniform" or "normal", see ``sign_block`` and so on."""
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     per_call = SIGNS_PER_CALL if kind == "sign" else 4
     for i, j, part in _slabs(out, cols, per_call):
@@ -127,7 +127,7 @@ def _normals(words: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack((rho * phi.cos(), rho * phi.sin()), dim=-1).flatten(1)
 
 
-# From the words of whole calls, (rows, words), to entries.
+# Functions that convert the words of calls, (rows, words), to entries.
 _CONVERSIONS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
     "sign": _signs,
     "word": lambda words, scale, dtype: words,

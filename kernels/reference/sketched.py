@@ -15,7 +15,7 @@ def sketched_matmul(
     bias: Tensor | None = None,  # (out,)
     scale: float = 1.0,
 ) -> Tensor:  # (rows, out)
-    """Return the product as four matrix products, in an order for which autograd counts no product too many.
+    """Return the product as four matrix products, ordered so that backward computes no product that is not needed.
 
     Gradients of U1 and U2 are computed only if they require them, so fixed sketches cost no product backward.
     """

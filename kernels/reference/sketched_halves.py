@@ -14,15 +14,15 @@ def sketched_inner(
     U2: Tensor | Sequence[Tensor],  # (in, R)
     scale: float = 1.0,
 ) -> Tensor:  # (rows, 2R)
-    """Return ``scale x [S1 | U2]``, a product a factor: autograd computes a gradient of U2 only if U2 requires one.
+    """Return ``scale x [S1 | U2]`` by one product per factor, so that only factors that require a gradient get one.
 
-    Several factors stand for their concatenation.
+    A sequence of factors means their concatenation.
     """
     return torch.cat([scaled_product(x, A, scale) for A in (*as_sequence(S1), *as_sequence(U2))], 1)
 
 
 def as_sequence(factors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return one factor as a sequence, several as they are."""
+    """Return a sequence of factors: a single factor becomes a sequence of length one."""
     return (factors,) if isinstance(factors, Tensor) else factors
 
 
@@ -32,7 +32,7 @@ def sketched_outer(
     S2: Tensor,  # (R, out)
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (rows, out)
-    """Return ``inner [U1 ; S2] + bias`` as two products: autograd computes a gradient of U1 only if it requires one."""
+    """Return ``inner [U1 ; S2] + bias`` as two products, so that U1 gets a gradient only if it requires one."""
     left, right = inner[:, : len(U1)], inner[:, len(U1) :]
     return torch.addmm(left @ U1 if bias is None else torch.addmm(bias, left, U1), right, S2)
 

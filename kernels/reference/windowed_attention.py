@@ -4,8 +4,8 @@ Exact scores are taken between neighbouring blocks. All other keys enter through
 :math:`\Phi_k^T [V \mid 1]` summed over the blocks that are far from it: by prefix sums, and by suffix sums too if not
 causal; never as a difference of sums, which would cancel.
 
-Exponents of keys are only ever used as :math:`e^{b_j - B} \le 1`, B being the largest exponent that a state has seen.
-A row's exact and far weights are brought to one maximum, for which its far keys count as a single one, with the
+Exponents of keys are only used as :math:`e^{b_j - B} \le 1`, B being the largest exponent that a state has seen.
+The exact and far weights of a row have a common maximum, for which its far keys count as a single key with the
 exponent :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)` of their denominator.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch import are_transforms_active
 from .attention import _accumulation_dtype, no_autocast
 
-# Positions worked on at a time: their scores, 2 x 64 or 3 x 64 floats each, stay in the cache.
+# Positions per step: their scores, 2 x 64 or 3 x 64 floats each, stay in the cache.
 _POSITIONS = 64 * 64
 
 
@@ -52,8 +52,8 @@ def windowed_forward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
-    """Return the output, and the logarithm of the denominator (float32 or float64), -inf where nothing is attended."""
-    if q.shape[:-1].numel() == 0:  # still a function of all of them
+    """Return the output, and the logarithm of the denominator (float32 or float64), -inf in rows without keys."""
+    if q.shape[:-1].numel() == 0:  # An empty result must depend on all operands for autograd.
         y = v * (q * k).sum(-1, keepdim=True) * (phi_q * phi_k).sum(-1, keepdim=True)
         return y, q.sum(-1).to(_accumulation_dtype(q))
     outputs, logs = [], []
@@ -65,8 +65,8 @@ def windowed_forward(
             exponents = [part.scores.detach().amax(-1, keepdim=True) for part in near]
             if far is not None:
                 sums = blocks.phi_q[here].to(blocks.dtype) @ far.states[here]
-                shift, some = _far_exponent(blocks.log_q[here], far.units[here], sums)
-                log = sums[..., -1:].detach().masked_fill(~some, 1).log()
+                shift, has_keys = _far_exponent(blocks.log_q[here], far.units[here], sums)
+                log = sums[..., -1:].detach().masked_fill(~has_keys, 1).log()
                 exponents.append(shift.detach() + log)
             largest = reduce(torch.maximum, exponents)
             fixed = _finite(largest)
@@ -74,14 +74,14 @@ def windowed_forward(
             denominator = reduce(torch.add, [weight.sum(-1, keepdim=True) for weight in weights])
             numerator = reduce(torch.add, [w @ part.values for w, part in zip(weights, near, strict=True)])
             if far is not None:
-                sums = (shift - fixed).exp() * (sums if blocks.clean else sums.masked_fill(~some, 0))
+                sums = (shift - fixed).exp() * (sums if blocks.clean else sums.masked_fill(~has_keys, 0))
                 numerator, denominator = numerator + sums[..., :-1], denominator + sums[..., -1:]
             for part in near:
                 numerator = numerator if part.spoil is None else numerator + part.spoil
             denominator = denominator.masked_fill(largest == -torch.inf, 1)
             outputs.append((numerator / denominator).to(v.dtype))
             logs.append(largest + denominator.log())
-    return _joined(torch.cat(outputs), v), _joined(torch.cat(logs), q[..., :1]).squeeze(-1)
+    return _merge(torch.cat(outputs), v), _merge(torch.cat(logs), q[..., :1]).squeeze(-1)
 
 
 def windowed_backward(
@@ -107,7 +107,7 @@ def windowed_backward(
         far = _far(blocks)
         parts = (blocks.q, blocks.k, blocks.v, blocks.phi_q, blocks.phi_k, blocks.log_q, blocks.log_k)
         dq, dk, dv, dphi_q, dphi_k, da, db = (torch.zeros_like(x, dtype=blocks.dtype) for x in parts)
-        dY, Y, logs = (_cut(x, window, 0.0) for x in (grad, y, log_den[..., None]))
+        dY, Y, logs = (_split(x, window, 0.0) for x in (grad, y, log_den[..., None]))
         adjoints = []
         for here in blocks.segments():
             dy, log = dY[here].to(blocks.dtype), _finite(logs[here])
@@ -118,10 +118,10 @@ def windowed_backward(
                 weights = _weights(near.scores, log)
                 dscores = weights * torch.sub(dy @ near.values.mT, delta)
                 if causal and offset == 0:
-                    dscores = dscores.tril()  # a later value may have overflowed
+                    dscores = dscores.tril()  # A later value may have overflowed.
                 dq[here] += dscores @ near.keys
                 for gradient, part in ((dk, dscores.mT @ Q), (dv, weights.mT @ dy)):
-                    blocks.gone(part, here, offset).zero_()
+                    blocks.without_neighbour(part, here, offset).zero_()
                     _add_shifted(gradient, part, here, offset)
             if far is not None:
                 phi = blocks.phi_q[here].to(blocks.dtype)
@@ -131,7 +131,7 @@ def windowed_backward(
                 da[here] = (phi * dphi_q[here]).sum(-1, keepdim=True)
                 adjoints.append(phi.mT @ adjoint)
         if far is not None:
-            # Keys take from queries as queries do from keys, in the other direction: -B stands for the exponents.
+            # Sums over queries have the form of sums over keys, in the opposite direction and with the units -B.
             units = torch.where(far.units == -torch.inf, far.units, -far.units)
             states, units = _gather(torch.cat(adjoints), units, blocks.per_entry, causal, reverse=True)
             for here in blocks.segments():
@@ -141,14 +141,14 @@ def windowed_backward(
                 dv[here] += factor * (K @ states[here][..., :-1])
                 db[here] = (K * dphi_k[here]).sum(-1, keepdim=True)
     return (
-        *(_joined(d, x).to(x.dtype) for d, x in zip((dq, dk, dv, dphi_q, dphi_k), operands[:5], strict=True)),
-        None if log_q is None else _joined(da, q[..., :1]).squeeze(-1).to(log_q.dtype),
-        None if log_k is None else _joined(db, q[..., :1]).squeeze(-1).to(log_k.dtype),
+        *(_merge(d, x).to(x.dtype) for d, x in zip((dq, dk, dv, dphi_q, dphi_k), operands[:5], strict=True)),
+        None if log_q is None else _merge(da, q[..., :1]).squeeze(-1).to(log_q.dtype),
+        None if log_k is None else _merge(db, q[..., :1]).squeeze(-1).to(log_k.dtype),
     )
 
 
 class _Blocks(NamedTuple):
-    """The operands by blocks of C positions, (G, C, X): ``per_entry`` of one batch entry, then of the next."""
+    """The operands in blocks of C positions, (G, C, X). Each batch entry has ``per_entry`` consecutive blocks."""
 
     q: Tensor
     k: Tensor
@@ -156,16 +156,16 @@ class _Blocks(NamedTuple):
     phi_q: Tensor
     phi_k: Tensor
     log_q: Tensor  # (G, C, 1)
-    log_k: Tensor  # (G, C, 1), -inf where the sequence has ended
+    log_k: Tensor  # (G, C, 1), -inf past the end of the sequence
     left_out: Tensor | None  # (G, C, 1), where log_k is -inf
-    clean: bool  # all keys, values and features of keys are known to be finite
+    clean: bool  # whether all keys, values and features of keys were checked to be finite
     per_entry: int
     causal: bool
-    dtype: torch.dtype  # of sums
+    dtype: torch.dtype  # of the sums
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The blocks attended exactly: the one before, a block's own, and the one after."""
+        """Offsets of the blocks that a block attends to exactly: the previous block, itself, and the next block."""
         return (-1, 0) if self.causal else (-1, 0, 1)
 
     def segments(self) -> Iterator[slice]:
@@ -173,8 +173,8 @@ class _Blocks(NamedTuple):
         step = max(1, _POSITIONS // size)
         return (slice(start, min(start + step, G)) for start in range(0, G, step))
 
-    def gone(self, part: Tensor, here: slice, offset: int) -> Tensor:
-        """Return a view of those blocks of a segment's whose neighbour is in a different batch entry, or nowhere."""
+    def without_neighbour(self, part: Tensor, here: slice, offset: int) -> Tensor:
+        """Return a view of the blocks of a segment that have no neighbour at ``offset`` in their batch entry."""
         if offset == 0:
             return part[:0]
         edge = 0 if offset < 0 else self.per_entry - 1
@@ -182,18 +182,18 @@ class _Blocks(NamedTuple):
 
 
 class _Far(NamedTuple):
-    """Sums over what is far from each block."""
+    """Sums over the keys that are far from each block."""
 
     states: Tensor  # (G, m, E + 1), in units of e^B
     units: Tensor  # (G, 1, 1), B
 
 
 class _Near(NamedTuple):
-    """A segment's blocks with those at one offset from them."""
+    """Scores of a segment's blocks with their neighbours at one offset, and the neighbours' keys and values."""
 
-    scores: Tensor  # (N, C, C), -inf where not attended
-    keys: Tensor  # (N, C, D), finite where left out
-    values: Tensor  # (N, C, E), finite where left out
+    scores: Tensor  # (N, C, C), -inf where masked
+    keys: Tensor  # (N, C, D), finite where masked
+    values: Tensor  # (N, C, E), finite where masked
     spoil: Tensor | None  # (N, C, E), causal: NaN in the rows that values which are not finite reach
 
 
@@ -212,24 +212,24 @@ def _blocks(
     zero = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
     a = zero if log_q is None else log_q.to(dtype)[..., None]
     b = zero if log_k is None else log_k.to(dtype)[..., None]
-    clean = all(_known_finite(x) for x in (k, v, phi_k))
-    b = _cut(b, window, -torch.inf)
-    # What follows the sequence is in nobody's past, so it needs no mask if causal.
+    clean = all(_is_finite(x) for x in (k, v, phi_k))
+    b = _split(b, window, -torch.inf)
+    # If causal, no query attends to positions past the end, so they need no mask.
     left_out = None if log_k is None and (causal or n % min(window, n) == 0) else b == -torch.inf
     if left_out is not None and clean and not bool(left_out.any()):
         left_out = None
-    Q, K, V, Phi_q, Phi_k, rows = (_cut(x, window, 0.0) for x in (q, k, v, phi_q, phi_k, a))
+    Q, K, V, Phi_q, Phi_k, rows = (_split(x, window, 0.0) for x in (q, k, v, phi_q, phi_k, a))
     return _Blocks(Q, K, V, Phi_q, Phi_k, rows, b, left_out, clean, -(-n // min(window, n)), causal, dtype)
 
 
-def _known_finite(x: Tensor) -> bool:
-    """Return whether all entries are finite; no, too, where that may not be asked, or takes a GPU's time to be told."""
+def _is_finite(x: Tensor) -> bool:
+    """Return whether all entries are finite, or False where the check would synchronize a GPU or break a transform."""
     if x.device.type != "cpu" or are_transforms_active():
         return False
     return bool(x.detach().sum(dtype=_accumulation_dtype(x)).isfinite())
 
 
-def _cut(x: Tensor, window: int, fill: float) -> Tensor:
+def _split(x: Tensor, window: int, fill: float) -> Tensor:
     """Return x (*batch, n, X) as (G, C, X)."""
     n = x.shape[-2]
     size = min(window, n)
@@ -238,14 +238,14 @@ def _cut(x: Tensor, window: int, fill: float) -> Tensor:
     return x.reshape(x.shape[:-1].numel() // size, size, x.shape[-1])
 
 
-def _joined(x: Tensor, like: Tensor) -> Tensor:
-    """Return x (G, C, X) as (*batch, n, X), the batch and n being those of ``like``."""
+def _merge(x: Tensor, like: Tensor) -> Tensor:
+    """Return x (G, C, X) as (*batch, n, X), with the batch and n of ``like``."""
     n = like.shape[-2]
     return x.reshape(*like.shape[:-2], -(-n // x.shape[-2]) * x.shape[-2], x.shape[-1])[..., :n, :]
 
 
 def _shifted(x: Tensor, here: slice, offset: int) -> Tensor:
-    """Return the blocks at an offset from a segment's; any in the place of one that is not there."""
+    """Return the neighbours of a segment's blocks at an offset. A missing neighbour is replaced by any block."""
     start, stop = here.start + offset, here.stop + offset
     if start < 0:
         return torch.cat((x[:1], x[:stop]))
@@ -265,8 +265,8 @@ def _near(blocks: _Blocks, here: slice, offset: int) -> _Near:
     spoil = later = None
     if blocks.causal and offset == 0:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    if blocks.clean and _known_finite(scores):
-        # masked_fill takes several times as long as a sum, and cannot be told from it here.
+    if blocks.clean and _is_finite(scores):
+        # A sum with -inf gives the same result as masked_fill in a fraction of the time.
         if out is not None:
             scores += torch.zeros_like(out, dtype=blocks.dtype).masked_fill(out, -torch.inf).mT
         if later is not None:
@@ -276,25 +276,25 @@ def _near(blocks: _Blocks, here: slice, offset: int) -> _Near:
             K, V, scores = K.masked_fill(out, 0), V.masked_fill(out, 0), scores.masked_fill(out.mT, -torch.inf)
         if later is not None:
             scores = scores.masked_fill(later, -torch.inf)
-            # A weight of 0 times a value that is not finite would be NaN: such values reach later rows by this sum.
+            # A weight of 0 times a value that is not finite would be NaN. This sum adds such values to later rows.
             spoil = V * 0
             V = V.masked_fill(spoil != 0, 0)
             spoil = spoil.cumsum(-2)
         if offset:
             K, V = K.clone(), V.clone()
             for x in (K, V):
-                blocks.gone(x, here, offset).zero_()
-    blocks.gone(scores, here, offset).fill_(-torch.inf)
+                blocks.without_neighbour(x, here, offset).zero_()
+    blocks.without_neighbour(scores, here, offset).fill_(-torch.inf)
     return _Near(scores, K, V, spoil)
 
 
 def _weights(scores: Tensor, shift: Tensor) -> Tensor:
-    """Return e^{scores - shift} in the place of the scores, except where torch.func may not write into them."""
+    """Return e^{scores - shift}, which overwrites the scores unless torch.func is active."""
     return (scores - shift).exp() if are_transforms_active() else scores.sub_(shift).exp_()
 
 
 def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features, values and exponents of a segment's keys, finite where they are left out."""
+    """Return features, values and exponents of a segment's keys, finite where they are masked."""
     K, V, b = blocks.phi_k[here].to(blocks.dtype), blocks.v[here].to(blocks.dtype), blocks.log_k[here]
     if blocks.left_out is not None and not blocks.clean:
         K, V = K.masked_fill(blocks.left_out[here], 0), V.masked_fill(blocks.left_out[here], 0)
@@ -302,7 +302,7 @@ def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _far(blocks: _Blocks) -> _Far | None:
-    """Return the sums that queries take; None if there are at most two blocks, which see each other."""
+    """Return the sums over far keys, or None if there are at most two blocks, which are neighbours."""
     if blocks.per_entry <= 2:
         return None
     units = blocks.log_k.detach().amax(-2, keepdim=True)  # (G, 1, 1)
@@ -324,11 +324,11 @@ def _gather(
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return for each block the sums over all that are not next to it, and their units: before, or after if reverse."""
+    """Return for each block the sums over the blocks not next to it, and their units: before, or after if reverse."""
     parts = list(sums.unflatten(0, (-1, count)).unbind(1))
     units = units.view(-1, count)
     if causal:
-        # Exponents never decrease, or, in reverse, never increase: sums have the units of the running maximum.
+        # The units of the sums are the running maximum, because exponents only increase, or decrease in reverse.
         running = _running(units.flip(-1) if reverse else units)
         states = _scan(parts[::-1] if reverse else parts, running, None)
         states, both = (states[::-1], running.flip(-1)) if reverse else (states, running)
@@ -361,13 +361,13 @@ def _running(units: Tensor) -> Tensor:
 
 
 def _far_exponent(log_q: Tensor, units: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponent of far sums, -inf where there are none, and where there are some.
+    """Return the exponent of far sums, -inf where there are no far keys, and whether there are far keys.
 
-    A denominator of 0 means that there is no key, or that all are too small to count; one that is too small for its
-    inverse is 0 too.
+    A denominator of 0 means that there is no key, or that all weights underflow. A denominator whose inverse would
+    overflow counts as 0.
     """
-    some = ~(sums[..., -1:] < torch.finfo(sums.dtype).tiny)  # NaN is some
-    return (log_q + units).masked_fill(~some, -torch.inf), some
+    has_keys = ~(sums[..., -1:] < torch.finfo(sums.dtype).tiny)  # NaN counts as a key.
+    return (log_q + units).masked_fill(~has_keys, -torch.inf), has_keys
 
 
 def _ratio(x: Tensor, y: Tensor) -> Tensor:
@@ -376,5 +376,5 @@ def _ratio(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Return what may be subtracted from -inf: x, with 0 in the place of -inf."""
+    """Return x with 0 instead of -inf, so that it can be subtracted from -inf."""
     return x.masked_fill(x == -torch.inf, 0)
