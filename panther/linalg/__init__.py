@@ -1,12 +1,12 @@
-r"""Randomized linear algebra: building blocks, drivers on top of them, and the error they made.
+r"""Randomized linear algebra: building blocks, drivers that use them, and error estimates.
 
 Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :func:`qb` and :func:`rangefinder`:
 
 - A is a real matrix or a batch of them, ``(*batch, m, n)``: a tensor, a NumPy array, or one matrix that is a sparse
   tensor, a table with ``to_numpy`` such as a pandas.DataFrame, or anything with ``.shape``, ``@`` and ``.T`` (which
   symmetric matrices need not have).
-- The memory of an array is shared, also of a read-only, column-major or memory-mapped one, and never written. It is
-  copied if it is not aligned, of a foreign byte order, or has a negative stride.
+- The memory of an array is shared and never written, even if the array is read-only, column-major or memory-mapped. An
+  array is copied if it is not aligned, has a foreign byte order, or has a negative stride.
 - Results are in float32 or float64 (half precision is computed in float32), without gradients.
 - ``seed`` is the seed of the random signs; None draws one from torch's default CPU generator.
 - With ``return_error=True`` they return the tuple of the results and an :class:`ErrorEstimate` of the Frobenius norm of

@@ -29,15 +29,15 @@ from panther.linalg._operand import (
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
-# More than gamma n rows where n is small, because singular values of small random matrices vary more.
+# The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.
 _MORE_ROWS = 16
 _MOST_GAMMA = 1e6
-# Rows that are gathered, solved and multiplied together, while a CPU has them in its cache. Gram matrices of panels are
-# added up in float64, so that rounding does not grow with m.
+# Rows of a panel, which is gathered, solved and multiplied while it is in a CPU's cache. The Gram matrices of panels
+# are added in float64, so that rounding does not grow with m.
 _PANEL, _CUDA_PANEL = 2048, 1 << 16
-# Columns of one block of a Gram matrix, whose blocks below the diagonal are not computed.
+# Columns of a block of a Gram matrix. Blocks below the diagonal are not computed.
 _BLOCK = 128
-# float32 takes two passes of CholeskyQR, and so pays later.
+# Numbers in M from which the sketch saves time. float32 needs two passes of CholeskyQR, so its limit is higher.
 _LEAST_NUMBERS = {torch.float64: 1 << 19, torch.float32: 1 << 22}
 _PROBES = 8
 
@@ -93,15 +93,15 @@ def cqrrpt(
     By default rtol is :math:`\epsilon \min(\max(m, n), 10 n)`, so that no matrix of condition below
     :math:`1 / (10 n \epsilon)` is truncated.
 
-    Where a sketch would not save time, LAPACK's pivoted QR factors M, with the same conventions: for wide matrices, and
-    on the CPU for those with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
+    Where a sketch would not save time, LAPACK's pivoted QR factors M with the same conventions: for wide matrices, and
+    on the CPU for matrices with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
 
     Args:
         M: A dense real matrix of any shape, a tensor or a NumPy array; half precision is computed and returned in
             float32.
-        gamma: Rows of the sketch a column of M, 1 or more (and n + 16 rows at least). More of them make the diagonal
-            of R fall more evenly, and cost time.
-        rtol: Threshold that determines the rank, in [0, 1). Far below eps, rounding errors count as rank.
+        gamma: Rows of the sketch per column of M, 1 or more; there are at least n + 16 rows. More rows make the
+            diagonal of R fall more evenly, and cost time.
+        rtol: Threshold that determines the rank, in [0, 1). If it is far below eps, rounding errors count as rank.
         seed: Seed of the sketch; None draws one from torch's default CPU generator.
         return_error: Whether to return an :class:`ErrorEstimate` of the residual too.
 
@@ -138,7 +138,7 @@ def cqrrpt(
     rtol = check_number("rtol", rtol, "in [0, 1)", lambda number: 0 <= number < 1, "None for the numerical rank")
     seed = check_seed(seed)
     result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
-    # A stream of another kind than the sketch's, so the two are independent.
+    # The probes use a different kind of stream than the sketch, so they are independent.
     return (*result, estimate_error(M, result, seed=seed ^ 1)) if return_error else result
 
 
@@ -149,7 +149,7 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
     if _pays(M, d):
         S = SparseSketch(d, m, seed=seed, dtype=M.dtype, device=M.device)
         sketch, exponent = S @ M, 0
-        # NaN and infinity in M reach its sketch, which is smaller to check.
+        # NaN and infinity in M reach its sketch, which is faster to check than M.
         if not _is_safe(sketch.abs().max().item(), M.dtype):
             M, exponent = _scaled(M)
             sketch = S @ M
@@ -288,7 +288,7 @@ def _count_leading(condition: Tensor) -> int:
 
 
 def _is_safe(largest: float, dtype: torch.dtype) -> bool:
-    """Return whether numbers of this size can be squared and divided by one another without over- or underflow."""
+    """Return whether entries of up to this size can be squared and divided without over- or underflow."""
     limit = math.frexp(torch.finfo(dtype).max)[1] // 2
     return 0 < largest < math.inf and abs(math.frexp(largest)[1]) < limit
 

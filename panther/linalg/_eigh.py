@@ -1,7 +1,7 @@
 r"""Leading eigenpairs of a symmetric matrix, and Nystroem's approximation of a positive semidefinite one.
 
 Both start from an orthonormal P that spans the block Krylov space :math:`[A\Omega, A^2\Omega, \dots]` and from
-:math:`Y = A P`, which building that space leaves behind. Rayleigh and Ritz take the eigenpairs of :math:`P^T Y`;
+:math:`Y = A P`, which is computed with that space. Rayleigh and Ritz take the eigenpairs of :math:`P^T Y`;
 Nystroem's :math:`Y (P^T Y)^{-1} Y^T` is closer to a semidefinite A for the same products. J. A. Tropp, A. Yurtsever,
 M. Udell and V. Cevher, "Fixed-rank approximation of a positive-semidefinite matrix from streaming data", NeurIPS 2017,
 arXiv:1706.05736; P.-G. Martinsson and J. A. Tropp, Acta Numer. 29 (2020), doi:10.1017/S0962492920000021.
@@ -82,13 +82,13 @@ def randomized_eigh(
 ) -> EighResult | tuple[Tensor, Tensor, ErrorEstimate]:
     r"""Compute the k eigenpairs of largest magnitude, of a symmetric :math:`A \approx V \,\mathrm{diag}(L)\, V^T`.
 
-    The sign convention: in each column of V the entry of largest magnitude is positive (of equal ones the first).
+    The sign convention: in each column of V the entry of largest magnitude is positive (the first of equal entries).
 
     Args:
         A: Symmetric matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Number of eigenpairs, from 0 to n.
         oversample: Dimensions of the search space beyond k, 0 or more.
-        n_iter: Number of further blocks of the search space, from 0 to 100; the space is as wide as that of
+        n_iter: Number of further blocks of the search space, from 0 to 100; the space is as wide as in
             :func:`~panther.linalg.randomized_svd`. "auto" is 4.
         seed: The seed of the random signs from which the search starts.
         return_error: Whether to return an estimate of :math:`\|A - V L V^T\|_F` as well.
@@ -101,7 +101,8 @@ def randomized_eigh(
         ShapeError: If A is not square.
         ValueError: If A is not symmetric.
 
-    Cost: products of A with d columns and one block more, d the dimension of the search space: ``2.4 (k + oversample)``
+    Cost: products of A with d columns and one more block, where d is the dimension of the search space: ``2.4 (k +
+        oversample)``
     columns by default.
 
     Example:
@@ -141,26 +142,26 @@ def nystrom(
     r"""Approximate a positive semidefinite matrix, :math:`A \approx U \,\mathrm{diag}(L)\, U^T`.
 
     The k leading eigenpairs of :math:`Y (P^T Y)^{-1} Y^T`, computed with a shift :math:`\nu = 2 \epsilon \|P^T Y\|` (or
-    more, where A is semidefinite only to rounding) that is taken off again, so that the inverse exists.
+    more, where A is semidefinite only to rounding) that is subtracted again, so that the inverse exists.
 
     Args:
         A: Positive semidefinite matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for
             :mod:`panther.linalg`.
         k: Number of eigenpairs, from 0 to n.
         oversample: As for :func:`~panther.linalg.randomized_eigh`.
-        n_iter: As for that function.
-        seed: As for that function.
+        n_iter: As for :func:`~panther.linalg.randomized_eigh`.
+        seed: As for :func:`~panther.linalg.randomized_eigh`.
         return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
 
     Returns:
-        U (\*batch, n, k) and L (\*batch, k), descending and none negative. With ``return_error`` the tuple of both and
+        U (\*batch, n, k) and L (\*batch, k), descending and nonnegative. With ``return_error`` the tuple of both and
         the estimate.
 
     Raises:
         ShapeError: If A is not square.
         ValueError: If A is not symmetric, or not semidefinite on the search space.
 
-    Cost: that of :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of an (n, d) matrix.
+    Cost: as :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of an (n, d) matrix.
 
     Example:
         >>> X = torch.arange(6.0).reshape(3, 2)

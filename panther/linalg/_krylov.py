@@ -1,12 +1,12 @@
-r"""Truncated singular value decomposition from a block Krylov space that grows until a further block is not worth it.
+r"""Truncated singular value decomposition from a block Krylov space that grows until a further block gains little.
 
 With n the smaller dimension of A, an orthonormal P spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]`, and the Gram
-matrix :math:`G = (A P)^T A P` holds all that is needed: its eigenpairs give the singular values and vectors of
+matrix :math:`G = (A P)^T A P` has all the information: its eigenpairs give the singular values and vectors of
 :math:`A P P^T`, and, because in a Krylov space G is block tridiagonal, also the rate at which they still change.
 
-Only the products with A are in A's dtype. All that is small is in float64, in which G resolves the singular values of a
-float32 matrix to its rounding. C. Musco and C. Musco (2015), arXiv:1504.05477; R. M. Larsen, "Lanczos bidiagonalization
-with partial reorthogonalization", 1998, doi:10.7146/dpb.v27i537.7070.
+Only the products with A are in A's dtype. All small matrices are in float64, in which G resolves the singular values
+of a float32 matrix to its rounding error. C. Musco and C. Musco (2015), arXiv:1504.05477; R. M. Larsen, "Lanczos
+bidiagonalization with partial reorthogonalization", 1998, doi:10.7146/dpb.v27i537.7070.
 """
 
 __all__ = ["KrylovSpace", "grow", "iterate", "whole_space"]
@@ -20,17 +20,17 @@ from torch import Tensor
 from panther.linalg._operand import Operand
 from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
 
-# "auto": at least three blocks, because the estimate compares the last two, and at most nine.
+# n_iter="auto" takes at least three blocks, because the estimate compares the last two, and at most nine.
 _LEAST_BLOCKS, _MOST_BLOCKS = 3, 9
-# A space is large enough once more blocks would take at most this part off the squared error (and a tenth of it for
-# k = 10, where torch.svd_lowrank with 10 columns more is as much better), ...
+# A space is large enough if further blocks would reduce the squared error by at most the fraction _WORTH (a tenth of it
+# for k = 10, where torch.svd_lowrank with 10 columns more gains as much), and if the next block would increase the last
+# squared singular value by at most the fraction _LAST_WORTH.
 _WORTH, _WORTH_FROM = 0.015, 100
-# ... and the next one at most this part of the last squared singular value onto it.
 _LAST_WORTH = 0.3
-# Eigenvalues of a Gram matrix are wrong by some eps of the largest, so singular values below this times the largest
-# would come out with less than three digits; QR of A P replaces it there.
+# Eigenvalues of a Gram matrix are wrong by some eps of the largest, so singular values below this fraction of the
+# largest one would have less than three digits. They are computed by QR of A P instead.
 _GRAM_REACH = 1e-6
-# Largest over smallest singular value up to which the rounding of G, by its square, is below that of the dtype or near.
+# Condition of A P up to which the rounding of G, which grows with its square, is not much above the dtype's rounding.
 _CLEAN = {torch.float32: 5e3, torch.float64: 4.0}
 
 
@@ -42,8 +42,8 @@ class KrylovSpace:
         P: ``(*batch, n, d)``, float64; None for the identity.
         Y: ``A P / scale``, ``(*batch, m, d)``, float64.
         scale: A power of two near the size of A, ``(*batch, 1, 1)``, so that squares do not overflow.
-        eigenpairs: Eigenvalues of Y^T Y, descending, ``(*batch, d)``, and eigenvectors, ``(*batch, d, d)``; None where
-            Y is to be decomposed itself.
+        eigenpairs: Eigenvalues of Y^T Y, descending, ``(*batch, d)``, and eigenvectors, ``(*batch, d, d)``; None if
+            Y itself is to be decomposed.
         blocks: The number of blocks.
     """
 
@@ -76,7 +76,7 @@ class KrylovSpace:
                 left, S, right = torch.linalg.svd(R * S[..., None, :])
                 return _rotated(U, left), S, self.onto(W @ right.mT)
         if r < k:
-            # Beside their own size, rounding is small in what the images of the others hold beyond U.
+            # The components of the other images outside of U have a small rounding error relative to their size.
             Q, T, R = near_qr(image[..., r:], U)
             left, rest, right = core_svd(R)
             U, S = torch.cat((U, Q @ (T @ left)), -1), torch.cat((S, rest), -1).cummin(-1).values
@@ -84,7 +84,7 @@ class KrylovSpace:
         return U, S, self.onto(W)
 
     def triplets_by_qr(self, rank: Callable[[Tensor], int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return as many triplets as ``rank`` says of all singular values, the small ones accurate too."""
+        """Return the first ``rank(S)`` triplets, with accurate small singular values too."""
         if self.P is None:
             U, S, Vh = torch.linalg.svd(self.Y, full_matrices=False)
             k = rank(S)
@@ -100,7 +100,7 @@ class KrylovSpace:
 
 
 def whole_space(operand: Operand) -> KrylovSpace:
-    """Return the space of all directions, in which nothing is left out."""
+    """Return the space of all directions."""
     wide = _is_wide(operand)
     if operand.dense is not None:
         return _space(operand, None, operand.dense.mT if wide else operand.dense)
@@ -123,21 +123,21 @@ def _space(operand: Operand, P: Tensor | None, Y: Tensor) -> KrylovSpace:
     operand.check_finite(Y)
     scale = _power_of_two(Y)
     Y = Y.double() / scale
-    # Where Y is about square its SVD takes as long as that of its Gram matrix, and small singular values are accurate.
+    # If Y is about square, its SVD is as fast as an eigendecomposition of G, and small singular values are accurate.
     direct = P is None and operand.dtype == torch.float64 and min(operand.shape[-2:]) > max(operand.shape[-2:]) / 4
     return KrylovSpace(P, Y, scale, None if direct else _descending(Y.mT @ Y), 1)
 
 
 def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, max(m, n), b)
-    """Return a space of so many blocks, or of as many as k triplets are worth where ``blocks`` is None."""
+    """Return a space of ``blocks`` blocks. If it is None, add blocks until k triplets gain little from another one."""
     wide = _is_wide(operand)
     multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
     X = multiply_t(start)
     operand.check_finite(X)
     *batch, n, b = X.shape
     most = blocks or min(_MOST_BLOCKS, n // b)
-    worth = None if blocks else _Worth(operand, k, b)
-    # By columns, so that the basis so far is contiguous; memory that is not reached is not touched.
+    stopping_rule = None if blocks else _StoppingRule(operand, k, b)
+    # Column-major, so that the basis so far is contiguous. Pages that are never written take no memory.
     P = X.new_empty(*batch, b * most, n, dtype=torch.float64).mT
     Y = X.new_empty(*batch, b * most, start.shape[-2], dtype=torch.float64).mT
     G = X.new_zeros(*batch, b * most, b * most, dtype=torch.float64)
@@ -152,17 +152,17 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
         torch.div(Z, scale, out=Y[..., new])
         inner = Y[..., :d].mT @ Y[..., new]
         G[..., :d, new], G[..., new, :d] = inner, inner.mT
-        if worth is not None and d >= max(k, _LEAST_BLOCKS * b):
+        if stopping_rule is not None and d >= max(k, _LEAST_BLOCKS * b):
             eigenpairs = _descending(G[..., :d, :d])
-            if worth.is_enough(G[..., :d, :d], *eigenpairs, scale):
+            if stopping_rule.is_enough(G[..., :d, :d], *eigenpairs, scale):
                 break
         if d < b * most:
             X = multiply_t(_well_conditioned(Y[..., new], G[..., new, new]).to(operand.dtype))
     return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b)
 
 
-class _Worth:
-    """Whether a further block would bring k triplets much closer to the best ones."""
+class _StoppingRule:
+    """Decides whether a further block would bring k triplets much closer to the best ones."""
 
     def __init__(self, operand: Operand, k: int, block: int) -> None:
         self.k, self.block = k, block
@@ -173,11 +173,13 @@ class _Worth:
     def is_enough(self, G: Tensor, values: Tensor, vectors: Tensor, scale: Tensor) -> bool:
         r"""Return whether to stop, from G, its eigenpairs and the norm of A.
 
-        Block Lanczos coefficients change slowly, so the next block is taken to be coupled to an eigenvector v as the
-        last one is: by :math:`r = \|G_{-2b:-b, -b:}\, v_{-b:}\|`. In the span of v and one more direction, whose
-        Rayleigh quotient is the mean :math:`\rho` of the last block's, the eigenvalue :math:`\theta` rises by
-        :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the rate t at
-        which the mean has fallen: :math:`t^2 / (4/3 - t)` times that in all fits what remained on 19 spectra.
+        Block Lanczos coefficients change slowly. The estimate therefore couples the next block to an eigenvector v as
+        strongly as the last block: by :math:`r = \|G_{-2b:-b, -b:}\, v_{-b:}\|`. In the span of v and one more
+            direction,
+        whose Rayleigh quotient is the mean :math:`\rho` of the last block's quotients, the eigenvalue :math:`\theta`
+        rises by :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the
+        rate t at which the mean has fallen. In total they add :math:`t^2 / (4/3 - t)` times the gain of the next block,
+        which fits the remaining error on 19 spectra.
         """
         k, b = self.k, self.block
         if k == 0:
@@ -192,24 +194,24 @@ class _Worth:
         half = (theta - rho[..., None]) / 2
         gains = torch.hypot(half, coupling.sqrt()) - half
         remaining = gains.sum(-1) * rate**2 / (4 / 3 - rate)
-        # What P leaves out of A, where the difference tells it from rounding; at least what lies in P beyond k.
+        # The squared norm of A outside the k triplets. The difference counts only if it exceeds its rounding error.
         tail = rest
         if self.norm is not None:
             total = (self.norm / scale[..., 0, 0]).square()
-            known = total.isfinite() & (total - captured > 100 * self.eps * total)
-            tail = torch.where(known, torch.maximum(total - captured, rest), rest)
-        # Of the products in A's dtype, and of the eigenvalues of G in float64.
+            is_tail_resolved = total.isfinite() & (total - captured > 100 * self.eps * total)
+            tail = torch.where(is_tail_resolved, torch.maximum(total - captured, rest), rest)
+        # The rounding errors of the products, in A's dtype, and of the eigenvalues of G, in float64.
         rounding = max((30 * self.eps) ** 2, 1e-14) * captured
         last = theta[..., -1]
         enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
         enough &= gains[..., -1] <= _LAST_WORTH * last + rounding
-        # A larger tail has a singular value above the last one: a multiple one, as a block holds each only b times.
+        # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
         enough &= tail <= 1.01 * self.outside * last + rounding
         return bool(enough.all())
 
 
 def _norm(operand: Operand) -> Tensor | None:  # (*batch,)
-    """Return the Frobenius norm of A in float64, None if it is not known by its entries."""
+    """Return the Frobenius norm of A in float64, or None if A does not store its entries."""
     values = operand.values
     if values is None:
         return None
@@ -219,7 +221,7 @@ def _norm(operand: Operand) -> Tensor | None:  # (*batch,)
 
 
 def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*batch, b, b) -> (*batch, m, b)
-    """Return a well-conditioned basis of the range of Y, whose Gram matrix is given."""
+    """Return a well-conditioned basis of the range of Y from Y and its Gram matrix."""
     R, info = torch.linalg.cholesky_ex(gram, upper=True)
     pivots = R.diagonal(dim1=-2, dim2=-1)
     if bool(((info == 0) & (pivots.amin(-1) > _GRAM_REACH * pivots.amax(-1))).all()):

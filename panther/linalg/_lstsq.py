@@ -38,12 +38,12 @@ from panther.sketch import SignSketch, SparseSketch, check_seed
 
 # Cost of reading an entry of A for one right-hand side, in units of its cost in QR for each column (measured).
 _PASS = 9
-# Entries of the largest dense matrix that a sparse or matrix-free A may be turned into.
+# A sparse or matrix-free A may be converted into a dense matrix of at most this many entries.
 _DENSE_LIMIT = 1 << 29
 # Entries of a block of the sketch of a matrix-free A.
 _BLOCK = 1 << 24
 _CONFIDENCE = 0.999
-# Backward error, in units of a direct solver's, that is worth a warning.
+# Warn about a backward error above this multiple of a direct solver's.
 _WARN = 100.0
 
 
@@ -53,7 +53,7 @@ class LstsqResult(NamedTuple):
     Attributes:
         x: The solution, (n,) or (n, p) as b is (m,) or (m, p).
         residual_norm: ``||A x - b||`` of each right-hand side, () or (p,).
-        iterations: Products with A^T A that were needed; 0 where a direct solver did the work.
+        iterations: Products with A^T A that were needed; 0 if a direct solver was used.
     """
 
     x: Tensor
@@ -85,7 +85,7 @@ def sketch_lstsq(
 ) -> LstsqResult | tuple[LstsqResult, ErrorEstimate]:
     r"""Minimise :math:`\|A x - b\|^2 + \text{ridge}\,\|x\|^2`, fast where A is tall.
 
-    By default x is as accurate as a direct solver's: its backward error is at most about
+    By default x is as accurate as the solution of a direct solver: its backward error is at most about
     :math:`\epsilon \|A\|_F`, up to condition numbers of :math:`10^{13}` in float64 and :math:`10^{5}` in float32. Where
     columns of A depend on each other, to :math:`4 \sqrt n\, \epsilon` of the largest singular value, x has least norm.
 
@@ -113,25 +113,26 @@ def sketch_lstsq(
         ``confidence`` 1. Either has :math:`4 \epsilon \kappa(R) \|A x - b\|` added for rounding.
 
     Raises:
-        ShapeError: If A has not two dimensions, b does not go with it, or a sparse or matrix-free A is not tall and
-            too large to be solved as a dense one.
+        ShapeError: If A does not have two dimensions, b does not fit A, or a sparse or matrix-free A is not tall and
+            too large to be solved as a dense matrix.
         DTypeError: If A is not real and floating, or b has another dtype or device.
-        TypeError: If ``ridge`` or ``tol`` is not a number, or A nothing that multiplies.
+        TypeError: If ``ridge`` or ``tol`` is not a number, or A has no product.
         ValueError: If A or b has NaN or infinity, ``ridge`` is negative or not finite, ``tol`` is not positive and
             finite, or the solution overflows.
 
     Warns:
-        NumericalWarning: If the iteration ends with a backward error far above a direct solver's, saying how far.
+        NumericalWarning: If the iteration ends with a backward error far above a direct solver's. The message states
+            it.
 
     Cost: a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR factorisation (``2 d n^2`` flops), and one
     pass over A (``4 m n p`` flops, bound by memory for few right-hand sides) an iteration, about
     :math:`2 \log(1/\epsilon) / \log(d / n)` times, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)`` times.
     The error takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
 
-    A dense A for which QR of A itself is expected to be faster, one with fewer than some 300 columns (100 with a
-    tolerance or in float32) or with fewer than 10 to 40 rows a column, is solved by that, and a wide one by a singular
-    value decomposition. A sparse A is sketched from ``4 n + 64`` rows on, and made dense with fewer; so is a
-    matrix-free one, which multiplies as many vectors by A.T.
+    A dense A is solved by QR of A itself if this is expected to be faster: with fewer than some 300 columns (100 with a
+    tolerance or in float32), or with fewer than 10 to 40 rows per column. A wide A is solved by a singular value
+    decomposition. A sparse or matrix-free A is sketched if it has at least ``4 n + 64`` rows, and made dense otherwise.
+    The sketch of a matrix-free A multiplies A.T by as many vectors as the sketch has rows.
 
     Example:
         >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -211,7 +212,7 @@ def _solve(
     if not math.isfinite(low + high):
         operand.check_finite(SA)
     power = math.frexp(max(-low, high, root))[1]
-    if abs(power) > SAFE_POWER[b.dtype]:  # squares times the condition must not overflow
+    if abs(power) > SAFE_POWER[b.dtype]:  # Squares times the condition must not overflow.
         operand, root = _scaled(operand, -power), math.ldexp(root, -power)
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     else:
@@ -221,13 +222,13 @@ def _solve(
     else:
         N, x, norm = *from_rows(SA, Sb, root), None
     error, steps = None, 0
-    if sketched or return_error or norm is None:  # a direct solver that leaves the norms needs no pass over A
+    if sketched or return_error or norm is None:  # A direct solver that returns the norms needs no pass over A.
         system = System(_for_products(operand), b, root**2)
-        found = refine(system, N, x, tol, stages=10 if sketched else 1)
+        solution = refine(system, N, x, tol, stages=10 if sketched else 1)
         if sketched:
-            _warn(found, N)
-        x, norm, steps = found.x, found.residual_norm, found.steps
-        error = _error(system, N, found, seed, sketched, powers) if return_error else None
+            _warn(solution, N)
+        x, norm, steps = solution.x, solution.residual_norm, solution.steps
+        error = _error(system, N, solution, seed, sketched, powers) if return_error else None
     x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
     if not bool(x.isfinite().all()):
         raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
@@ -235,7 +236,7 @@ def _solve(
 
 
 def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
-    """Return whether a factorisation of the sketch and the passes over A that follow cost less than one of A."""
+    """Return whether factoring a sketch of A and iterating costs less than factoring A."""
     (m, n), d = operand.shape, _sketch_size(operand)
     if operand.dense is None:
         return d < m
@@ -261,10 +262,10 @@ def _densified(operand: Operand) -> Operand:
     return _like(operand, operand.matmul(torch.eye(n, dtype=operand.dtype, device=operand.device)))
 
 
-def _check_memory(what: str, rows: int, columns: int, operand: Operand) -> None:
+def _check_memory(purpose: str, rows: int, columns: int, operand: Operand) -> None:
     if rows * columns > _DENSE_LIMIT:
         raise ShapeError(
-            f"A, of shape {tuple(operand.shape)}, must be small enough: {what}, and {rows} x {columns} numbers are "
+            f"A, of shape {tuple(operand.shape)}, must be small enough: {purpose}, and {rows} x {columns} numbers are "
             f"more than {_DENSE_LIMIT}: use scipy.sparse.linalg.lsmr"
         )
 
@@ -294,7 +295,7 @@ def _for_products(operand: Operand) -> Operand:
 
 def _scaled(operand: Operand, power: int) -> Operand:
     if not isinstance(operand.A, Tensor):
-        raise ValueError(f"A has entries of about 2^{-power}, and must have some nearer to 1: scale it, and x with it")
+        raise ValueError(f"the entries of A must be nearer to 1 than 2^{-power}: scale A, and x by the inverse")
     if operand.dense is not None:
         return _like(operand, times_two_to(operand.dense, [power]))
     A = operand.A
@@ -302,30 +303,30 @@ def _scaled(operand: Operand, power: int) -> Operand:
     return _like(operand, torch.sparse_coo_tensor(A.indices(), values, A.shape, check_invariants=False))
 
 
-def _warn(found: Solution, N: Preconditioner) -> None:
-    size = N.frobenius * (found.objective + N.frobenius * found.x.norm(dim=1))
-    if isinstance(N, Spectral):  # what is left of the gradient outside the row space is rounding, unless S missed it
-        outside = found.gradient - (found.gradient @ N.V) @ N.V.mT
+def _warn(solution: Solution, N: Preconditioner) -> None:
+    size = N.frobenius * (solution.objective + N.frobenius * solution.x.norm(dim=1))
+    if isinstance(N, Spectral):  # Unless S missed a direction, the gradient outside the row space is rounding.
+        outside = solution.gradient - (solution.gradient @ N.V) @ N.V.mT
         excess = float((outside.norm(dim=1) / size / torch.finfo(size.dtype).eps).nan_to_num(0).max())
     else:
         excess = 0.0
-    excess = max(found.excess, excess / len(found.gradient.mT))
+    excess = max(solution.excess, excess / len(solution.gradient.mT))
     if excess > _WARN:
         warnings.warn(
-            f"after {found.steps} iterations the backward error is {excess:.1e} times that of a direct solver "
+            f"after {solution.steps} iterations the backward error is {excess:.1e} times that of a direct solver "
             f"(condition about {N.condition:.1e}): use another seed, a ridge, or torch.linalg.lstsq",
             NumericalWarning,
-            stacklevel=5,  # past _solve, sketch_lstsq and what drives it
+            stacklevel=5,  # names the caller of the driver
         )
 
 
 def _error(
-    system: System, N: Preconditioner, found: Solution, seed: int, sketched: bool, powers: list[int]
+    system: System, N: Preconditioner, solution: Solution, seed: int, sketched: bool, powers: list[int]
 ) -> ErrorEstimate:
     smallest = smallest_singular_value(system, N, seed, 1 - _CONFIDENCE) if sketched else 1.0
-    rounding = N.condition * found.objective + N.size * found.x.norm(dim=1)
-    rounding *= 4 * torch.finfo(found.x.dtype).eps
-    upper = found.distance / smallest + rounding if smallest else torch.full_like(rounding, math.inf)
-    relative = torch.where(found.distance > 0, found.distance / found.objective, 0.0)
-    frobenius, upper = (times_two_to(part, powers) for part in (found.distance, upper))
+    rounding = N.condition * solution.objective + N.size * solution.x.norm(dim=1)
+    rounding *= 4 * torch.finfo(solution.x.dtype).eps
+    upper = solution.distance / smallest + rounding if smallest else torch.full_like(rounding, math.inf)
+    relative = torch.where(solution.distance > 0, solution.distance / solution.objective, 0.0)
+    frobenius, upper = (times_two_to(part, powers) for part in (solution.distance, upper))
     return ErrorEstimate(frobenius, upper, relative, _CONFIDENCE if sketched else 1.0, int(sketched))

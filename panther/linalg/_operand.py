@@ -25,10 +25,10 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
 
-# Rows whose products are summed in float32, and entries of such sums that are held at once.
+# Products of _GROUP rows are summed in the dtype of A. At most _SLAB entries of such sums are in memory at once.
 _GROUP = 64
 _SLAB, _CUDA_SLAB = 1 << 20, 1 << 26
-# Entries up to two to this, and down to its inverse, have sums of squares that neither overflow nor vanish.
+# Sums of squares of entries between 2^-power and 2^power neither overflow nor vanish.
 SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 _NARROW = 32
@@ -68,7 +68,7 @@ def _full_precision() -> Iterator[None]:
 
 
 class Operand:
-    """A real matrix A, or a batch of them, seen through its products.
+    """A real matrix A, or a batch of matrices, that drivers use through its products.
 
     Attributes:
         A: What the user passed; a dense tensor of half precision is held in float32.
@@ -119,7 +119,7 @@ class Operand:
         return torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.shape[:-2], size, size)
 
     def _product(self, A: Any, X: Tensor, rows: int) -> Tensor:
-        if X.shape[-1] == 0 or X.shape[-2] == 0:  # scipy and sparse layouts do not all take these
+        if X.shape[-1] == 0 or X.shape[-2] == 0:  # Not all sparse layouts and classes of scipy support empty operands.
             return X.new_zeros(*X.shape[:-2], rows, X.shape[-1])
         if isinstance(A, Tensor):
             return A @ X
@@ -135,7 +135,7 @@ class Operand:
 
     @property
     def values(self) -> Tensor | None:
-        """The entries, of a sparse tensor those that it stores; None if only products are known."""
+        """The entries (of a sparse tensor, the stored ones), or None if A only has products."""
         if self.dense is not None or not isinstance(self.A, Tensor):
             return self.dense
         return self.A.values()
@@ -154,41 +154,41 @@ class Operand:
 def summed_product(X: Tensor, Y: Tensor) -> Tensor:  # (*batch, m, k), (*batch, m, n) -> (*batch, k, n)
     """Return ``X^T Y``: products of 64 rows in the dtype of X and Y, and their sum in float64.
 
-    A float32 product adds its m terms one after the other. Where they all have one sign, as for non-negative data, the
-    sum has been seen off by 19 eps at m = 187 and by 1500 eps at m = 30,000; like this, it is by 8 eps at most. The
-    product takes 1.1 to 1.4 times as long, where one in float64 would take 2 to 3 times as long.
+    A float32 product adds its m terms one after the other. If all terms have the same sign, as for nonnegative data,
+    the measured error of the sum is 19 eps at m = 187 and 1500 eps at m = 30,000. The error here is at most 8 eps. The
+    product takes 1.1 to 1.4 times as long; a product in float64 would take 2 to 3 times as long.
     """
     if X.dtype == torch.float64:
         return X.mT @ Y
     k, (m, n) = X.shape[-1], Y.shape[-2:]
-    whole = m - m % _GROUP
-    out = (X[..., whole:, :].mT @ Y[..., whole:, :]).double()
+    grouped_rows = m - m % _GROUP
+    out = (X[..., grouped_rows:, :].mT @ Y[..., grouped_rows:, :]).double()
     entries = _CUDA_SLAB if X.is_cuda else _SLAB
     step = _GROUP * max(1, entries // max(1, k * n))
-    for start in range(0, whole, step):
-        rows = slice(start, min(start + step, whole))
+    for start in range(0, grouped_rows, step):
+        rows = slice(start, min(start + step, grouped_rows))
         left, right = (Z[..., rows, :].unflatten(-2, (-1, _GROUP)) for Z in (X, Y))
         out += (left.mT @ right).sum(-3, dtype=torch.float64)
     return out
 
 
 def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
-    """See A as an operand, or raise if it is not a real matrix or, where ``batched``, a batch of them.
+    """Return A as an operand, or raise if it is not a real matrix or, if ``batched``, a batch of matrices.
 
-    An A that is neither a tensor nor an array multiplies tensors of its dtype, of torch's default if it has none.
+    An A that is neither a tensor nor an array multiplies tensors of its dtype, or of torch's default dtype.
     """
     A = _from_array(name, A)
     if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
         raise TypeError(
             f"{name} must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor({name})"
         )
-    if isinstance(A, Tensor) and A.layout in (torch.sparse_bsr, torch.sparse_bsc):  # torch has few of their products
+    if isinstance(A, Tensor) and A.layout in (torch.sparse_bsr, torch.sparse_bsc):  # torch has few products.
         A = A.to_sparse_coo()
     if len(A.shape) < 2:
         raise ShapeError(f"{name}, of shape {tuple(A.shape)}, must have two dimensions or more: use {name}[:, None]")
     if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
-        what = name if not batched else f"an {name} that is not a dense tensor"
-        raise ShapeError(f"{what}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
+        subject = name if not batched else f"an {name} that is not a dense tensor"
+        raise ShapeError(f"{subject}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
     dtype = _dtype_of(A)
     if not dtype.is_floating_point:
         cast = "double()" if isinstance(A, Tensor) else "astype(float)"
@@ -210,13 +210,13 @@ def as_dense(name: str, A: Any) -> Tensor:
 
 def check_finite(name: str, A: Tensor) -> None:
     """Raise ValueError if a tensor has NaN or infinity."""
-    if not (math.isfinite(float(A.sum())) or bool(A.isfinite().all())):  # the sum is 3 times as fast
+    if not (math.isfinite(float(A.sum())) or bool(A.isfinite().all())):  # The sum is 3 times as fast as isfinite.
         kind = "NaN" if bool(A.isnan().any()) else "infinity"
         raise ValueError(f"{name} must be finite and has {kind}: use torch.nan_to_num({name})")
 
 
 def check_number(name: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> float:
-    """Return a number given by a user as a float; raise TypeError if it is not one, ValueError unless it ``holds``."""
+    """Return a user's number as a float, or raise TypeError, or ValueError unless ``holds(number)``."""
     try:
         number = None if isinstance(value, bool | str) else float(value)
     except OverflowError:
@@ -241,10 +241,10 @@ def times_two_to(A: Tensor, powers: list[int]) -> Tensor:
 
 
 class _Writable:
-    """The memory of an array, as if it might be written.
+    """An array's memory, presented as writable.
 
-    torch warns of arrays that are read-only, as most are that pandas 3 and np.memmap return. No driver writes its
-    operands, and to filter the warning would change the filters of all threads.
+    torch warns of read-only arrays, such as most arrays of pandas 3 and np.memmap. No driver writes its operands, and a
+    filter of the warning would change the filters of all threads.
     """
 
     def __init__(self, A: np.ndarray[Any, Any]) -> None:

@@ -20,7 +20,7 @@ class Triangular:
     """N, the inverse of an upper triangular R of shape (n, n)."""
 
     R: Tensor
-    frobenius: float  # of A, or its sketch; that of R has the ridge too
+    frobenius: float  # norm of A or its sketch, without the ridge that the norm of R includes
     condition: float
 
     @property
@@ -50,7 +50,7 @@ class Spectral:
 
     V: Tensor
     s: Tensor
-    frobenius: float  # of A, or its sketch; that of R has the ridge too
+    frobenius: float  # norm of A or its sketch, without the ridge that the norm of R includes
 
     @property
     def condition(self) -> float:
@@ -82,20 +82,19 @@ Preconditioner = Triangular | Spectral
 def from_columns(
     A: Tensor, b: Tensor, root: float, seed: int, *, estimate: bool = True
 ) -> tuple[Preconditioner, Tensor, Tensor | None]:
-    """Return preconditioner and solution (p, n) for a tall A, by QR with ``root`` times the identity above A.
+    """Return preconditioner and solution (p, n) for a tall A, by QR of A below ``root`` times the identity.
 
-    The third result is the norm of ``b - A x``, (p,), where it can be read off: without a ridge and at full rank.
-    Without ``estimate`` the condition may be bounded only far from above.
+    The third result is the norm of ``b - A x``, (p,), or None with a ridge or if A is rank-deficient. Without
+    ``estimate`` the condition may be a loose upper bound.
 
-    Above, not below: rows that are larger come first, or Householder's reflections lose the others in rounding.
+    The identity stands above A, because Householder's reflections lose small rows that follow large ones in rounding.
     """
     n, frobenius = A.shape[1], float(A.norm()) if root else None
     if root:
         A = torch.cat((root * torch.eye(n, dtype=A.dtype, device=A.device), A))
         b = torch.cat((b.new_zeros(n, b.shape[1]), b))
-    factor, tau = torch.geqrf(
-        A.mT.contiguous().mT
-    )  # by columns as LAPACK has it; its own copy takes up to 5 times as long
+    # LAPACK is column-major, and torch's copy into that layout takes up to 5 times as long.
+    factor, tau = torch.geqrf(A.mT.contiguous().mT)
     c = torch.ormqr(factor, tau, b, transpose=True)
     R = factor[:n].mT.tril().mT
     N, x = _from_triangle(R, c[:n], float(R.norm()) if frobenius is None else frobenius, seed, estimate)
@@ -103,17 +102,17 @@ def from_columns(
 
 
 def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor]:
-    """Return both for a wide A, by QR of its transpose and a singular value decomposition."""
+    """Return preconditioner and solution for a wide A, by QR of its transpose and a singular value decomposition."""
     Q, R = torch.linalg.qr(A.mT)
     U, s, Vh = torch.linalg.svd(R)  # A = Vh.T diag(s) (Q U).T
     damped = torch.hypot(s, torch.full_like(s, root))
-    kept = damped > _rank_tolerance(len(s), s.dtype) * damped[0]
-    V, s, damped = (Q @ U)[:, kept], s[kept], damped[kept]
-    return Spectral(V, damped, float(A.norm())), (b.mT @ Vh.mT[:, kept] * (s / damped) / damped) @ V.mT
+    is_significant = damped > _rank_tolerance(len(s), s.dtype) * damped[0]
+    V, s, damped = (Q @ U)[:, is_significant], s[is_significant], damped[is_significant]
+    return Spectral(V, damped, float(A.norm())), (b.mT @ Vh.mT[:, is_significant] * (s / damped) / damped) @ V.mT
 
 
 def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
-    """Return the fraction of the largest singular value below which others count as rounding errors of QR and SVD."""
+    """Return the fraction of the largest singular value below which a singular value counts as rounding error."""
     return 4 * math.sqrt(n) * torch.finfo(dtype).eps
 
 
@@ -132,8 +131,9 @@ def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int, estimate: 
 def _condition(R: Tensor, seed: int, enough: float) -> float:
     r"""Estimate the condition of R, seldom by less than a third of it, by power and inverse power iteration.
 
-    It is bounded from above instead as soon as that bound is below ``enough``: for B > 0 and x random on the sphere,
-    :math:`\lambda_{\max}(B) \le (\theta\, x^T B^q x)^{1/q}` but with a probability of :math:`0.8 \sqrt{n / \theta}`
+    The function returns an upper bound instead as soon as the bound is below ``enough``: for B > 0 and x random on the
+    sphere, :math:`\lambda_{\max}(B) \le (\theta\, x^T B^q x)^{1/q}` except with a probability of
+    :math:`0.8 \sqrt{n / \theta}`
     (J. D. Dixon, SIAM J. Numer. Anal. 20, 1983, doi:10.1137/0720053), which is 1e-3 here and 1e-12 for four vectors.
     """
     if not bool((R.diagonal() != 0).all()):

@@ -1,9 +1,9 @@
 r"""Adaptive low-rank factorisation :math:`A \approx Q B`, block by block until a tolerance is met.
 
-Each block adds an orthonormal :math:`Q_i \perp Q_1, \dots, Q_{i-1}` and :math:`B_i = Q_i^T A`, which takes
-:math:`\|B_i\|_F^2` off the squared residual. That difference says nothing once the residual has fallen to
-:math:`\sqrt\epsilon \|A\|`; below, and for an A that has no entries to take a norm of, the residual's products with
-random probes are followed instead. W. Yu, Y. Gu and Y. Li, "Efficient randomized algorithms for the fixed-precision
+Each block adds an orthonormal :math:`Q_i \perp Q_1, \dots, Q_{i-1}` and :math:`B_i = Q_i^T A`, which reduces
+the squared residual by :math:`\|B_i\|_F^2`. Once the residual has fallen to :math:`\sqrt\epsilon \|A\|`, that
+difference is only rounding. For smaller residuals, and for an A without stored entries, the residual is estimated from
+its products with random probes.  W. Yu, Y. Gu and Y. Li, "Efficient randomized algorithms for the fixed-precision
 low-rank matrix approximation", SIMAX 39 (2018), 1339-1359, doi:10.1137/17M1141977.
 """
 
@@ -83,7 +83,7 @@ def qb(
             :math:`\sqrt{1000 \epsilon}` (0.011 in float32, 5e-7 in float64) the residual is exact; below, and for an A
             that is not a tensor, it is estimated from 32 Gaussian probes, to 5 % or better where many singular values
             remain and within a factor of 1.6 (99.9 %) where one does. None continues to rank k.
-        block_size: Columns of Q a step adds; the last step drops those that the tolerance does not need.
+        block_size: Columns of Q that a step adds. The last step drops the columns that the tolerance does not need.
         n_iter: Number of iterations with A A^T on each block, from 0 to 100.
         seed: The seed of the random signs.
         return_error: Whether to return an estimate of :math:`\|A - Q B\|_F` as well.
@@ -149,7 +149,7 @@ def qb(
 
 
 class _Residual:
-    """The squared residual relative to that of rank 0, one number a batch entry."""
+    """The squared residual of each batch entry, relative to the squared norm of A."""
 
     def __init__(self, operand: Operand, tol: float, seed: int) -> None:
         self.target = tol**2
@@ -159,7 +159,7 @@ class _Residual:
             n = operand.shape[-1]
             S = GaussianSketch(n, _PROBES, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
             values = self.probed = operand.matmul(S.dense().expand(*operand.shape[:-2], n, _PROBES))
-        dims = (-2, -1) if values.ndim > 1 else -1  # those of a sparse tensor have one
+        dims = (-2, -1) if values.ndim > 1 else -1  # The values of a sparse tensor have one dimension.
         self.norm = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float64)
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
@@ -187,13 +187,13 @@ class _Residual:
         tail = torch.cat((left[..., None], shares.flip(-1)[..., :-1]), -1)
         after = tail.cumsum(-1).flip(-1)  # (*batch, b), by number of columns; sums, because differences would round
         enough = (after <= self.target).reshape(-1, after.shape[-1]).all(0)
-        kept = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
-        self.left = after[..., kept - 1]
-        return Q[..., :kept], Bt[..., :kept]
+        num_columns = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
+        self.left = after[..., num_columns - 1]
+        return Q[..., :num_columns], Bt[..., :num_columns]
 
 
 def _power_of_two(operand: Operand) -> float:
-    """Return the power of two that brings a dense A near 1 where its squares near the dtype's limits; else 1."""
+    """Return the power of two that scales a dense A to entries near 1 if its squares could overflow, else 1."""
     if operand.dense is None or not operand.dense.numel():
         return 1.0
     largest = float(operand.dense.abs().max())

@@ -1,4 +1,4 @@
-r"""Orthonormal bases that hold most of a matrix: subspace iteration and block Krylov spaces.
+r"""Orthonormal bases that contain most of a matrix: subspace iteration and block Krylov spaces.
 
 N. Halko, P.-G. Martinsson and J. A. Tropp, "Finding structure with randomness", SIAM Rev. 53 (2011), 217-288,
 doi:10.1137/090771806; C. Musco and C. Musco, "Randomized block Krylov methods for stronger and faster approximate
@@ -31,9 +31,10 @@ from panther.sketch import check_seed
 
 _MOST_ITERATIONS = 100
 _AUTO = 4
-# Blocks of 2/5 of k + oversample: narrower ones need fewer columns for an error, but those cost more time each.
+# Blocks have 2/5 of k + oversample columns. Narrower blocks need fewer columns for the same error, but more time for
+# each column.
 _NARROWING = 2, 5
-# Products of widths that are not a multiple of 16 take up to 1.4 times as long a column (MKL, 1 thread).
+# If the width is not a multiple of 16, a product takes up to 1.4 times as long per column (MKL, 1 thread).
 _GRANULE = 16
 
 
@@ -103,7 +104,7 @@ def rangefinder(
 
 
 class _Projected:
-    """``Q Q^T A``, known by its products."""
+    """``Q Q^T A``, available through its products."""
 
     def __init__(self, Q: Tensor, operand: Operand) -> None:
         self.Q, self.operand = Q, operand
@@ -120,12 +121,13 @@ def krylov_basis(
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, blocks b), (*batch, m, blocks b)
     r"""Return an orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
 
-    The first block is the range of X; each next one is that of ``advance(multiply(block))``, made orthogonal
-    to all before it. Rounding in ``advance`` changes the basis slightly, but the image is that of the changed basis.
+    The first block is the range of X. Each further block is the range of ``advance(multiply(block))``, made orthogonal
+    to all previous blocks. Rounding in ``advance`` changes the basis slightly, but the image is the image of the
+    changed basis.
     """
     *batch, n, b = X.shape
     Z = multiply(Q := add_to_basis(X))
-    # Stored by columns, so that the basis so far is contiguous.
+    # Column-major, so that the basis so far is contiguous.
     P = X.new_empty(*batch, b * blocks, n).mT
     Y = X.new_empty(*batch, b * blocks, Z.shape[-2]).mT
     for start in range(0, b * blocks, b):
@@ -142,15 +144,15 @@ def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
     (112, 1) for a width of 110 and no iteration, (48, 5) for 4.
     """
     blocks = n_iter + 1
-    part, whole = max(_NARROWING, (1, blocks), key=lambda f: f[0] / f[1])
-    return max(1, -(-part * width // (whole * _GRANULE))) * _GRANULE, blocks
+    numerator, denominator = max(_NARROWING, (1, blocks), key=lambda f: f[0] / f[1])
+    return max(1, -(-numerator * width // (denominator * _GRANULE))) * _GRANULE, blocks
 
 
 def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
-    """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` in place of n."""
+    """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` rows instead of n."""
     rows = operand.shape[-1] if rows is None else rows
-    # NumPy's Philox: its stream is fixed for all versions and platforms, and it draws 15 times as fast as ours where a
-    # block need not be drawn without the rest.
+    # The stream of NumPy's Philox is fixed for all versions and platforms. It draws 15 times as fast as the streams of
+    # panther.sketch, which can draw a block without the rest.
     words = np.random.Philox(key=seed).random_raw(-(-rows * columns // 64)).astype("<u8", copy=False)
     bits = torch.from_numpy(np.unpackbits(words.view(np.uint8), count=rows * columns))
     S = bits.view(columns, rows).to(operand.device, operand.dtype).mul_(2).sub_(1)

@@ -3,9 +3,9 @@ r"""Least squares with a preconditioner: the products of one pass over A, and th
 With N such that the singular values of A N are near one, conjugate gradients on the preconditioned normal equations
 :math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor a step whatever the condition of A.
 They run on vectors of length n only: a step visits A once, a panel of rows at a time, and multiplies by the panel and
-by its transpose while it is in cache. Rounding errors grow with the condition of A, so the iteration is started again
-from the true residual, and x corrected, until the backward error is that of a direct solver: E. N. Epperly, M. Meier
-and Y. Nakatsukasa, "Fast randomized least-squares solvers can be just as accurate and stable as classical direct
+by its transpose while it is in cache. Rounding errors grow with the condition of A, so the iteration restarts
+from the true residual and corrects x, until the backward error is as small as a direct solver's: E. N. Epperly, M.
+Meier and Y. Nakatsukasa, "Fast randomized least-squares solvers can be just as accurate and stable as classical direct
 solvers", 2024, arXiv:2406.03468.
 
 Right-hand sides and iterates are rows here, (p, n), the layout whose products are fast.
@@ -23,15 +23,15 @@ from panther.linalg._operand import Operand
 from panther.linalg._preconditioner import Preconditioner
 from panther.sketch import GaussianSketch
 
-# A panel, for each thread: small enough to be in its cache still when the transpose multiplies. For several right-hand
-# sides the gain is small, and a threaded product of matrices costs more to start.
+# Bytes of a panel for each thread. It is still in the cache when its transpose multiplies. For several right-hand sides
+# panels are larger, because the gain is small and a threaded product of matrices costs more to start.
 _PANEL_BYTES = 1 << 20
 _PANEL_BYTES_OF_MANY = 1 << 23
 _MAX_STEPS = 1000
 
 
 class System:
-    """A, b and the ridge, with the two products that take one pass over A each."""
+    """A, b and the ridge, with the two products that each take one pass over A."""
 
     def __init__(self, operand: Operand, b: Tensor, ridge: float) -> None:  # b (m, p)
         self.operand, self.b, self.ridge = operand, b, ridge
@@ -71,11 +71,11 @@ class Solution:
 
     x: Tensor  # (p, n)
     residual_norm: Tensor  # (p,)
-    objective: Tensor  # (p,), the root of it
+    objective: Tensor  # (p,), square root of the objective
     gradient: Tensor  # (p, n), A^T r - ridge x
-    distance: Tensor  # (p,), the norm of N^T times the gradient: about that of A (x - x*)
+    distance: Tensor  # (p,), the norm of N^T times the gradient, which is about the norm of A (x - x*)
     steps: int
-    excess: float  # backward error, of the worst row not within tol, in units of eps; at most 1 is the aim
+    excess: float  # largest backward error of the rows not within tol, in units of eps; 1 or less is accurate
 
 
 def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int = 10) -> Solution:
@@ -84,10 +84,10 @@ def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int
     A row is done when its distance is at most ``tol`` times the root of its objective, or when the estimate of its
     backward error (Karlson and Walden) with R in place of A,
     :math:`\|(R^T R + \theta^2 I)^{-1/2} A^T r\| / \|x\|` for :math:`\theta = \|r\| / \|x\|`, is at most
-    :math:`\epsilon \|A\|_F`, as direct solvers leave it.
+    :math:`\epsilon \|A\|_F`, as for direct solvers.
     """
     eps, size = torch.finfo(x.dtype).eps, N.size
-    # What one stage can gain before its products with N are rounding.
+    # One stage can reduce the distance to this fraction before its products with N are only rounding.
     reach = max(eps, min(2 * eps * N.condition, 1e-3 * eps**0.2))
     best: Solution | None = None
     steps = stalls = 0
@@ -96,32 +96,32 @@ def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int
         start = N.to_y(gradient)
         distance, norm = start.norm(dim=1), x.norm(dim=1)
         objective = torch.hypot(residual_norm, math.sqrt(system.ridge) * norm)
-        wanted = tol * objective
-        # At least the estimate, in its unit; and x itself may be exact to eps, which a large ridge makes the easier.
+        allowed_distance = tol * objective
+        # Two bounds of the estimate, in units of eps. The second is smaller if a large ridge determines x.
         excess = torch.minimum(distance / norm / size, gradient.norm(dim=1) / objective / N.frobenius) / eps
-        selected = (excess > 1) & (distance > wanted) & (norm > 0)
+        selected = (excess > 1) & (distance > allowed_distance) & (norm > 0)
         for theta, rows in _groups(objective / norm, selected) if stage else ():
             estimate = N.damped_norm(gradient[rows], theta) / norm[rows] / N.frobenius / eps
             excess[rows] = torch.minimum(excess[rows], estimate)
-        excess = torch.where(distance > wanted, excess, 0.0)
-        found = Solution(x, residual_norm, objective, gradient, distance, steps, float(excess.max()))
-        stalls = stalls + 1 if best is not None and found.excess > best.excess / 2 else 0
-        if best is None or found.excess <= best.excess:
-            best = found
-        if found.excess <= 1 or stalls == 2 or steps >= _MAX_STEPS or stage == stages - 1:
+        excess = torch.where(distance > allowed_distance, excess, 0.0)
+        solution = Solution(x, residual_norm, objective, gradient, distance, steps, float(excess.max()))
+        stalls = stalls + 1 if best is not None and solution.excess > best.excess / 2 else 0
+        if best is None or solution.excess <= best.excess:
+            best = solution
+        if solution.excess <= 1 or stalls == 2 or steps >= _MAX_STEPS or stage == stages - 1:
             break
-        # A stage leaves its residual spread evenly over all directions, the well-determined ones too: its norm counts.
+        # The residual after a stage is spread evenly over all directions, so its norm is relevant.
         enough = 0.1 * eps * torch.maximum(size * norm, N.frobenius / size * objective)
-        enough = torch.maximum(enough, 0.5 * wanted)
+        enough = torch.maximum(enough, 0.5 * allowed_distance)
         target = torch.where(excess > 1, torch.maximum(enough, reach * distance), distance)
-        y, taken = _conjugate_gradients(system, N, start, target, _MAX_STEPS - steps)
-        x, steps = x + N.to_x(y), steps + taken
+        y, new_steps = _conjugate_gradients(system, N, start, target, _MAX_STEPS - steps)
+        x, steps = x + N.to_x(y), steps + new_steps
     assert best is not None
     return best
 
 
 def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
-    """Return the selected rows, by theta within a factor of 8; the least theta of each group, and its rows."""
+    """Group the selected rows by theta within a factor of 8. Return the least theta and the rows of each group."""
     rows = selected.nonzero()[:, 0]
     octave = (theta[rows].log2() / 3).floor()
     return [(float(theta[part].min()), part) for value in octave.unique() if len(part := rows[octave == value])]
@@ -161,7 +161,7 @@ def smallest_singular_value(system: System, N: Preconditioner, seed: int, failur
         products = torch.cat((products, product))
         for _ in range(2):
             y = y - (y @ basis.mT) @ basis
-        # Or the basis spans the whole space already.
+        # The bound is exact if the basis spans the whole space.
         exact = k == rank or bool(y.norm() <= torch.finfo(y.dtype).eps * product.norm())
         if exact or k in checkpoints:
             values = torch.linalg.eigvalsh(basis @ products.mT)

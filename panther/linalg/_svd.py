@@ -1,10 +1,10 @@
 r"""Truncated singular value decomposition from a block Krylov space.
 
 With n the smaller dimension, :math:`P \in R^{n \times d}` spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]` and
-:math:`A \approx (A P) P^T`, whose SVD is that of the tall A P. A space a few narrow blocks deep holds the leading
-singular vectors better than the one wide block of subspace iteration, for fewer products with A. C. Musco and C. Musco
-(2015), arXiv:1504.05477; P.-G. Martinsson and J. A. Tropp, "Randomized numerical linear algebra", Acta Numer. 29
-(2020), sections 11 and 12, doi:10.1017/S0962492920000021.
+:math:`A \approx (A P) P^T`, whose SVD follows from the SVD of the tall A P. A space of a few narrow blocks contains the
+leading singular vectors better than the single wide block of subspace iteration, for fewer products with A. C. Musco
+and C. Musco (2015), arXiv:1504.05477; P.-G. Martinsson and J. A. Tropp, "Randomized numerical linear algebra", Acta
+Numer. 29 (2020), sections 11 and 12, doi:10.1017/S0962492920000021.
 """
 
 __all__ = ["SVDResult", "randomized_svd"]
@@ -30,7 +30,7 @@ from panther.linalg.orthogonal import fix_signs
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
-# m n (k + oversample) up to which the operations on a Krylov space take longer than the products it saves (measured).
+# Below this m n (k + oversample), operations on a Krylov space take longer than the products that it saves (measured).
 _SMALL = 2 * 10**8
 _ITERATIONS = 2
 
@@ -74,7 +74,7 @@ def randomized_svd(
 ) -> SVDResult | tuple[Tensor, Tensor, Tensor, ErrorEstimate]:
     r"""Compute the k leading singular triplets, :math:`A \approx U \,\mathrm{diag}(S)\, V^T`.
 
-    The sign convention: in each column of U the entry of largest magnitude is positive (of equal ones the first).
+    The sign convention: in each column of U the entry of largest magnitude is positive (the first of equal entries).
 
     Args:
         A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
@@ -130,21 +130,21 @@ def randomized_svd(
         U, V = V, U
     flips = fix_signs(U)
     result = SVDResult(U * flips, S, V * flips)
-    # The probes of the estimate are Gaussian, which is a different stream than that of the signs.
+    # The probes of the estimate are Gaussian, so they are independent of the signs with the same seed.
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
 def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: int) -> KrylovSpace:
-    """Return the space to take the triplets from."""
+    """Return the search space of the triplets."""
     least, most = sorted(operand.shape[-2:])
     block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
     if iterations is None:
         tall = least <= most / 4
-        # From this share of all directions on LAPACK is faster than two iterations, whose many calls also have a price.
+        # From this share of all directions on, LAPACK is faster than two iterations, which make many calls.
         if 9 * least <= 16 * (width + 24) or (tall and least <= 2 * width):
             return whole_space(operand)
-        # A Krylov space is twice as wide as that of subspace iteration, for fewer products with A: it gains where these
-        # are most of the work.
+        # A Krylov space is twice as wide as the space of subspace iteration and needs fewer products with A. It gains
+        # if the products are most of the work.
         if most * least * width <= _SMALL or (not tall and least < 8 * width):
             columns = -(-(width + 2) // 4) * 4
             return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)

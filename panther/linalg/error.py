@@ -34,7 +34,7 @@ class ErrorEstimate(NamedTuple):
     """How far an approximation is from A.
 
     Attributes:
-        frobenius: Estimate of the Frobenius norm of the error, one number a batch entry.
+        frobenius: Estimate of the Frobenius norm of the error of each batch entry.
         upper: The Frobenius norm, and so the spectral norm, is at most this with probability ``confidence``.
         relative: ``frobenius`` over the estimate, from the same probes, of the Frobenius norm of A; zero if both are.
         confidence: Least probability, over the probes, that ``upper`` holds for one matrix of the batch.
@@ -59,14 +59,14 @@ def estimate_error(
 ) -> ErrorEstimate:
     r"""Estimate :math:`\|A - \hat A\|_F`, with an upper bound that holds with stated probability.
 
-    The probes are independent of the numbers that a driver drew, from the same seed too. Rounding is part of the error:
-    the estimate for an exact approximation is the rounding error of its products.
+    The probes are independent of the random numbers of a driver, even with the same seed. Rounding is part of the
+    error: the estimate for an exact approximation is the rounding error of its products.
 
     Args:
         A: Matrix or batch, (\*batch, m, n), of any kind that :mod:`panther.linalg` takes; ``.T`` is not needed.
-        approximation: What a driver of this package returned; or the same kinds as A; or a tuple of two factors,
-            ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T; a result of ``torch.linalg.svd``, which
-            has V^T, is known by its field ``Vh``. Factors are cast to A's dtype.
+        approximation: What a driver of this package returned; or a matrix of a kind that A can have; or a tuple of two
+            factors, ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T; a result of ``torch.linalg.svd``,
+            which has V^T, is known by its field ``Vh``. Factors are cast to A's dtype.
         probes: Number of Gaussian probes, 1 to 10,000. With 10, ``upper`` is about 3 times the error at a confidence of
             0.999; with 100, 1.3 times.
         confidence: Probability in (0, 1) with which ``upper`` must hold.
@@ -151,9 +151,9 @@ def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
         parts[2] = parts[2].conj().swapaxes(-1, -2)
     multiplies = hasattr(approximation, "__matmul__")
     if not multiplies and len(parts) not in (2, 3):
-        what = f"a {type(approximation).__name__} of {len(parts)}" if parts else type(approximation).__name__
+        received = f"a {type(approximation).__name__} of {len(parts)}" if parts else type(approximation).__name__
         raise TypeError(
-            f"an approximation must be what a driver returned, a matrix, or a tuple of 2 or 3 factors, not {what}: "
+            f"an approximation must be what a driver returned, a matrix, or a tuple of 2 or 3 factors, not {received}: "
             "multiply its factors"
         )
     dtypes = [part.dtype for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
@@ -168,8 +168,8 @@ def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
         return U @ (S[..., None] * (V.mT @ X))
     except (RuntimeError, IndexError, ValueError) as error:
         reason = str(error).split("\n")[0]
-        what = f"its product with a matrix of shape {tuple(X.shape)} failed ({reason})"
-        raise _shape_error(operand, what) from error
+        problem = f"its product with a matrix of shape {tuple(X.shape)} failed ({reason})"
+        raise _shape_error(operand, problem) from error
 
 
 def _factor(part: Any, operand: Operand) -> Tensor:
@@ -182,10 +182,10 @@ def _factor(part: Any, operand: Operand) -> Tensor:
     return factor.to(operand.dtype)
 
 
-def _shape_error(operand: Operand, what: str) -> ShapeError:
+def _shape_error(operand: Operand, problem: str) -> ShapeError:
     return ShapeError(
-        f"the approximation of A, of shape {tuple(operand.shape)}, must have the same shape; {what}: transpose it, or "
-        "check the order of its factors"
+        f"the approximation of A, of shape {tuple(operand.shape)}, must have the same shape; {problem}: transpose it, "
+        "or check the order of its factors"
     )
 
 

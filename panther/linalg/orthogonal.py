@@ -1,9 +1,9 @@
 r"""Orthonormal bases of tall blocks, in matrix products.
 
 CholeskyQR takes R from :math:`X^T X = R^T R` and Q from :math:`X R^{-1}`. It loses orthogonality as the square of X's
-condition, so a second round follows, and with it a check: the Gram matrix of the first round's Q, in float64, must be
-near I. Where it is not, or a factor does not exist (X deficient, zero, badly conditioned, too large to square),
-Householder's reflections in float64 take over, slower and always right. Y. Yamamoto,
+condition, so a second round follows, which checks that the Gram matrix of the first round's Q, in float64, is near I.
+If it is not, or a factor does not exist (X deficient, zero, badly conditioned, too large to square), Householder's
+reflections in float64 are used, which are slower and always correct. Y. Yamamoto,
 Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015),
 306-326.
 """
@@ -55,7 +55,7 @@ def orthonormalize(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> Tensor:  # (*batch, m, n)
-    r"""Return an orthonormal Q whose range, with that of ``basis``, contains the columns of X.
+    r"""Return an orthonormal Q such that the columns of X are in the span of Q and ``basis``.
 
     :math:`Q^T Q = I`, :math:`\mathrm{basis}^T Q = 0`, and X is in the span of both. Where X adds fewer than n
     directions, other directions complete Q.
@@ -91,7 +91,7 @@ def add_to_basis(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> Tensor:  # (*batch, m, n)
-    """Do what :func:`orthonormalize` does, without its checks."""
+    """Compute :func:`orthonormalize` without its checks."""
     Q, T, _ = near_qr(X, basis)
     return rotate(Q, T)
 
@@ -105,17 +105,17 @@ def near_qr(
     Without a basis, X = Q T R. Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or
     less; to form :math:`Q T W`, multiply T and W first.
     """
-    (m, n), known = X.shape[-2:], 0 if basis is None else basis.shape[-1]
-    if n + known > m:
+    (m, n), basis_size = X.shape[-2:], 0 if basis is None else basis.shape[-1]
+    if n + basis_size > m:
         raise ShapeError(
-            f"{n} columns beside a basis of {known} must be at most the {m} rows, X being of shape {tuple(X.shape)}: "
-            f"pass fewer columns"
+            f"{n} columns beside a basis of {basis_size} must be at most the {m} rows of X, of shape {tuple(X.shape)}: "
+            "pass fewer columns"
         )
     cleared = _clear(X, basis)
     R, info = torch.linalg.cholesky_ex(cleared.mT @ cleared, upper=True)
     Q = _clear(torch.linalg.solve_triangular(R, cleared, upper=True, left=False), basis)
     # This Gram matrix decides how orthonormal the result is. In float32 its sums over m entries were wrong by 66 eps at
-    # m = 301 (MKL with AVX-512), where all terms have one sign, as those of constant columns have.
+    # m = 301 (MKL with AVX-512), where all terms had the same sign, as for constant columns.
     gram = _gram(Q, Q)
     R2, info2 = torch.linalg.cholesky_ex(gram, upper=True)
     eye = torch.eye(n, dtype=gram.dtype, device=X.device)
@@ -123,11 +123,11 @@ def near_qr(
     if bool(near.all()):
         return Q, torch.linalg.solve_triangular(R2, eye, upper=True).to(X.dtype), (R2 @ R.to(R2.dtype)).to(X.dtype)
     scale = X.abs().amax((-2, -1), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)  # scaled, so that squares and remainders stay in the dtype's range
+    scale = torch.where(scale > 0, scale, 1.0)  # The scale keeps squares and remainders in the dtype's range.
     # In float64, because float32 reflections lose digits in the same sums: R was wrong by 450 eps at m = 20,000.
     Q, R = torch.linalg.qr((X / scale if basis is None else torch.cat((basis, X / scale), -1)).double())
-    R = (R[..., known:, known:] * scale).to(X.dtype)
-    return Q[..., known:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
+    R = (R[..., basis_size:, basis_size:] * scale).to(X.dtype)
+    return Q[..., basis_size:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
 
 
 def rotate(
@@ -154,7 +154,7 @@ def core_svd(
 def fix_signs(
     Q: Tensor,  # (*batch, m, n)
 ) -> Tensor:  # (*batch, 1, n)
-    """Return the signs, +-1, that make the largest entry of each column positive; of equal ones the first."""
+    """Return the signs, +-1, that make the largest entry of each column positive; the first of equal entries."""
     if Q.shape[-2] == 0:
         return Q.new_ones(*Q.shape[:-2], 1, Q.shape[-1])
     largest = Q.gather(-2, Q.abs().argmax(-2, keepdim=True))

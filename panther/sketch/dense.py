@@ -29,12 +29,12 @@ class _DenseSketch(SketchingOperator):
         return self._draw(rows, cols, 1 / math.sqrt(d) if self.scale and d else 1.0)
 
     def _apply(self, A: Tensor) -> Tensor:
-        first, *others = self._panels()
-        out = self._panel(first) @ A[..., first.start : first.stop, :]
-        if not others:
+        first_columns, *later_columns = self._panels()
+        out = self._panel(first_columns) @ A[..., first_columns.start : first_columns.stop, :]
+        if not later_columns:
             return out
         out = out.to(torch.promote_types(A.dtype, torch.float32))
-        for cols in others:
+        for cols in later_columns:
             out += self._panel(cols) @ A[..., cols.start : cols.stop, :]
         return out.to(A.dtype)
 

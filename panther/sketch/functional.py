@@ -162,7 +162,7 @@ def count_skop(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, d)
-    """Return a CountSketch of shape (m, d), as a dense tensor: one entry of each column is +1 or -1, the others are 0.
+    """Return a CountSketch of shape (m, d), as a dense tensor: one entry of each column is +1 or -1, the rest are 0.
 
     To apply it in O(nnz), use :class:`SparseSketch` with ``vec_nnz=1``.
 
@@ -202,8 +202,8 @@ def sjlt_skop(
 ) -> Tensor:  # (m, d)
     r"""Return a sparse Johnson-Lindenstrauss transform of shape (m, d), as a dense tensor.
 
-    ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}`, the others 0, for any m and d. To
-    apply it in O(nnz), use :class:`SparseSketch`.
+    ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}` and the rest are 0, for any m and d.
+    To apply it in O(nnz), use :class:`SparseSketch`.
 
     Args:
         m: Number of rows, the sketch size.
@@ -249,7 +249,7 @@ def sparse_sketch_operator(
     """Return a sparse sketch as a coalesced COO tensor of shape (m, n), entries +1 and -1, not scaled.
 
     Along the short axis each vector of the shorter dimension (a column where m <= n, a row otherwise) has exactly
-    ``vec_nnz`` entries, along the long axis each vector of the longer one. :class:`SparseSketch` is the operator.
+    ``vec_nnz`` entries, along the long axis each vector of the longer dimension. :class:`SparseSketch` is the operator.
 
     Args:
         m: Number of rows, the sketch size.
@@ -351,7 +351,7 @@ def sketch_tensor(
         input: A tensor of any floating dtype.
         axis: The dimension to sketch.
         new_size: Its new size.
-        distribution: The distribution of the entries of a matrix to draw; a ``sketch_matrix`` may stand here too.
+        distribution: The distribution of the entries of a matrix to draw; or a ``sketch_matrix``.
         device: Where to compute; None is where ``input`` is.
         dtype: Floating dtype to compute and return; None is that of ``input``.
         sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
@@ -359,8 +359,8 @@ def sketch_tensor(
         seed: As for :func:`dense_sketch_operator`.
 
     Returns:
-        The sketched tensor and the matrix S of shape (new_size, input.shape[axis]) where a distribution is given; the
-        sketched tensor alone where the matrix is.
+        The sketched tensor and the matrix S of shape (new_size, input.shape[axis]) if ``distribution`` is given; only
+        the sketched tensor if the matrix is given.
 
     Raises:
         ShapeError: If the axis does not exist, or the matrix has another shape.

@@ -16,7 +16,7 @@ _Drawn = TypeVar("_Drawn", bound=Tensor | tuple[Tensor, ...])
 _Linear = Callable[[Tensor], Tensor]
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = (1 << 31) - 1
-# Entries of a matrix that is kept, and that a larger sketch draws at once.
+# Matrices of up to this many entries are kept. A larger sketch draws this many entries at once.
 _KEPT = 1 << 24
 
 
@@ -27,9 +27,9 @@ class SketchingOperator(ABC):
     differentiable in A, and both take a two-dimensional sparse A and give a dense result. Unless ``scale=False``, S is
     isometric in expectation: E ||S x||^2 = ||x||^2.
 
-    The operator keeps what a product draws for the next one: of a dense kind the matrix, up to 2^24 entries (a larger
-    one is drawn again, in panels, by every product); of a sparse one its entries; of an SRHT its rows and signs. None
-    of it is copied or saved with the operator.
+    The operator keeps its random numbers after the first product. A dense operator keeps its matrix, up to 2^24 entries
+    (every product draws a larger matrix again, in panels). A sparse operator keeps its entries, and an SRHT its rows
+    and signs. They are not copied or saved with the operator.
 
     Args:
         d: Sketch size, the number of rows.
@@ -47,7 +47,7 @@ class SketchingOperator(ABC):
         ValueError: If ``seed`` or ``stream`` is outside its range.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ()  # a subclass's own arguments, which its repr shows
+    _options: ClassVar[tuple[str, ...]] = ()  # the arguments of a subclass that its repr shows
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SketchingOperator(ABC):
         self._kept: dict[str, Any] = {}
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
-        """Return the entries at ``rows`` and ``cols``, drawn without the others.
+        """Return the entries at ``rows`` and ``cols``, without drawing the rest.
 
         Args:
             rows: Contiguous slice or range of rows, step 1.
@@ -126,7 +126,7 @@ class SketchingOperator(ABC):
         return self._keep("dense", self.dense)
 
     def _keep(self, name: str, draw: Callable[[], _Drawn]) -> _Drawn:
-        """Return the first result of ``draw``; fake tensors are not kept."""
+        """Return the kept result of ``draw``, which is called if there is none. Fake tensors are not kept."""
         if name in self._kept:
             result: _Drawn = self._kept[name]
             return result
@@ -171,12 +171,12 @@ class SketchingOperator(ABC):
             )
         self.__dict__.update(state)
 
-    __array_ufunc__ = None  # so that an array times a sketch comes to __rmatmul__
+    __array_ufunc__ = None  # NumPy then calls __rmatmul__ for an array times a sketch.
 
     # There is no __torch_function__: with one, Dynamo turns S @ A into the call that it makes for A @ S.
 
     def __rmatmul__(self, A: Any) -> Tensor:
-        """Return ``A @ S``; Python calls this when the tensor's own product gives up."""
+        """Return ``A @ S``. Python calls this method when the tensor's product returns NotImplemented."""
         _check_operand(self, A, -1, self.shape[0])
         if A.layout != torch.strided:
             return _multiply(self.T, A.t()).mT
@@ -188,9 +188,9 @@ class SketchingOperator(ABC):
 
     def __repr__(self) -> str:
         names = [*self._options, "seed"] + ["stream"] * bool(self.stream) + ["scale"] * (not self.scale)
-        named = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         d, m = self.shape
-        return f"{type(self).__name__}({d}, {m}, {named}, dtype={self.dtype}, device='{self.device}')"
+        return f"{type(self).__name__}({d}, {m}, {options}, dtype={self.dtype}, device='{self.device}')"
 
 
 class TransposedSketch:
@@ -210,7 +210,7 @@ class TransposedSketch:
         return self.T.dense().mT
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
-        """Return the entries at ``rows`` and ``cols``, drawn without the others."""
+        """Return the entries at ``rows`` and ``cols``, without drawing the rest."""
         return self.T.block(cols, rows).mT
 
     def to(
@@ -248,7 +248,7 @@ def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``S @ A``, linear in A: every derivative is such a product or its adjoint, and S is never saved."""
+    """``S @ A``, linear in A: every derivative is a product with S or its transpose, and autograd never saves S."""
 
     @staticmethod
     def forward(A: Tensor, product: _Linear, adjoint: _Linear) -> Tensor:

@@ -5,9 +5,9 @@ Kane and J. Nelson, "Sparser Johnson-Lindenstrauss transforms", J. ACM 61, 2014,
 for one entry a column (M. Charikar, K. Chen and M. Farach-Colton, 2004, doi:10.1016/S0304-3975(03)00400-6; K. L.
 Clarkson and D. P. Woodruff, J. ACM 63, 2017, doi:10.1145/3019134). Short and long axis are RandBLAS's terms.
 
-The k entries of a vector of length n stand one in each of k equal parts, all shifted cyclically by one random number:
-distinct by construction, and every position equally likely. From the words w of row v of the stream (v the number of
-the vector), with integer division,
+Each of the k equal parts of a vector of length n has one entry, and one random number shifts all entries cyclically.
+The positions are distinct by construction, and all positions are equally likely. With the words w of row v of the
+stream, where v is the number of the vector, and with integer division,
 
 .. math:: s = w_0 n / 2^{32}, \qquad p_i = (\ell_i + (w_{i+1} / 2)(\ell_{i+1} - \ell_i) / 2^{31} + s) \bmod n,
    \qquad \ell_i = i n / k,
@@ -31,16 +31,17 @@ from panther.kernels.reference import csr_tensor
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 
-# Default number of entries a vector: twice as many buy little distortion (see "Choosing a sketch").
+# Default number of entries per vector. Twice as many reduce the distortion little (see "Choosing a sketch").
 _VEC_NNZ = 4
-# Words that are drawn at once.
+# Number of words that are drawn at once.
 _SLAB = 1 << 20
-# Columns of a part of S: as many rows of A stay in a CPU's cache while the part goes over them (1.2 to 5 times faster).
+# Columns of a part of S. The same number of rows of A stays in a CPU's cache during the product (1.2 to 5 times
+# faster).
 _PART = 4096
 
 
 class Axis(StrEnum):
-    """Along which axis of the matrix the vectors lie that have ``vec_nnz`` entries each."""
+    """The axis of the matrix along which every vector has ``vec_nnz`` entries."""
 
     Short = "short"
     """The shorter one: columns where d <= m, rows otherwise."""
@@ -54,7 +55,7 @@ class SparseSketch(SketchingOperator):
     The entries are :math:`\pm 1/\sqrt{\mathrm{vec\_nnz}}` where columns have ``vec_nnz`` entries,
     :math:`\pm\sqrt{m / (d\,\mathrm{vec\_nnz})}` where rows have (:math:`\pm 1` with ``scale=False``). Along the short
     axis the sketch keeps the geometry of any subspace of dimension well below d; along the long axis it samples, which
-    is cheaper and holds only where no few rows of A matter more than the rest.
+    is cheaper, but accurate only if no few rows of A matter more than the rest.
 
     Args:
         d: Sketch size, the number of rows.
@@ -114,9 +115,9 @@ class SparseSketch(SketchingOperator):
         if not self._length:
             self.vec_nnz = 0
         if self.vec_nnz > self._length:
-            what = "columns" if self._by_column else "rows"
+            vectors = "columns" if self._by_column else "rows"
             raise ShapeError(
-                f"vec_nnz={self.vec_nnz} must be at most {self._length}, the length of the {what} of a "
+                f"vec_nnz={self.vec_nnz} must be at most {self._length}, the length of the {vectors} of a "
                 f"{self.shape[0]} x {self.shape[1]} sketch: use vec_nnz={default}"
             )
 
@@ -180,7 +181,7 @@ class SparseSketch(SketchingOperator):
         return range(self.shape[1] if self._by_column else self.shape[0])
 
     def _parts(self) -> tuple[Tensor, ...]:
-        """Return S in groups of columns, if columns have the entries, so that a product reads A from memory once."""
+        """Return S, in groups of columns if every column has ``vec_nnz`` entries, so that a product reads A once."""
         m = self.shape[1]
         width = max(_PART, self.shape[0])
         if not self._by_column or m <= width:
@@ -194,7 +195,7 @@ class SparseSketch(SketchingOperator):
         position, order = position.sort(dim=1)
         value = value.gather(1, order).mul_(self._value()).flatten()
         position = position.flatten()
-        if transposed == self._by_column:  # the vectors are the rows of what is asked for
+        if transposed == self._by_column:  # The vectors are the rows of the result.
             shape = (len(vectors), self._length)
             starts = torch.arange(len(vectors) + 1, device=self.device) * self.vec_nnz
             index = position
@@ -226,7 +227,7 @@ class SparseSketch(SketchingOperator):
 
 
 def _gathers(device: torch.device) -> bool:
-    """Return whether the kernel computes products on the device; in compiled code the operator chooses when it runs."""
+    """Return whether the kernel computes products on the device. In compiled code the operator decides at run time."""
     return device.type == "cuda" if torch.compiler.is_compiling() else use_triton("SparseSketch", device)
 
 
@@ -234,9 +235,9 @@ def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
     """Return ``[parts] @ A`` for A of shape (*batch, columns, n), as products of matrices."""
     n, batch, rows = A.shape[-1], A.shape[:-2], parts[0].shape[0]
     columns = A.movedim(-2, 0).reshape(A.shape[-2], -1).to(parts[0].dtype)
-    first, *others = torch.split(columns, [part.shape[1] for part in parts])
+    first, *slabs = torch.split(columns, [part.shape[1] for part in parts])
     out = parts[0] @ first
-    for part, slab in zip(parts[1:], others, strict=True):
+    for part, slab in zip(parts[1:], slabs, strict=True):
         out.addmm_(part, slab)
     return out.reshape(rows, *batch, n).movedim(0, -2).to(A.dtype)
 

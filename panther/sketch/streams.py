@@ -16,13 +16,13 @@ from panther._torch import disable_dispatch_modes
 from panther.errors import ShapeError, check_floating
 from panther.kernels import sign_block
 
-# Changing what a seed means is a new version; layers and checkpoints carry theirs.
+# A change of the numbers that a seed gives needs a new version. Layers and checkpoints store their version.
 STREAM_VERSION = 1
 _SEED_LIMIT = 1 << 63
 
 
 class Kind(IntEnum):
-    """What a stream holds; part of the counter, so that two kinds of one seed are independent."""
+    """The kind of a stream's numbers. It is part of the counter, so that kinds with the same seed are independent."""
 
     SIGN = 1
     GAUSSIAN = 2
@@ -37,7 +37,7 @@ def tag(kind: Kind, version: int = STREAM_VERSION) -> int:
 
 
 def check_stream(stream: int) -> int:
-    """Return the number of a stream given by a user, in ``[0, 2^32)``, as a Python int."""
+    """Return a user's stream number as a Python int, or raise unless it is in ``[0, 2^32)``."""
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
         raise TypeError(f"stream must be an integer, not {type(stream).__name__}: pass stream=0")
     if not 0 <= stream.__index__() < 1 << 32:

@@ -13,7 +13,7 @@ from panther.sketch.streams import Kind, tag
 
 
 class SRHT(SketchingOperator):
-    r"""A Walsh-Hadamard transform with random signs, that keeps d random rows.
+    r"""A subsampled randomized Walsh-Hadamard transform, which keeps d random rows.
 
     .. math:: S = \frac{1}{\sqrt d}\, R\, H\, D,
 
@@ -23,7 +23,7 @@ class SRHT(SketchingOperator):
     neighbors", SIAM J. Comput. 39, 2009, doi:10.1137/060673096; J. A. Tropp, "Improved analysis of the subsampled
     randomized Hadamard transform", 2011, doi:10.1142/S1793536911000787). Entries are :math:`\pm 1/\sqrt d`
     (:math:`\pm 1` with ``scale=False``); for d = N the sketch is an isometry. Some sets of n columns, such as the first
-    ones of the identity, need d of the order of n log n.
+    n columns of the identity, need d of the order of n log n.
 
     Args:
         d: Sketch size, the number of rows.
