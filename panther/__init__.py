@@ -97,12 +97,12 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name in _FUNCTIONS_AND_CLASSES:
         return getattr(import_module(f"{__name__}.{_FUNCTIONS_AND_CLASSES[name]}"), name)
-    found = []
+    suggestions = []
     if not name.startswith("_"):  # inspect and pickle ask for names with underscores, and need no suggestion
         modules = [import_module(f"{__name__}.{module}") for module in _MODULES]
-        found = [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
-        found += [f"{__name__}.{close}" for close in get_close_matches(name, __all__, n=1)]
-    raise AttributeError(f"{__name__} has no attribute {name!r}" + (f": use {found[0]}" if found else ""))
+        suggestions = [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
+        suggestions += [f"{__name__}.{close}" for close in get_close_matches(name, __all__, n=1)]
+    raise AttributeError(f"{__name__} has no attribute {name!r}" + (f": use {suggestions[0]}" if suggestions else ""))
 
 
 def __dir__() -> list[str]:

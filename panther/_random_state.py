@@ -1,4 +1,4 @@
-"""The random generators of a run: those of torch, Python and NumPy, and deterministic algorithms."""
+"""The random generators of a run (torch's, Python's and NumPy's), and deterministic algorithms."""
 
 __all__ = ["deterministic_algorithms", "preserved_generators", "seed_cpu_generators", "seed_generators"]
 
@@ -18,10 +18,10 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_cpu_generators(seed: int) -> None:
-    """Seed the generators that :func:`preserved_generators` restores: all except those of other devices."""
+    """Seed the generators that :func:`preserved_generators` restores: all generators except for GPUs."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # NumPy takes 32 bits
+    np.random.seed(seed % (1 << 32))  # NumPy's seeds have 32 bits.
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def preserved_generators() -> Iterator[None]:
 def deterministic_algorithms() -> Iterator[None]:
     """Let torch use only algorithms that give the same bits in every run."""
     before = torch.are_deterministic_algorithms_enabled()
-    # cuBLAS reads this once, when its first handle is made, and without it torch refuses matrix products on GPUs.
+    # cuBLAS reads this variable when its first handle is created. Without it torch refuses matrix products on GPUs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:

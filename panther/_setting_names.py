@@ -1,6 +1,6 @@
-"""What the settings of other libraries and guides are called here: one table for everything that takes settings.
+"""Panther's names for the settings of other libraries, and hints in messages about unknown settings.
 
-A guess by spelling needs a close match, because a wrong one is worse than the list of all settings.
+A guess by spelling needs a close match, because a wrong guess is worse than the list of all settings.
 """
 
 __all__ = ["name_hint", "near_name", "value_hint"]
@@ -12,8 +12,9 @@ from typing import Any
 # difflib's ratio: 'gradient_clip' has 0.87 to 'gradient_clipping', 'dpp' has 0.8 to 'pp', 'eps' has 0.67 to 'epochs'.
 _CLOSE = 0.82
 
-# A setting here, and the names of its equals elsewhere. Of two settings the first that the owner has is suggested.
-_EQUALS = {
+# Panther's name of a setting, and its names in other libraries. If a name has two entries, the hint is the first entry
+# that the owner has.
+_SYNONYMS = {
     "activation_checkpointing": "gradient_checkpointing",
     "backend": "communication_backend",
     "batch": "batch_size",
@@ -57,7 +58,7 @@ _EQUALS = {
     "world": "nproc nproc_per_node num_gpus num_processes processes world_size",
 }
 
-# What to do in place of settings that have no equal, with their names.
+# Advice about settings of other libraries that Panther does not have, with the names of these settings.
 _Advice = tuple[tuple[str, str], ...]
 _LAUNCHER = "the launcher decides it, in panther launch"
 _LAUNCHED: _Advice = (
@@ -174,8 +175,8 @@ _ADVICE = {
     for owner, advice in (("TrainConfig", _TRAINER), ("parallelism_config", _HYBRID), ("LaunchConfig", _LAUNCH))
 }
 
-# Settings of a TrainConfig alone, for the owners above that lack them.
-_OF_A_TRAINER = (
+# Settings that only TrainConfig has.
+_TRAIN_CONFIG_SETTINGS = (
     "activation_checkpointing batch_size bucket_cap_mb checkpoint_dir checkpoint_every_n_epochs "
     "checkpoint_every_n_steps comm_hook compile cpu_offload data_parallel_size epochs find_unused_parameters "
     "gradient_accumulation_steps gradient_clipping learning_rate log_every_n_steps max_steps mixed_precision "
@@ -234,14 +235,14 @@ _VALUES: dict[tuple[str, str], _Advice] = {
 }
 
 
-def name_hint(name: str, known: Collection[str], owner: str = "") -> str:
-    """Return the end of a sentence on an unknown setting: what to use in its place, or all settings.
+def name_hint(name: str, names: Collection[str], owner: str = "") -> str:
+    """Return the end of a message about an unknown setting: what to use instead, or all settings.
 
     Args:
         name: The unknown setting.
-        known: The settings that there are.
-        owner: What takes them, ``"TrainConfig"``, ``"parallelism_config"`` or ``"LaunchConfig"``, which have advice of
-            their own.
+        names: The names of the owner's settings.
+        owner: The class or argument that takes them. There is special advice for ``"TrainConfig"``,
+            ``"parallelism_config"`` and ``"LaunchConfig"``.
 
     Example:
         >>> name_hint("lr", ["learning_rate", "epochs"])
@@ -252,31 +253,31 @@ def name_hint(name: str, known: Collection[str], owner: str = "") -> str:
     advice = _ADVICE.get(owner, {})
     if name in advice:
         return advice[name]
-    if (near := near_name(name, known)) is not None:
+    if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
-    elsewhere = [one for one in (name, *_equals(name)) if one in _OF_A_TRAINER.split() and owner in _ADVICE]
-    if elsewhere:
-        return f"{elsewhere[0]} is a setting of panther.train.TrainConfig, for a Trainer"
-    return f"use some of {', '.join(known)}"
+    train_settings = [synonym for synonym in (name, *_names_here(name)) if synonym in _TRAIN_CONFIG_SETTINGS.split()]
+    if train_settings and owner in _ADVICE:
+        return f"{train_settings[0]} is a setting of panther.train.TrainConfig, for a Trainer"
+    return f"use some of {', '.join(names)}"
 
 
-def near_name(name: str, known: Collection[str]) -> str | None:
-    """Return the one of the known names that means the same elsewhere, or is spelled much alike; None without one.
+def near_name(name: str, names: Collection[str]) -> str | None:
+    """Return the entry of ``names`` that is a synonym of ``name`` or is spelled similarly, or None.
 
     Example:
         >>> near_name("num_gpus", ["gpus", "memory"])
         'gpus'
     """
-    equals = [one for one in _equals(name) if one in known]
-    return next(iter(equals or get_close_matches(name, known, 1, cutoff=_CLOSE)), None)
+    synonyms = [synonym for synonym in _names_here(name) if synonym in names]
+    return next(iter(synonyms or get_close_matches(name, names, 1, cutoff=_CLOSE)), None)
 
 
-def _equals(name: str) -> list[str]:
-    return [one for one, names in _EQUALS.items() if name in names.split()]
+def _names_here(name: str) -> list[str]:
+    return [name_here for name_here, other_names in _SYNONYMS.items() if name in other_names.split()]
 
 
-def value_hint(setting: str, value: Any, known: Sequence[Any], owner: str = "") -> str:
-    """Return the end of a sentence on an unknown value of a setting, as :func:`name_hint` does for names.
+def value_hint(setting: str, value: Any, values: Sequence[Any], owner: str = "") -> str:
+    """Return the end of a message about an unknown value of a setting, as :func:`name_hint` does for names.
 
     Example:
         >>> value_hint("strategy", "FSDP", ["ddp", "fsdp"])
@@ -284,15 +285,15 @@ def value_hint(setting: str, value: Any, known: Sequence[Any], owner: str = "") 
         >>> value_hint("strategy", "zero2", ["ddp", "fsdp"], "TrainConfig")
         "use strategy='fsdp' with reshard_after_forward=False"
     """
-    plain = _plain(value)
+    plain = _letters_and_digits(value)
     for text, names in _VALUES.get((owner, setting), ()):
         if plain in names.split():
             return text
-    by_plain = {_plain(one): one for one in known}
+    by_plain = {_letters_and_digits(accepted): accepted for accepted in values}
     if near := get_close_matches(plain, by_plain, 1, cutoff=_CLOSE):
         return f"did you mean {by_plain[near[0]]!r}?"
-    return f"use one of {', '.join(map(repr, known))}"
+    return f"use one of {', '.join(map(repr, values))}"
 
 
-def _plain(value: Any) -> str:
+def _letters_and_digits(value: Any) -> str:
     return "".join(character for character in str(value).lower() if character.isalnum())

@@ -1,4 +1,4 @@
-"""Dataclasses of settings, which are given by name and checked against their types."""
+"""Base class of settings that are passed by name and checked against their types."""
 
 __all__ = ["Settings", "kinds"]
 
@@ -17,20 +17,20 @@ from panther.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of dataclasses of settings, which are given by name and checked against their types."""
+    """Base of dataclasses of settings, which are passed by name and checked against their types."""
 
     _other_names: ClassVar[Mapping[str, str]] = {}
-    """Other names under which ``__init__`` takes settings too."""
+    """Other names of settings that ``__init__`` accepts."""
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
-        """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
-        known = [entry.name for entry in dataclasses.fields(cls)]
+        """Refuse unknown names with a hint, which the generated ``__init__`` could not give."""
+        setting_names = [entry.name for entry in dataclasses.fields(cls)]
         if values:
-            named = ", ".join(f"{name}={value!r}" for name, value in zip(known, values, strict=False))
-            raise ConfigError(f"{cls.__name__} takes its settings by name: write {cls.__name__}({named})")
+            assignments = ", ".join(f"{name}={value!r}" for name, value in zip(setting_names, values, strict=False))
+            raise ConfigError(f"{cls.__name__} takes its settings by name: write {cls.__name__}({assignments})")
         for name in settings:
-            if name not in known and name not in cls._other_names:
-                hint = name_hint(name, known, cls.__name__)
+            if name not in setting_names and name not in cls._other_names:
+                hint = name_hint(name, setting_names, cls.__name__)
                 raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {hint}")
         return super().__new__(cls)
 
@@ -39,7 +39,7 @@ class Settings:
         for name, (kind, optional) in kinds(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             if not (optional and value is None):
-                # The only way to set a value of a frozen dataclass.
+                # A frozen dataclass has no other way to set a value.
                 object.__setattr__(self, name, _checked(name, value, kind, type(self).__name__))
 
 
@@ -49,16 +49,17 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 @functools.cache
 def kinds(settings: type) -> dict[str, tuple[Any, bool]]:
     """Return the type of each setting, and whether it may be None."""
-    found = {}
+    types_by_name = {}
     hints = typing.get_type_hints(settings)
     for name in (entry.name for entry in dataclasses.fields(settings)):
         hint = hints[name]
         is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         options = typing.get_args(hint) if is_union else (hint,)
-        # Paths become strings, so they are no kind of their own.
-        given = [one for one in options if one is not type(None) and typing.get_origin(one) is not os.PathLike]
-        found[name] = (given[0] if len(given) == 1 else tuple(given), type(None) in options)
-    return found
+        # Paths become strings, so PathLike is not a type of its own.
+        members = [member for member in options if member is not type(None)]
+        members = [member for member in members if typing.get_origin(member) is not os.PathLike]
+        types_by_name[name] = (members[0] if len(members) == 1 else tuple(members), type(None) in options)
+    return types_by_name
 
 
 def _checked(name: str, value: Any, kind: Any, owner: str) -> Any:
@@ -70,7 +71,7 @@ def _checked(name: str, value: Any, kind: Any, owner: str) -> Any:
         if not isinstance(items, list | tuple):
             raise ConfigError(f"{name}={value!r} must be a list")
         return tuple(_checked(name, item, options[0], owner) for item in items)
-    if options:  # of a Literal
+    if options:  # The type is a Literal.
         if value not in options:
             raise ConfigError(f"{name}={value!r} is unknown: {value_hint(name, value, options, owner)}")
         return value
@@ -81,8 +82,8 @@ def _checked(name: str, value: Any, kind: Any, owner: str) -> Any:
         raise ConfigError(f"{name} must not be empty")
     if float in accepted and type(value) is int:
         return float(value)
-    # A bool is an int to Python.
+    # In Python a bool is an int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        words = " or ".join(_WORDS[one] for one in accepted)
+        words = " or ".join(_WORDS[accepted_type] for accepted_type in accepted)
         raise ConfigError(f"{name}={value!r} must be {words}, not {type(value).__name__}")
     return value

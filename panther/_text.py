@@ -9,8 +9,8 @@ def format_table(rows: Sequence[Sequence[str]], align: str = "<") -> str:
     """Return rows as lines of aligned columns, two spaces apart, without spaces at the end of a line.
 
     Args:
-        rows: The cells, all rows of one length; a heading is the first row.
-        align: For each column ``"<"`` (left) or ``">"`` (right); the last character holds for all further columns.
+        rows: The cells. All rows have the same length. The first row may be a heading.
+        align: For each column ``"<"`` (left) or ``">"`` (right); the last character is for all further columns.
 
     Example:
         >>> print(format_table([("layer", "bytes"), ("head", "12")], align="<>"))
@@ -43,14 +43,14 @@ def format_seconds(seconds: float) -> str:
     return _scaled(seconds, (("s", 1.0), ("ms", 1e-3))) or f"{seconds * 1e6:.3g} us"
 
 
-def counted(number: int, one: str, several: str = "") -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun.
 
     Example:
         >>> counted(1, "layer"), counted(1200, "layer")
         ('1 layer', '1,200 layers')
     """
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:

@@ -1,8 +1,8 @@
 """Private names of torch, each with its reason and its public fallback.
 
-A private name may change in any release of torch. When it does, this file is the place to mend. No other module of
-Panther uses a private name of torch: ``tests/test_private_torch.py`` refuses it. The kernels, which do not import
-Panther, have the names that they need in ``kernels/_torch.py``.
+A private name may change in any release of torch. Then only this file has to change, because no other module of Panther
+uses a private name of torch: ``tests/test_private_torch.py`` refuses it. The kernels, which do not import
+Panther, have theirs in ``kernels/_torch.py``.
 
 Names whose import takes time, or for which torch must be built with ``torch.distributed``, are imported when a function
 first needs them.
@@ -163,9 +163,9 @@ ASSERT_TENSOR_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
 def version_of(x: Tensor) -> int:
-    """Return the number of writes to the memory of a tensor, which is not one of inference mode.
+    """Return the number of writes to the memory of a tensor, which must not be an inference tensor.
 
-    Autograd counts writes. An address alone is the same after one. The public fallback is a checksum of the values.
+    Autograd counts writes. The address does not change with a write. The public fallback is a checksum of the values.
     """
     return x._version
 
@@ -178,7 +178,7 @@ def is_view(x: Tensor) -> bool:
 def storage_key(x: Tensor) -> int:
     """Return an integer that is equal for views of the same memory, and for no other living tensors.
 
-    The public ``data_ptr()`` is 0 for tensors without entries and refused of fake ones.
+    The public ``data_ptr()`` is 0 for tensors without entries and raises an error for fake tensors.
     """
     return int(x.untyped_storage()._cdata)
 
@@ -197,9 +197,9 @@ def number_of_entries(A: Tensor) -> int:
 
 
 def unsafe_view(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a result that nobody else holds in another shape, without a copy, and for autograd not as a view.
+    """Return a result in another shape, without a copy and for autograd not as a view. Nothing else may reference it.
 
-    FSDP2 warns of views where a stage ends in one. The public fallback is ``y.reshape(shape).clone()``.
+    FSDP2 warns of views if a stage ends in a view. The public fallback is ``y.reshape(shape).clone()``.
     """
     return torch.ops.aten._unsafe_view(y, shape)
 
@@ -218,9 +218,9 @@ def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own dictionary of parameters, with the ones that are None.
+    """Return a module's dictionary of parameters, including entries that are None.
 
-    The public ``named_parameters(recurse=False)`` leaves out None, and takes microseconds in a forward. There is no
+    The public ``named_parameters(recurse=False)`` leaves out None, and takes microseconds in each forward. There is no
     public way to put a plain tensor where a parameter was registered.
     """
     return module._parameters
@@ -235,12 +235,12 @@ def put_parameters(module: nn.Module, tensors: dict[str, Any]) -> None:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own dictionary of buffers, with the ones that are None; see :func:`parameters_of`."""
+    """Return a module's dictionary of buffers, including entries that are None; see :func:`parameters_of`."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own dictionary of children, with the ones that are None.
+    """Return a module's dictionary of children, including entries that are None.
 
     The public ``named_children()`` leaves out a child that occurs twice, and ``setattr`` moves a name to the end of the
     order that state dictionaries have.
@@ -257,7 +257,7 @@ def plain_name(name: str) -> str:
 
 
 def unsaved_buffers_of(module: nn.Module) -> set[str]:
-    """Return a module's own set of the names of buffers that are not saved.
+    """Return a module's set of the names of buffers that are not saved.
 
     The public fallback is the buffers whose names are not in ``state_dict()``, which a module may change.
     """
@@ -293,7 +293,7 @@ def loading_code_of(module: nn.Module) -> list[Any]:
 
 
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
-    """Return whether a module has hooks of its forward or backward, without the forward pre-hooks if so asked.
+    """Return whether a module has forward or backward hooks, optionally ignoring forward pre-hooks.
 
     There is no public way to ask for hooks.
     """
@@ -323,9 +323,10 @@ def drawing_method(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:
-    """Let nn.LSTM and similar modules compute with the tensors that are their attributes now.
+    """Let nn.LSTM and similar modules compute with their current attributes.
 
-    They hold their weights in a list too. The public fallback is ``setattr`` for each weight, which takes Parameters.
+    These modules also keep their weights in a list. The public fallback is ``setattr`` for each weight, which takes
+    Parameters.
     """
     rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
@@ -350,9 +351,9 @@ def original_of_compiled(model: nn.Module) -> nn.Module | None:
 
 
 def is_dispatch_mode_active() -> bool:
-    """Return whether a mode is active, as that of fake tensors, in which a tensor has no values to look at.
+    """Return whether a dispatch mode is active, such as the mode of fake tensors, in which tensors have no values.
 
-    There is no public way to ask. The fallback is never to look at values.
+    There is no public way to ask. The fallback is never to read values.
     """
     return _get_current_dispatch_mode() is not None
 
@@ -366,15 +367,15 @@ def is_backward_running() -> bool:
 
 
 def saved_tensor_hooks_are_set() -> bool:
-    """Return whether hooks for saved tensors are active, as those of activation checkpointing.
+    """Return whether hooks for saved tensors are active, for example of activation checkpointing.
 
-    The public functions set such hooks, and none tells whether there are any.
+    The public functions set such hooks, and no public function says whether there are any.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_dynamo_loaded() -> bool:
-    """Return whether the compiler is loaded: loading it takes a second and 40 MB. The public fallback is to load it."""
+    """Return whether the compiler is loaded. Loading, the public fallback, takes a second and 40 MB."""
     return "torch._dynamo" in sys.modules
 
 
@@ -384,7 +385,7 @@ def is_mutable_operator(target: Any) -> bool:
 
 
 def schema_of(operator: Any) -> Any:
-    """Return an operator's schema, which names its arguments. The public ``str(operator)`` has the name alone."""
+    """Return an operator's schema, which names its arguments. The public ``str(operator)`` has only the name."""
     return operator._schema
 
 
@@ -394,9 +395,9 @@ def operator_name(packet: Any) -> str:
 
 
 def first_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return, for each device, a number that is not 0 if gradients that a scaler unscaled are not finite.
+    """Return a number for each device, which is not 0 if gradients that a scaler unscaled are not finite.
 
-    The public way, to compare ``get_scale()`` before and after, waits until a GPU has done the optimizer's step.
+    The public way, to compare ``get_scale()`` before and after, waits until a GPU has finished the optimizer's step.
     """
     return list(scaler._found_inf_per_device(optimizer).values())
 
@@ -405,7 +406,7 @@ def first_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
 
 
 def default_store() -> "dist.Store":
-    """Return the store of the default process group. The public fallback is a second store, on a port of its own."""
+    """Return the store of the default process group. The public fallback is a second store on another port."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -417,7 +418,7 @@ def group_timeout(group: "dist.ProcessGroup", device: torch.device) -> timedelta
 
 
 def flat_mesh(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
-    """Return a mesh of several axes as one of a single axis.
+    """Flatten a mesh of several axes to one axis.
 
     The public fallback is ``torch.distributed.new_group``, which all ranks of the world have to call.
     """
@@ -425,7 +426,7 @@ def flat_mesh(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
 
 
 def with_inner_axis(mesh: "DeviceMesh", names: tuple[str, str]) -> "DeviceMesh":
-    """Return a mesh of one axis with a second axis of size 1 within; the public fallback is that of flat_mesh."""
+    """Append an inner axis of size 1 to a mesh of one axis. The public fallback is ``torch.distributed.new_group``."""
     return mesh._unflatten(0, (mesh.size(), 1), names)
 
 
@@ -453,26 +454,26 @@ def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def before_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a module before ``fully_shard`` made one from it and FSDPModule.
+    """Return the class that a module had before ``fully_shard`` derived a class from it and FSDPModule.
 
-    FSDP2 notes the place in the order of the bases. The public fallback is ``cls.__mro__[2]``, the place today.
+    FSDP2 stores the index of the original class in the ``__mro__``. The public fallback is today's ``cls.__mro__[2]``.
     """
     return cls.__mro__[cls._orig_cls_mro_index]  # type: ignore[attr-defined]
 
 
 def sync_zero_groups(optimizer: Any, inner: torch.optim.Optimizer) -> None:
-    """Copy the settings of a ZeroRedundancyOptimizer's inner optimizer to the groups that users see.
+    """Copy the settings of a ZeroRedundancyOptimizer's inner optimizer to its public groups.
 
-    Its own ``load_state_dict`` ends in the same call. The public fallback is to assign each setting.
+    Its ``load_state_dict`` ends with the same call. The public fallback is to assign each setting.
     """
     optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)
 
 
 def forget_shapes(stage: Any) -> None:
-    """Let a stage of a pipeline find the shapes of its outputs again, for microbatches of another size.
+    """Let a pipeline stage infer the shapes of its outputs again, for microbatches of another size.
 
-    torch 2.11 keeps the first ones; later versions look for them in every new schedule. The public fallback is to make
-    new stages, which an optimizer would not know.
+    torch 2.11 keeps the first shapes. Later versions infer them for every new schedule. The public fallback is to make
+    new stages, whose parameters no optimizer would have.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -483,7 +484,7 @@ def forget_shapes(stage: Any) -> None:
 def checkpoint_wrapped_(
     model: nn.Module, blocks: Collection[nn.Module], options: Callable[[nn.Module], dict[str, Any]]
 ) -> None:
-    """Wrap blocks of a model, in place, in activation checkpointing, with the options that a function has for each.
+    """Wrap blocks of a model, in place, in activation checkpointing, with options that a function returns for a block.
 
     The wrapper keeps the names of parameters in state dictionaries. The public ``torch.utils.checkpoint.checkpoint``
     has to be called in the model's own forward.
@@ -530,7 +531,7 @@ def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":
 
 
 def is_forked_from_cuda() -> bool:
-    """Return whether this process was forked from one that had used the GPU, so that it cannot use it.
+    """Return whether this process was forked after its parent used the GPU, so that it cannot use the GPU.
 
     There is no public way to ask. The fallback is to try, and to read the message of the error.
     """
@@ -538,7 +539,7 @@ def is_forked_from_cuda() -> bool:
 
 
 def end_with_parent() -> None:
-    """Let this process be ended when its parent ends, as torch's own workers are.
+    """Let the system end this process when its parent ends, as torch does for its workers.
 
     The public fallback is ``ctypes`` with ``prctl(PR_SET_PDEATHSIG)``, on Linux.
     """
@@ -554,12 +555,12 @@ def usable_cores() -> int:
 
 
 def is_this_host(host: str) -> bool:
-    """Return whether torch takes a name or address for this machine, and would let it host the rendezvous.
+    """Return whether torch considers a name or address to be this machine, which would then host the rendezvous.
 
     The public fallback is to compare the addresses of ``socket.getaddrinfo``, as this function does.
 
     Raises:
-        OSError: If this machine's own name has no address.
+        OSError: If the name of this machine has no address.
     """
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
@@ -567,18 +568,18 @@ def is_this_host(host: str) -> bool:
 
 
 def worker_processes(agent: Any) -> list[Any]:
-    """Return the processes that an agent of torch.distributed.elastic has started last.
+    """Return the processes that an agent of torch.distributed.elastic started last.
 
-    There is no public way to their exit codes. Those of the agent's result are of the first failure alone.
+    There is no public way to get all their exit codes. The agent's result only has the exit code of the first failure.
     """
     context = getattr(agent._pcontext, "_pc", None)
     return [] if context is None else context.processes
 
 
 def end_workers(agent: Any, signal_number: signal.Signals, timeout_s: int) -> None:
-    """Send a signal to an agent's workers, and SIGKILL to the workers that are still there after the timeout.
+    """Send a signal to an agent's workers, and SIGKILL to the workers that still run after the timeout.
 
-    An agent of torch 2.11 always waits 30 seconds. Later ones take ``shutdown_timeout``, the public fallback.
+    torch 2.11 always waits 30 seconds. Later versions have ``shutdown_timeout``, the public fallback.
     """
     if agent._pcontext is not None:
         agent._pcontext.close(signal_number, timeout_s)

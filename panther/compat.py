@@ -1,4 +1,4 @@
-"""Checkpoints of panther-ml, converted to Panther's names, and the one layer whose formula differs."""
+"""Conversion of panther-ml's checkpoints to Panther's names, and the layer whose formula differs."""
 
 __all__ = ["PantherMLAttention", "load_panther_ml"]
 
@@ -20,24 +20,24 @@ _FLOOR = 1e-5
 
 
 class PantherMLAttention(RandMultiHeadAttention):
-    """:class:`~panther.nn.RandMultiHeadAttention` with the features of panther-ml, for models trained with those.
+    """:class:`~panther.nn.RandMultiHeadAttention` with panther-ml's features, for models that were trained with them.
 
-    panther-ml divides the exponentials of all keys by the largest one, and adds 1e-5 to every feature. Where logits are
-    large, most features are below that, and outputs come near the mean of the values. That is another function than
-    ``kernel_fn="softmax"`` of :class:`~panther.nn.RandMultiHeadAttention`, whose features approximate the softmax
-    without a floor: a model that was trained with one needs it. ReLU features have the floor of panther-ml too.
+    panther-ml divides the exponentials of all keys by the largest one, and adds 1e-5 to every feature. If logits
+    are large, most features are below this floor, and outputs are near the mean of the values. This function differs
+    from ``kernel_fn="softmax"`` of :class:`~panther.nn.RandMultiHeadAttention`, whose features approximate the softmax
+    without a floor, so a model that was trained with the floor needs it. ReLU features have panther-ml's floor too.
 
-    Through the common divisor, outputs of causal attention depend on later positions, as they do in panther-ml. For a
-    new model take :class:`~panther.nn.RandMultiHeadAttention`, where they do not.
+    The common divisor makes outputs of causal attention depend on later positions, as in panther-ml. For a new model
+    use :class:`~panther.nn.RandMultiHeadAttention`, where they do not.
 
     Args:
         *args: As for :class:`~panther.nn.RandMultiHeadAttention`: ``embed_dim``, ``num_heads``,
             ``num_random_features``.
         kernel_fn: ``"softmax"`` or ``"relu"``.
-        **kwargs: As there.
+        **kwargs: As for :class:`~panther.nn.RandMultiHeadAttention`.
 
     Raises:
-        ValueError: If ``kernel_fn`` is another one.
+        ValueError: If ``kernel_fn`` has another value.
 
     Cost: as for :class:`~panther.nn.RandMultiHeadAttention`.
 
@@ -77,12 +77,12 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     unchanged. The numbers are copied, in their dtype and on their device. A linear or convolutional layer computes the
     same up to rounding, and so does attention in :class:`PantherMLAttention`.
 
-    The sketches, which panther-ml holds fixed, are trained parameters in a loaded layer (*fitted*): call
-    ``layer.U1.requires_grad_(False)`` to hold them. The tensors of attention tell neither its kernel nor whether it is
-    causal: give ``kernel_fn`` and ``iscausal`` again.
+    The sketches, which panther-ml keeps fixed, are trained parameters in a loaded layer (*fitted*): call
+    ``layer.U1.requires_grad_(False)`` to keep them fixed. The tensors of attention do not say which kernel it has or
+    whether it is causal: pass ``kernel_fn`` and ``iscausal`` again.
 
     panther-ml is imported as ``panther`` too, so the two cannot be installed side by side. A ``state_dict`` needs
-    neither: it holds tensors alone, and ``torch.load(file, weights_only=True)`` reads it.
+    neither library: it contains only tensors, and ``torch.load(file, weights_only=True)`` reads it.
 
     Args:
         state_dict: Result of ``state_dict()`` of a panther-ml model, of version 0.1.2.
@@ -93,7 +93,7 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: If it is not a mapping of names to tensors: a module, for example.
         ValueError: If no layer of panther-ml is in it.
-        ShapeError: If shapes of a layer do not fit one another, as those of convolutions before 0.1.2.
+        ShapeError: If the shapes of a layer's tensors do not fit together, for example of convolutions before 0.1.2.
 
     Cost: a copy of the converted tensors.
 
@@ -109,25 +109,25 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         <All keys matched successfully>
     """
     if not isinstance(state_dict, Mapping):
-        given = type(state_dict).__name__
-        raise TypeError(f"load_panther_ml takes a state_dict, not {given}: pass what model.state_dict() returned")
+        type_name = type(state_dict).__name__
+        raise TypeError(f"load_panther_ml takes a state_dict, not {type_name}: pass what model.state_dict() returned")
     layers: dict[str, dict[str, Any]] = {}
     for name, value in state_dict.items():
-        prefix, _, own = name.rpartition(".")
-        layers.setdefault(prefix, {})[own] = value
+        prefix, _, local_name = name.rpartition(".")
+        layers.setdefault(prefix, {})[local_name] = value
     converted: dict[str, Any] = {}
-    found = False
+    has_layer = False
     for prefix, tensors in layers.items():
         layer = _layer(prefix, tensors)
         if layer is not None:
-            found = True
-            taken = {*_LINEAR, *_ATTENTION, *_BIASES}
+            has_layer = True
+            replaced_names = {*_LINEAR, *_ATTENTION, *_BIASES}
             state = layer.state_dict()
             if isinstance(layer, RandMultiHeadAttention):
-                state["_extra_state"][2] = 0  # the tensors do not tell the kernel, so that none is compared
-            tensors = {name: value for name, value in tensors.items() if name not in taken} | state
+                state["_extra_state"][2] = 0  # The tensors do not say which kernel they had, so loading compares none.
+            tensors = {name: value for name, value in tensors.items() if name not in replaced_names} | state
         converted |= {f"{prefix}.{name}" if prefix else name: value for name, value in tensors.items()}
-    if not found:
+    if not has_layer:
         inner = [name for name, value in state_dict.items() if isinstance(value, Mapping)]
         if inner:
             raise ValueError(
@@ -142,31 +142,31 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(prefix: str, tensors: dict[str, Any]) -> nn.Module | None:
-    """Return Panther's layer with the tensors of one of panther-ml; None if they are not of one."""
+    """Return Panther's layer with the tensors of a panther-ml layer, or None if they belong to another layer."""
     of_layer = tensors.keys() & {*_LINEAR, *_ATTENTION}
     if not (of_layer >= _CONV or of_layer >= _ATTENTION):
         return None
     for name in of_layer:
         if not isinstance(tensors[name], Tensor):
             raise TypeError(f"{prefix}.{name} must be a tensor, not {type(tensors[name]).__name__}")
-    own = {name: tensors[name] for name in (*of_layer, *_BIASES) if tensors.get(name) is not None}
-    devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
+    layer_tensors = {name: tensors[name] for name in (*of_layer, *_BIASES) if tensors.get(name) is not None}
+    devices = {tensor.device for tensor in layer_tensors.values() if tensor.is_cuda}
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices):
-            warnings.simplefilter("ignore", PerformanceWarning)  # the model's own layers say it
-            layer = _built(own)
-        layer.load_state_dict(own)
+            warnings.simplefilter("ignore", PerformanceWarning)  # The layers of the model give this warning.
+            layer = _built(layer_tensors)
+        layer.load_state_dict(layer_tensors)
     except (RuntimeError, IndexError, ValueError) as error:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(own.items()))
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(layer_tensors.items()))
         raise ShapeError(
-            f"the tensors of {prefix or 'the layer'} are not those of a layer of panther-ml 0.1.2: {shapes}: load them "
+            f"the tensors of {prefix or 'the layer'} do not fit a layer of panther-ml 0.1.2: {shapes}: load them "
             "with the version that wrote them"
         ) from error
     return layer
 
 
 def _built(tensors: dict[str, Tensor]) -> nn.Module:
-    """Return an empty layer of the tensors' sizes."""
+    """Return a new layer with the sizes of the tensors."""
     first = tensors["Wq" if "Wq" in tensors else "S1s"]
     options: dict[str, Any] = {"device": first.device, "dtype": first.dtype}
     if "Wq" in tensors:

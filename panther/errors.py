@@ -62,7 +62,7 @@ class CheckpointError(PantherError, RuntimeError):
 
 
 class CompressionError(PantherError, ValueError):
-    """A model, its calibration batches or the budget do not allow the compression that was asked for."""
+    """A model, its calibration batches or the budget do not allow the requested compression."""
 
 
 class ConfigError(PantherError, ValueError):
@@ -74,7 +74,7 @@ class TrainingError(PantherError, RuntimeError):
 
 
 class TuningError(PantherError, RuntimeError):
-    """A search cannot continue, or found nothing that satisfies its constraints."""
+    """A search cannot continue, or no trial satisfies its constraints."""
 
 
 class DistributedError(PantherError, RuntimeError):
@@ -94,7 +94,7 @@ class NumericalWarning(UserWarning):
 
 
 def check_size(name: str, value: int, least: int) -> int:
-    """Return a size given by a user, such as an integer of NumPy's, as a Python int that is at least ``least``."""
+    """Return a user's size, which may be an integer of NumPy, as a Python int, or raise if it is below ``least``."""
     try:
         size = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -107,8 +107,8 @@ def check_size(name: str, value: int, least: int) -> int:
 
 
 def check_floating(name: str, dtype: "torch.dtype | None") -> None:
-    """Raise unless a dtype given by a user is floating, or None."""
-    import torch  # here and below, so that the command line has its errors without waiting for torch
+    """Raise unless a user's dtype is floating or None."""
+    import torch  # lazy, so that the command line reports errors without waiting for torch
 
     if dtype is None:
         return
@@ -119,7 +119,7 @@ def check_floating(name: str, dtype: "torch.dtype | None") -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raise unless a device given by a user is one in a form that torch takes, or None."""
+    """Raise unless a user's device is a value that torch accepts, or None."""
     import torch
 
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
@@ -132,7 +132,7 @@ def check_device(device: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise unless a switch given by a user is a bool: the text "no" would count as True."""
+    """Raise unless a user's flag is a bool, because the string "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
@@ -153,16 +153,16 @@ def require_extra(module: str, extra: str) -> ModuleType:
 
 
 def check_version(name: str, version: str, *majors: int, least: tuple[int, int] | None = None) -> None:
-    """Raise unless a library's major version is one of those that the adapter was tested with.
+    """Raise unless the adapter was tested with a library's major version.
 
     Args:
         name: The library.
         version: Its version.
-        majors: The major versions that serve.
-        least: The oldest version that has all the adapter needs, major and minor.
+        majors: The supported major versions.
+        least: The oldest supported version, major and minor.
 
     Raises:
-        ConfigError: With the version found and those that serve.
+        ConfigError: If the version is not supported.
 
     Example:
         >>> check_version("transformers", "5.23.0", 5)
@@ -171,9 +171,9 @@ def check_version(name: str, version: str, *majors: int, least: tuple[int, int] 
         panther.errors.ConfigError: ray 2.9.3 is installed, and Panther needs 2.60 or newer: pip install 'ray>=2.60'
     """
     if version.partition(".")[0] not in map(str, majors):
-        known = " or ".join(f"{major}.x" for major in majors)
+        supported = " or ".join(f"{major}.x" for major in majors)
         raise ConfigError(
-            f"{name} {version} is installed, and this Panther's adapter is made for {known}: install that "
+            f"{name} {version} is installed, and this Panther's adapter is made for {supported}: install that "
             "version, or a newer Panther"
         )
     if least is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < least:

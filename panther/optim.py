@@ -1,4 +1,4 @@
-r"""AdamW whose updates of chosen matrices are orthogonalised, for sketched layers that are trained from scratch.
+r"""AdamW with orthogonalised updates of selected matrices, for training sketched layers from scratch.
 
 A factor of a sketched layer is a tall or a wide matrix. The orthogonalised update of a matrix M (m, n) with momentum
 :math:`M = P \Sigma Q^T` is :math:`P Q^T`: all its singular values are 1, so that every direction the factor can learn
@@ -28,10 +28,10 @@ _RMS = 0.2  # of the entries of an update at rate 1, as Adam's updates usually h
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    r"""Return matrices with the singular vectors of the given ones and singular values near 1, between 0.6 and 1.3.
+    r"""Return matrices with the same singular vectors and with singular values between 0.6 and 1.3.
 
-    The polynomial is applied to the Gram matrix of the smaller side, and multiplied by the matrix once:
-    :math:`M\,p_5(M^T M)`. Directions whose singular value is below a hundredth of the Frobenius norm come out smaller.
+    A polynomial of the Gram matrix of the smaller side multiplies the matrix once:
+    :math:`M\,p_5(M^T M)`. Directions whose singular value is below a hundredth of the Frobenius norm become smaller.
 
     Args:
         matrices: ``(*, m, n)``, any floating dtype.
@@ -81,18 +81,19 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        weight_decay: Of both.
-        momentum: Of the orthogonalised updates.
-        orthogonalize: Whether groups that do not say are orthogonalised.
+        betas: Decay rates of AdamW's moments.
+        eps: Term of AdamW's denominator.
+        weight_decay: Weight decay of both kinds of updates.
+        momentum: Momentum of the orthogonalised updates.
+        orthogonalize: Whether groups without this key are orthogonalised.
 
     Raises:
         ValueError: If a setting is out of range.
         ShapeError: If an orthogonalised group has a parameter that is not a matrix.
 
-    Cost: One number of state for each of an orthogonalised matrix, two for each of the others; and what
-    :func:`orthogonalize` costs, for all matrices of one shape at once.
+    Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
+        parameters.
+    :func:`orthogonalize` runs once for all matrices of a shape.
 
     Example:
         >>> import torch, panther as pr
@@ -128,7 +129,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; returns the loss of the closure, if there is one."""
+        """Take one step, and return the loss of the closure, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,11 +143,12 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_orthogonalized(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        alike: dict[tuple[Any, ...], list[Tensor]] = {}
+        parameters_by_shape: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
             shape = tuple(p.shape) if p.shape[0] >= p.shape[1] else tuple(p.shape[::-1])
-            alike.setdefault((shape, p.dtype, p.device), []).append(p)
-        for (shape, _, _), matrices in alike.items():  # one call for all, as each is small
+            parameters_by_shape.setdefault((shape, p.dtype, p.device), []).append(p)
+        # The matrices are small, so one call orthogonalizes all matrices of a shape.
+        for (shape, _, _), matrices in parameters_by_shape.items():
             updates = []
             for p in matrices:
                 state = self.state[p]
@@ -201,14 +203,15 @@ def param_groups(
 
     Args:
         model: The model.
-        lr: Learning rate of what is not orthogonalised.
-        factor_lr: Learning rate of what is; None is 4 times ``lr``.
-        weight_decay: Of all but vectors, at the rate ``lr``: the orthogonalised matrices decay as fast as the others.
-        include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None takes the
-            sketched layers. Embeddings and the last layer of a model should not be.
+        lr: Learning rate of parameters that are not orthogonalised.
+        factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``.
+        weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
+            decay as fast as the rest.
+        include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None selects
+            the sketched layers. Do not include embeddings and the last layer of a model.
 
     Returns:
-        The groups that are not empty; a parameter that is shared is in the first one that has it.
+        The groups that are not empty; a shared parameter is in the first of its groups.
 
     Example:
         >>> import torch, panther as pr
@@ -219,25 +222,26 @@ def param_groups(
     factor_lr = 4 * lr if factor_lr is None else factor_lr
     if include is None:
         include = _is_sketched
-    chosen = {
+    orthogonalized = {
         p
         for name, layer in model.named_modules()
         if include(name, layer)
         for p in layer.parameters(recurse=False)
         if p.ndim == 2
     }
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p not in orthogonalized and p.ndim > 1]
     rest = {"lr": lr, "orthogonalize": False}
     decay = weight_decay * lr / factor_lr if factor_lr else weight_decay
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for p in trained if p in chosen],
+            "params": [p for p in trainable if p in orthogonalized],
             "lr": factor_lr,
             "orthogonalize": True,
             "weight_decay": decay,
         },
-        {"params": [p for p in trained if p not in chosen and p.ndim > 1], **rest, "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], **rest, "weight_decay": 0.0},
+        {"params": matrices, **rest, "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], **rest, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -282,11 +282,11 @@ def test_a_value_of_other_libraries_leads_to_the_right_one(setting, value, hint)
 
 
 def test_the_settings_that_other_owners_are_sent_here_for_exist():
-    assert set(_setting_names._OF_A_TRAINER.split()) <= FIELDS
+    assert set(_setting_names._TRAIN_CONFIG_SETTINGS.split()) <= FIELDS
     others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
     others |= {"batch", "gpus", "world"}  # options of commands
     others |= {"low_rank"}  # of SketchConfig
-    assert set(_setting_names._EQUALS) <= FIELDS | others
+    assert set(_setting_names._SYNONYMS) <= FIELDS | others
 
 
 def test_a_key_near_to_nothing_lists_all():
