@@ -27,7 +27,7 @@ LIMITS = {
     "panther/distributed": 308,
     "panther/integrations": 59,
     "panther/linalg": 0,
-    "panther/nn": 51,
+    "panther/nn": 0,
     "panther/sketch": 0,
     "panther/train": 46,
     "panther/tuning": 168,

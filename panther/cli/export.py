@@ -222,10 +222,10 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
     import panther as pr
 
     report = pr.to_linears_(model)
-    if report.kept:
-        name, reason = report.kept[0]
+    if report.skipped:
+        name, reason = report.skipped[0]
         raise PantherError(
-            f"{counted(len(report.kept), 'layer')} cannot be plain, the first of them {name!r}: {reason}"
+            f"{counted(len(report.skipped), 'layer')} cannot be plain, the first of them {name!r}: {reason}"
         )
     pr.save_compressed(model, out)
     (out / "panther.json").unlink()  # what is left is plain, and made to be read without Panther

@@ -23,8 +23,9 @@ def quantize_(
     """Replace sketched linear layers by pairs of nn.Linear and quantize all linear layers by torchao, in place.
 
     torchao's own ``quantize_`` leaves what is not an nn.Linear without a word. Here every linear layer is in the
-    report, as replaced or as kept with the reason. Layers of codes (:class:`~panther.nn.QuantizedLinear` with ``bits``)
-    are kept: they have few bits already.
+    report, as replaced or as skipped with the reason. Layers of codes (:class:`~panther.nn.QuantizedLinear` with
+    ``bits``)
+    are skipped: they have few bits already.
 
     Args:
         model: A model, changed in place; see :func:`panther.to_linears_`, which comes first.
@@ -46,7 +47,7 @@ def quantize_(
         >>> from torchao.quantization import Int8WeightOnlyConfig
         >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 16), torch.nn.ReLU(), torch.nn.Linear(128, 64))
         >>> print(quantize_(model, Int8WeightOnlyConfig()))
-        replaced 3 layers, kept 0
+        replaced 3 layers, skipped 0
         layer  kind    became      bytes before  bytes after
         0.0    Linear  Int8Tensor        32,768        8,352
         0.1    Linear  Int8Tensor        16,384        4,736
@@ -66,23 +67,23 @@ def quantize_(
         config,
         filter_fn=lambda module, name: isinstance(module, nn.Linear) and (filter_fn is None or filter_fn(module, name)),
     )
-    replaced, kept = [], list(pairs.kept)
+    replaced, skipped = [], list(pairs.skipped)
     for name, module in linears:
         kind, size = before[name]
         if type(module.weight) is kind:
             reason = (
                 "filter_fn is false" if filter_fn is not None and not filter_fn(module, name) else "torchao left it"
             )
-            kept.append((name, reason))
+            skipped.append((name, reason))
         else:
             became = type(module.weight).__name__
             replaced.append(ReplacedLayer(name, type(module).__name__, became, size, _bytes(module.weight)))
-    kept += [
+    skipped += [
         (name, f"codes of {module.bits} bits already")
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     ]
-    return LinearsReport(tuple(replaced), tuple(kept))
+    return LinearsReport(tuple(replaced), tuple(skipped))
 
 
 def _is_sketched_linear(layer: nn.Module) -> bool:

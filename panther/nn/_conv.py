@@ -24,8 +24,9 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.nn._sizes import check_padding, divisible, per_dim
 from panther.nn._sketched import is_autocasting
 
-_VECTOR = 16  # channels that oneDNN keeps together
-_TRAFFIC = 24  # flops that take as long as writing and reading one number of the intermediate; measured
+_VECTOR = 16  # channels in a vector of oneDNN's blocked layout
+# Flops that take as long as writing and reading a number of the intermediate result (measured).
+_TRAFFIC = 24
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -78,7 +79,7 @@ def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # 
     if scale != 1.0:
         S = S * scale
     last = is_channels_last(S)
-    if last:  # computed and returned so
+    if last:  # The result then has this layout, too.
         S = S.movedim(1, -1)
     if groups == 1:
         kernel = torch.mm(U.mT, S.flatten(1)).view(-1, *S.shape[1:])
@@ -89,7 +90,7 @@ def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # 
 
 
 def is_channels_last(kernel: Tensor) -> bool:
-    """Return whether torch takes a kernel to be in channels_last, by its strides, which torch.vmap has too."""
+    """Return whether a kernel is channels_last for torch, from its strides, which also exist under torch.vmap."""
     if kernel.dim() < 4 or kernel.stride(1) != 1:
         return False
     return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
@@ -128,11 +129,12 @@ def convolve(
     conv = _CONVOLUTIONS[dim - 1]
     if runs_dense(S, U, groups):
         return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
-    if groups > 1 and S.shape[0] // groups % _VECTOR:  # without it NCHW is two to three times slower
+    if groups > 1 and S.shape[0] // groups % _VECTOR:  # Without padding NCHW is two to three times slower.
         S, U = _pad_rows(S, groups), _pad_rows(U, groups)
     rows, out = U.shape
     if scale != 1.0:
-        # Half precision: a power of two leaves the signs exact, and near 1/sqrt(rows) both products stay in range.
+        # In half precision, a power of two keeps the signs exact, and near 1/sqrt(rows) it keeps both products in
+        # range.
         power = 2.0 ** -round(math.log2(rows // groups) / 2)
         S, U = S * (scale / power), U * power
     z = conv(x, S, None, stride, padding, dilation, groups)  # (N, rows, *size)
@@ -157,14 +159,14 @@ def convolve_dense(
     groups: int,
     padding_mode: str,
 ) -> Tensor:  # (N, out, *size) or (out, *size)
-    """Compute torch's convolution for any padding that its layers take, with everything checked before."""
+    """Compute torch's convolution for any padding of torch's layers. The arguments must be checked already."""
     if padding_mode != "zeros" or isinstance(padding, str):
         x, padding = pad_input(x, kernel.shape[2:], padding, dilation, padding_mode)
     return _CONVOLUTIONS[kernel.dim() - 3](x, kernel, bias, stride, padding, dilation, groups)
 
 
 def _pad_rows(factor: Tensor, groups: int) -> Tensor:
-    """Append rows of zeros to each group, so that it has whole vectors of them."""
+    """Append rows of zeros to each group, up to a multiple of _VECTOR rows."""
     last = is_channels_last(factor)
     rows = (factor.movedim(1, -1) if last else factor).unflatten(0, (groups, -1))
     padded = F.pad(rows, [0, 0] * (rows.dim() - 2) + [0, -rows.shape[1] % _VECTOR]).flatten(0, 1)
@@ -179,7 +181,7 @@ def pad_input(
         sides = same_padding(kernel_size, dilation) if padding == "same" else [(0, 0)] * len(kernel_size)
     else:
         sides = [(size, size) for size in padding]
-    # For zeros before and after that differ, torch would pad a copy too, and warn about it.
+    # For unequal padding before and after, torch would also pad a copy, and warn about it.
     if padding_mode == "zeros" and all(before == after for before, after in sides):
         return x, tuple(before for before, _ in sides)
     mode = "constant" if padding_mode == "zeros" else padding_mode
@@ -187,7 +189,7 @@ def pad_input(
 
 
 def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> None:
-    """Raise unless a layer of ``dim`` dimensions and this dtype takes the input."""
+    """Raise unless the input fits a layer of ``dim`` dimensions and this dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
     if x.dim() not in (dim + 1, dim + 2) or x.shape[-dim - 1] != in_channels:

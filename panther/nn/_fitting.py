@@ -1,11 +1,12 @@
 r"""Factors of sketched layers fitted to a dense weight.
 
-Two ways: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which fits the sketches too, and least
-squares for given sketches. A third one, the unbiased estimator, is a product in the layers. All compute in float32 at
-least.
+There are two fits: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which also fits the sketches,
+and least squares for fixed sketches. The unbiased estimator is a product that the layers compute. All fits compute in
+float32 or float64.
 
-For SKLinear, A is the weight as (in, out), to be :math:`S_1 U_1 + U_2 S_2`. For a convolution (``.._by_groups``), A is
-the unfolded kernel of each group, (groups, out / groups, in / groups * kernel), to be :math:`U^T S`.
+For SKLinear, A is the weight as (in, out), approximated by :math:`S_1 U_1 + U_2 S_2`. For a convolution
+(``.._by_groups``), A is the unfolded kernel of each group, (groups, out / groups, in / groups * kernel), approximated
+by :math:`U^T S`.
 """
 
 __all__ = [
@@ -28,14 +29,15 @@ from panther.linalg import cqrrpt, randomized_svd
 from panther.sketch import signs
 
 # From this size on, and for ranks of at most an eighth of it, the randomized SVD is 2 to 13 times faster than LAPACK's.
-# With ten iterations on a space twice as wide as the rank it is as accurate: its error exceeds the least by 3e-4 of it
-# for a weight without structure, and by nothing that float32 shows for one whose singular values fall as i^-0.3.
+# With ten iterations on a space twice as wide as the rank it is as accurate: its error exceeds the least error by 3e-4
+# of it for a weight without structure, and not visibly in float32 if singular values fall as i^-0.3.
 _RANDOMIZED_FROM = 256
 _RANK_FRACTION = 8
 _ITERATIONS = 10
 
 _INITS = ("svd", "lstsq", "random")
-_LARGEST_COEFFICIENT = 2.0  # of an interpolation; towards 1, exchanges of rows become many and gain little
+# Bound of an interpolation's coefficients. With a bound near 1, exchanges of rows are frequent and gain little.
+_LARGEST_COEFFICIENT = 2.0
 
 
 def check_init(init: str) -> None:
@@ -76,9 +78,9 @@ def interpolated_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (rows,) int64, (rank, columns), (rows - rank, rank); float64
     """Return an order, P and C with ``(left right)[order] = [P; C P]``: an interpolative decomposition of the rows.
 
-    The rows P are chosen by QR with column pivoting of the transpose, and then exchanged for others, as long as that
-    at least doubles the volume they span. So no entry of C is above 2 in size, and rounding P and C costs little,
-    whatever the singular values. The product is not formed.
+    QR with column pivoting of the transpose selects the rows P. Then rows are exchanged as long as an exchange at least
+    doubles the volume that they span. Therefore no entry of C exceeds 2 in magnitude, and rounding P and C costs little
+    for any singular values. The product is not formed.
 
     Reference: H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of low rank matrices", SIAM
     J. Sci. Comput. 26, 2005, doi:10.1137/030602678; exchanges of rows as in S. A. Goreinov et al., "How to find a good
@@ -86,7 +88,7 @@ def interpolated_rows(
     """
     rank = right.shape[0]
     left, right = left.double(), right.double()
-    # With orthonormal rows on the right, rows on the left have the angles and norms of those of the product.
+    # If the rows of ``right`` are orthonormal, the rows of ``left`` have the angles and norms of the product's rows.
     B = left @ torch.linalg.qr(right.mT, mode="r").R.mT
     _, R, order = cqrrpt((B / B.abs().max().clamp_min(torch.finfo(B.dtype).tiny)).mT, seed=0)
     r = R.shape[0]  # the numerical rank, which can be less than `rank`
@@ -98,10 +100,10 @@ def interpolated_rows(
         pivot = step[j].item()
         step[j] -= 1
         C[i] = 0
-        C[i, j] = 1  # the row that leaves P takes the place of the one that enters, and every row its new coordinates
+        C[i, j] = 1  # Rows i and j exchange their places, and all rows get their coordinates in the new P.
         C.addr_(C[:, j].clone(), step, alpha=-1 / pivot)
         places[[j, r + i]] = places[[r + i, j]]
-    if not torch.equal(places, places.sort().values):  # once more, without the rounding errors of all the exchanges
+    if not torch.equal(places, places.sort().values):  # Solve again, without the rounding errors of the exchanges.
         order, R = order[places], R[:, places]
         C = torch.linalg.solve(R[:, :r], R[:, r:]).mT
     coefficients = F.pad(C[rank - r :], (0, rank - r))
@@ -128,7 +130,7 @@ def split_factors(
     first, second = (r + 1) // 2, r // 2
     S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
     U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]
-    # Only the signs of unused columns are drawn: mostly there are none or one.
+    # Only the signs of unused columns are drawn. Usually there are none or one.
     U1[first:] = level * signs(seed, 0, range(first, R), range(cols), dtype=left.dtype, device=left.device)
     U2[:, second:] = level * signs(seed, 1, range(rows), range(second, R), dtype=left.dtype, device=left.device)
     return S1, U1, S2, U2
@@ -169,7 +171,7 @@ def svd_by_groups(
         left, sigma, right = _leading_svd(A[group], rows, seed)
         root = sigma.sqrt()
         S[group, : len(root)] = root[:, None] * right
-        if len(root):  # signs as large as the rest
+        if len(root):  # The signs have the mean magnitude of the rest.
             U[group] *= (left * root).square().mean().sqrt()
         U[group, : len(root)] = (left * root).mT
     return S, U
@@ -188,21 +190,21 @@ def lstsq_by_groups(
 
 
 def _leading_svd(A: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ``rank`` leading singular triplets, or as many as there are."""
+    """Return the ``rank`` leading singular triplets, or all of them if there are fewer."""
     least = min(A.shape)
     if least < _RANDOMIZED_FROM or rank * _RANK_FRACTION > least:
         left, sigma, right = _compact_svd(A)
         return left[:, :rank], sigma[:rank], right[:rank]
     left, sigma, right = randomized_svd(A, rank, oversample=rank, n_iter=_ITERATIONS, seed=seed)
-    kept = _nonzero(sigma, A)
-    return left[:, kept], sigma[kept], right.mT[kept]
+    is_nonzero = _nonzero(sigma, A)
+    return left[:, is_nonzero], sigma[is_nonzero], right.mT[is_nonzero]
 
 
 def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the SVD without directions that are zero to rounding; sketches larger than the layer have some."""
+    """Return the SVD without directions that are zero to rounding, which sketches larger than the layer have."""
     left, sigma, right = torch.linalg.svd(U, full_matrices=False)
-    kept = _nonzero(sigma, U)
-    return left[:, kept], sigma[kept], right[kept]
+    is_nonzero = _nonzero(sigma, U)
+    return left[:, is_nonzero], sigma[is_nonzero], right[is_nonzero]
 
 
 def _nonzero(sigma: Tensor, U: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fused form of a sketched layer: its factors in two arrays, so that a forward takes two products and not four."""
+"""The fused form of a sketched layer: its factors in two arrays, for two products per forward instead of four."""
 
 __all__ = ["FusibleModule"]
 
@@ -29,10 +29,10 @@ class FusibleModule(SketchedModule):
         r"""Store S1 beside U2 and U1 above S2, for inference; the layer computes the same function.
 
         A forward that needs no gradient then takes two products, with :math:`[S_1 \mid U_2]` and
-        :math:`[U_1; S_2]`, in place of four. S1, S2, U1 and U2 become views of these two arrays, so that no number is
+        :math:`[U_1; S_2]`, instead of four. S1, S2, U1 and U2 become views of these two arrays, so that no number is
         stored twice, and everything else works as before: training (by four products), ``to``, copies, loading,
-        saving. Two limits: ``state_dict()`` holds copies of the factors, because files want contiguous tensors, and
-        torch's ``fully_shard`` refuses the views. :meth:`unfuse_` undoes it.
+        saving. There are two limits: ``state_dict()`` contains copies of the factors, because files need contiguous
+        tensors, and torch's ``fully_shard`` refuses views. :meth:`unfuse_` undoes it.
 
         Raises:
             ValueError: If the layer is packed or sharded: bits and shards cannot be joined.
@@ -52,7 +52,7 @@ class FusibleModule(SketchedModule):
         return self
 
     def unfuse_(self) -> Self:
-        """Store each factor by itself again."""
+        """Store each factor separately again."""
         if self.fused:
             self.fused = False
             self._join()
@@ -61,7 +61,7 @@ class FusibleModule(SketchedModule):
     def why_not_fused(self) -> str | None:
         """Return why :meth:`fuse_` refuses this layer, with the remedy; None if it does not."""
         if self.packed:
-            return "this layer holds its signs as bits: call unpack_() first"
+            return "this layer are_views its signs as bits: call unpack_() first"
         held = {**buffers_of(self), **parameters_of(self)}
         if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in ("S1", "U1", "S2", "U2")):
             return (
@@ -70,7 +70,7 @@ class FusibleModule(SketchedModule):
         return None
 
     def _join(self) -> None:
-        """Give S1, U1, S2 and U2 the memory that ``fused`` asks for: views of two arrays, or their own."""
+        """Make S1, U1, S2 and U2 views of two arrays if the layer is fused, or else separate tensors."""
         joined, self._joined = self._joined, None
         if self.S1.is_meta or self.why_not_fused():
             return
@@ -78,13 +78,13 @@ class FusibleModule(SketchedModule):
         if not self.fused:
             for tensor in tensors:
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
-        elif joined is not None and joined.follows(*tensors):
+        elif joined is not None and joined.update_addresses(*tensors):
             self._joined = joined
-        elif not self.S1.is_shared():  # a process that was given the layer must not move it to memory of its own
+        elif not self.S1.is_shared():  # A shared layer must stay in shared memory.
             self._joined = _JoinedFactors(*tensors, self.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Join the factors again, which ``to`` and its like move one by one."""
+        """Join the factors again after ``to`` and similar methods, which move them one by one."""
         super()._apply(fn, recurse)
         if self.fused:
             self._join()
@@ -120,16 +120,17 @@ class FusibleModule(SketchedModule):
             self._join()
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
-        """Make the layer fitted, with the given sketches as Parameters, frozen if the factors are."""
+        """Make the layer fitted, with these sketches as Parameters, which are frozen if the factors are."""
         super().set_fitted_(sketches)
         if self.fused:
             self._join()
 
 
 class _JoinedFactors:
-    """[S1 | U2] (in, 2R) and [U1; S2] (2R, out). The layer's four tensors become views of them, the same objects.
+    """[S1 | U2] (in, 2R) and [U1; S2] (2R, out). The layer's four tensors become views of these arrays.
 
-    A Parameter keeps its identity, which optimizers hold, and no number is stored twice. Updates in place reach both.
+    The Parameters stay the same objects, which optimizers reference, and no number is stored twice. In-place updates
+    change both.
     """
 
     __slots__ = ("_places", "inner", "outer", "scale", "tensors")
@@ -146,26 +147,26 @@ class _JoinedFactors:
         R = len(self.outer) // 2
         return self.inner[:, :R], self.outer[:R], self.outer[R:], self.inner[:, R:]
 
-    def follows(self, *tensors: Tensor) -> bool:
-        """Return whether the layer's tensors are still the views, at new addresses too, as after ``share_memory``."""
+    def update_addresses(self, *tensors: Tensor) -> bool:
+        """Record new addresses, for example after ``share_memory``, and return whether the tensors are still views."""
         self._places = _places(*self._views())
         same = all(a is b and a.dtype is self.inner.dtype for a, b in zip(tensors, self.tensors, strict=True))
-        return same and self.inner.device == tensors[0].device and self.holds(*tensors)
+        return same and self.inner.device == tensors[0].device and self.are_views(*tensors)
 
-    def serves(self, x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> bool:
-        """Return whether these arrays hold the factors, no gradient is needed, and two products are the best order."""
-        if not (self.holds(S1, U1, S2, U2) and (x.is_cpu or prefers_joined(x, len(S2)))):
+    def is_best_for(self, x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> bool:
+        """Return whether the arrays are current, no gradient is needed, and two products are the best order."""
+        if not (self.are_views(S1, U1, S2, U2) and (x.is_cpu or prefers_joined(x, len(S2)))):
             return False
         if not torch.is_grad_enabled():
             return True
         return not any(tensor is not None and tensor.requires_grad for tensor in (x, S1, U1, S2, U2, bias))
 
-    def holds(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> bool:
-        """Return whether these are the views: an assignment to ``.data``, or functional_call, puts others there."""
-        if torch.compiler.is_compiling():  # tensors that are traced have no addresses
+    def are_views(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> bool:
+        """Return whether the tensors are still views, which ``.data = ...`` and functional_call would replace."""
+        if torch.compiler.is_compiling():  # Traced tensors have no addresses.
             return all(a is b for a, b in zip((S1, U1, S2, U2), self.tensors, strict=True))
         try:
-            # Written out, as each call of a function would add a tenth of a microsecond to each forward.
+            # The comparisons are written out, because a function call would add 0.1 us to each forward.
             return (S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()) == self._places
         except RuntimeError:  # Parameters under torch.func.grad or torch.vmap have no addresses.
             return False

@@ -1,4 +1,4 @@
-"""Sizes of sketched layers as users give them: of the sketch, and of each spatial dimension."""
+"""Checks and defaults of the sizes of sketched layers and of their spatial dimensions."""
 
 __all__ = ["check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank", "warn_unless_smaller"]
 
@@ -12,10 +12,10 @@ from panther.errors import PerformanceWarning, ShapeError, check_size
 def terms_and_rank(
     sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None
 ) -> dict[str, Any]:
-    """Return ``num_terms`` and ``low_rank`` from the size of a sketch, or nothing if none is given.
+    """Return ``num_terms`` and ``low_rank`` from the arguments of a constructor, or ``{}`` without a size.
 
-    ``sizes``, given by position, are ``(sketch_size,)`` or ``(num_terms, low_rank)``; ``(num_terms,)`` beside a
-    ``low_rank`` by name.
+    ``sizes``, the positional arguments, are ``(sketch_size,)`` or ``(num_terms, low_rank)``, or ``(num_terms,)`` if
+    ``low_rank`` is a keyword argument.
     """
     if len(sizes) > 2:
         raise TypeError(
@@ -27,24 +27,28 @@ def terms_and_rank(
     pairs = [*zip(names, sizes, strict=False), *((name, size) for name, size in by_name.items() if size is not None)]
     if not pairs:
         return {}
-    given = dict(pairs)
-    if len(given) < len(pairs) or given.keys() not in ({"sketch_size"}, {"low_rank"}, {"num_terms", "low_rank"}):
+    size_by_name = dict(pairs)
+    if len(size_by_name) < len(pairs) or size_by_name.keys() not in (
+        {"sketch_size"},
+        {"low_rank"},
+        {"num_terms", "low_rank"},
+    ):
         raise ShapeError(
             f"{', '.join(f'{name}={size}' for name, size in pairs)}: give either sketch_size, which is one term of "
             "that rank, or both num_terms and low_rank"
         )
-    checked = {name: check_size(name, size, least=1) for name, size in given.items()}
+    checked = {name: check_size(name, size, least=1) for name, size in size_by_name.items()}
     return {"num_terms": checked.get("num_terms", 1), "low_rank": checked.get("low_rank") or checked["sketch_size"]}
 
 
 def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
     """Return the largest rank K of one term with which a layer costs at most half of the dense one.
 
-    With ``inner`` inputs of each group: 2 K (inner + out / groups) <= inner * out / 2, rounded down to a multiple of 8
-    groups if that leaves any, else to one of groups, and at least ``groups``. A rule of the shape alone, so that a
-    checkpoint loads anywhere.
+    With ``inner`` inputs per group, K satisfies 2 K (inner + out / groups) <= inner * out / 2. It is rounded down to a
+    multiple of 8 groups, or of groups if it is smaller, and is at least ``groups``. It depends only on the shape, so
+    that a checkpoint loads everywhere.
     """
-    K = inner * out * groups // (4 * (inner * groups + out))  # times groups, so that all is in integers
+    K = inner * out * groups // (4 * (inner * groups + out))  # multiplied by groups, so that all terms are integers
     step = 8 * groups if 8 * groups <= K else groups
     return max(K // step * step, groups)
 
@@ -52,7 +56,7 @@ def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
 def warn_unless_smaller(
     layer: str, dense: str, num_terms: int, low_rank: int, sketched: int, fan_in: int, outputs: int, stacklevel: int = 2
 ) -> None:
-    """Warn if a layer multiplies by at least as many numbers as the dense one; PerformanceWarning says both."""
+    """Warn with both counts if a layer multiplies by at least as many numbers as the dense layer."""
     if sketched >= fan_in * outputs:
         warnings.warn(
             f"{layer} with num_terms={num_terms} and low_rank={low_rank} multiplies by {sketched:,} numbers, and a "
@@ -81,7 +85,7 @@ def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
 
 
 def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
-    """Return padding as torch.nn's convolutions hold it: a word, or one size for each spatial dimension."""
+    """Return padding as torch.nn's convolutions store it: a word, or one size for each spatial dimension."""
     if not isinstance(padding, str):
         return per_dim("padding", padding, dim, least=0)
     if padding not in ("same", "valid"):

@@ -22,7 +22,7 @@ def make_record(seed: int | None, num_terms: int) -> list[int]:
 
 
 def read_record(record: Tensor, num_terms: int, key: str) -> int | None:
-    """Return the seed that a record holds, None for fitted; SketchMismatchError unless it is a valid one."""
+    """Return the seed in a record, or None if the layer is fitted. Raise SketchMismatchError if it is not valid."""
     if record.dtype is not torch.int64:
         raise SketchMismatchError(
             f"{key} is {record.dtype} and must be torch.int64: cast only the floating tensors of a state_dict"

@@ -1,7 +1,7 @@
-"""The bases of compressed layers and of sketched ones: a seed, the two modes, and how both are saved and loaded.
+"""Base classes of compressed layers and of sketched layers: the seed, the two modes, saving and loading.
 
-*Seeded*: the sketches are fixed, a function of ``seed``; they are buffers outside the state_dict. *Fitted*: they are
-Parameters like any other. ``sketch_seed``, in the state_dict, says which.
+In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer they
+are Parameters. ``sketch_seed`` in the state_dict stores the mode and the seed.
 """
 
 __all__ = ["CompressedModule", "SketchedModule", "arguments_of", "is_autocasting", "keep_own_forward"]
@@ -36,8 +36,8 @@ def keep_own_forward(module: nn.Module, args: Any) -> None:
 class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
     """Forward pre-hooks that are false while :func:`keep_own_forward` is the only one.
 
-    nn.TransformerEncoderLayer counts hooks, nn.Module asks whether there are any: calling that one would take as long
-    as a small product.
+    nn.TransformerEncoderLayer counts hooks, and nn.Module tests whether there are hooks. Calling this hook would take
+    as long as a small product.
     """
 
     def __bool__(self) -> bool:
@@ -51,12 +51,12 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def is_autocasting(device_type: str) -> bool:
-    """Return whether autocast is on for a type of device, so that inputs of other dtypes are cast."""
+    """Return whether autocast is enabled for a type of device, so that inputs of other dtypes are cast."""
     return can_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class CompressedModule(nn.Module):
-    """Base of the layers that stand for a dense one in fewer numbers or bits, which the inference format knows."""
+    """Base of layers that replace a dense layer with fewer numbers or bits. The inference format can store them."""
 
     dense_class: type[Any]
     """The class of torch.nn that the layer replaces."""
@@ -80,19 +80,19 @@ class CompressedModule(nn.Module):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, unless the name is that of a tensor that the layer computes."""
+        """Register a parameter, or raise AttributeError if the layer computes a tensor of this name."""
         self._check_settable(name)  # torchao registers quantized weights
         super().register_parameter(name, param)
 
     def _check_settable(self, name: str) -> None:
-        # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
-        own = getattr(type(self), name, None)
-        if isinstance(own, property) and own.fset is None:
+        # nn.Module raises a KeyError without a reason if a Parameter has the name of a property.
+        attribute = getattr(type(self), name, None)
+        if isinstance(attribute, property) and attribute.fset is None:
             raise AttributeError(
                 f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
-                "change those, make a new layer of a dense one by "
+                "change these tensors, make a new layer from a dense layer by "
                 f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}, or call pr.to_linears_(model) "
-                "first for a tool that looks for torch's own layers"
+                "first for a tool that looks for torch's layers"
             )
 
     bias: nn.Parameter | None
@@ -103,22 +103,22 @@ class CompressedModule(nn.Module):
 
     @classmethod
     def _in_place_of(cls, dense: Any, **size: Any) -> Self:
-        """Return a new layer of this size with the arguments, the device and the dtype of a dense one."""
-        make: Any = cls  # a subclass, whose constructor has arguments
+        """Return a new layer of this size with the arguments, the device and the dtype of a dense layer."""
+        make: Any = cls  # The constructors of subclasses have arguments.
         weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
         layer: Self = make(**arguments, **size, device=weight.device, dtype=weight.dtype)
         return layer
 
     @torch.no_grad()
     def _with_bias_of(self, dense: Any) -> Self:
-        """Take the bias and the mode of a dense layer, as the last step of replacing it."""
+        """Copy the bias and the training mode of the dense layer that this layer replaces, and return this layer."""
         if self.bias is not None:
             self.bias.copy_(dense.bias)
         return self.train(dense.training)
 
     @torch.no_grad()
     def _to_dense(self) -> Any:
-        """Return the dense layer with the effective weight, the bias and the mode of this one, copied."""
+        """Return a dense layer with copies of the effective weight and the bias, in the same training mode."""
         weight: Any = self.weight
         dense = self.dense_class(**arguments_of(self, self.dense_arguments), device=weight.device, dtype=weight.dtype)
         dense.weight.copy_(weight)
@@ -131,7 +131,7 @@ class CompressedModule(nn.Module):
         raise NotImplementedError
 
     def _fits(self, state: dict[str, Any], expected: Mapping[str, torch.Size], prefix: str, *args: Any) -> bool:
-        """Return whether a checkpoint has all tensors in the expected shapes; report what differs as torch does."""
+        """Return whether a checkpoint has all tensors in the expected shapes; report differences as torch does."""
         missing_keys, unexpected_keys, error_msgs = args[-3:]
         strange = [name for name in expected if name in state and not isinstance(state[name], Tensor)]
         if strange:
@@ -147,10 +147,11 @@ class CompressedModule(nn.Module):
             for name, shape in expected.items()
             if name in state and state[name].shape != shape
         ]
-        found = [name for name in expected if name in state and name != "bias"]
-        if missing and found:  # also with strict=False, which would otherwise not show that these are not loaded
+        matching = [name for name in expected if name in state and name != "bias"]
+        if missing and matching:  # strict=False would hide that these are not loaded
             wrong.append(
-                f"{type(self).__name__} {prefix[:-1]!r} loads all or nothing, and {', '.join(found)} came alone."
+                f"{type(self).__name__} {prefix[:-1]!r} needs all of its tensors, and the state_dict only has "
+                f"{', '.join(matching)}."
             )
         elif missing:
             missing = [prefix + name for name in expected]
@@ -161,12 +162,12 @@ class CompressedModule(nn.Module):
 
 
 class SketchedModule(CompressedModule):
-    """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
+    """Base of sketched layers, with their life cycle. A subclass names its factors and sketches."""
 
     size_arguments = ("num_terms", "low_rank")
     saved_buffer_names = ("sketch_seed",)
     factor_names: tuple[str, ...]
-    """Names of the trained factors, which are parameters; the first one tells the dtype and device of the sketches."""
+    """Names of the trained factors, which are parameters. The sketches have the dtype and device of the first one."""
 
     sketch_names: tuple[str, ...]
     """Names of the sketches, which are attributes of the layer; the i-th is drawn from stream i of the seed."""
@@ -209,7 +210,7 @@ class SketchedModule(CompressedModule):
             self.fan_in, outputs, stacklevel=3,
         )  # fmt: skip
         self.seed = seed
-        self.reset_parameters()  # which draws the sketches
+        self.reset_parameters()  # draws the sketches, too
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of factors and sketches."""
@@ -220,7 +221,7 @@ class SketchedModule(CompressedModule):
         raise NotImplementedError
 
     def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return factors and sketches as the layer holds them, from those that its formula has, by terms."""
+        """Return factors and sketches in the layer's layout from the tensors of each term."""
         raise NotImplementedError
 
     def sketch_like(self) -> Tensor:
@@ -229,7 +230,7 @@ class SketchedModule(CompressedModule):
         return factor
 
     def draw_sketch(self, name: str) -> Tensor:
-        """Return the sketch ``name`` of the present seed, as the layer holds it: entries +-1."""
+        """Return the sketch ``name`` of the current seed, with entries +-1."""
         like = self.sketch_like()
         return self._draw_signs(name, dtype=like.dtype, device=like.device)
 
@@ -279,12 +280,12 @@ class SketchedModule(CompressedModule):
 
     @property
     def _fitted_level(self) -> float:
-        """The level of both U and S of a fitted layer, so that U S has the scale of a seeded one."""
+        """The level of U and S of a fitted layer at which U S has the scale of a seeded layer."""
         level: float = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
         return level
 
     def freeze_sketches_(self) -> Self:
-        """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""
+        """Stop training the sketches of a fitted layer; sketches of a seeded layer are always fixed."""
         for name in self.sketch_names:
             getattr(self, name).requires_grad_(False)
         return self
@@ -293,17 +294,18 @@ class SketchedModule(CompressedModule):
         """Make the layer seeded, with the sketches of ``seed``."""
         self.seed = seed
         for name in self.sketch_names:
-            with torch.inference_mode(False):  # a layer built in inference mode can be trained afterwards
+            with torch.inference_mode(False):  # The layer can be trained even if it was built in inference mode.
                 sketch = self.draw_sketch(name)
             self._forget(name)
             if sketch.is_floating_point():
                 self.register_buffer(name, sketch, persistent=False)
-            else:  # bits: no buffer, because code that averages, broadcasts or casts buffers takes them for numbers
+            else:
+                # Packed bits are no buffer, because code that averages, broadcasts or casts buffers would change them.
                 setattr(self, name, sketch)
         self._mirror_seed()
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
-        """Make the layer fitted, with the given sketches as Parameters, frozen if the factors are."""
+        """Make the layer fitted, with these sketches as Parameters, which are frozen if the factors are."""
         self.seed = None
         trained = self.sketch_like().requires_grad
         for name in self.sketch_names:
@@ -315,11 +317,11 @@ class SketchedModule(CompressedModule):
         """Remove the sketch ``name`` from wherever it is."""
         for place in (parameters_of(self), buffers_of(self), self.__dict__):
             place.pop(name, None)
-        unsaved_buffers_of(self).discard(name)  # torch's own list, which must not name a Parameter
+        unsaved_buffers_of(self).discard(name)  # torch's set must not contain the name of a Parameter.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         record = self.sketch_seed
-        is_cast = record.dtype is not torch.int64  # by module.type(), which casts integers too
+        is_cast = record.dtype is not torch.int64  # module.type() casts integers, too
         if has_values(record) and (is_cast or record.tolist() != make_record(self.seed, self.num_terms)):
             self._settle_record()
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -327,10 +329,10 @@ class SketchedModule(CompressedModule):
     def _settle_record(self) -> None:
         """Make ``sketch_seed`` and the layer consistent again, if possible.
 
-        A valid record of the layer's mode was written by a broadcast: its seed is adopted, and its sketches are drawn.
-        Averages of models with one seed (SWA and EMA with their buffers) leave a rounded record beside valid sketches:
-        it is rewritten. Where the sketches were averaged over different seeds the record stays broken, so that loading
-        it fails.
+        If the record is valid and has the layer's mode, a broadcast wrote it: the layer adopts its seed and draws the
+        sketches. If an average of models with one seed (SWA and EMA with their buffers) rounded the record and the
+        sketches are valid, the record is rewritten. If sketches of different seeds were averaged, the record stays
+        invalid, so that loading it fails.
         """
         with suppress(SketchMismatchError):
             seed = read_record(self.sketch_seed, self.num_terms, "sketch_seed")
@@ -350,11 +352,11 @@ class SketchedModule(CompressedModule):
         record = make_record(self.seed, self.num_terms)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
-        buffers_of(self).pop("sketch_seed", None)  # always last: averaged models pair buffers by their order
+        buffers_of(self).pop("sketch_seed", None)  # Averaged models pair buffers by their order, so it is always last.
         self.register_buffer("sketch_seed", mirror)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Draw the sketches when the layer leaves the meta device, as by ``to_empty``, which leaves no values."""
+        """Draw the sketches when the layer leaves the meta device, for example by ``to_empty``."""
         was_meta = self.sketch_like().is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.sketch_like().is_meta:
@@ -380,7 +382,7 @@ class SketchedModule(CompressedModule):
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             state = self._from_stacked(state)
-        except ShapeError as error:  # also with strict=False, which would not show that nothing is loaded
+        except ShapeError as error:  # strict=False would hide that nothing is loaded
             args[-1].append(f"{type(self).__name__} {prefix[:-1]!r} cannot take {error}")
             return
         fitted, seed = self.sketch_names[0] in state, self.seed
@@ -389,7 +391,7 @@ class SketchedModule(CompressedModule):
             seed = read_record(record, self.num_terms, prefix + "sketch_seed")
             fitted = seed is None
 
-        # Tensors that users add, such as a pruning mask, are loaded with the rest; child modules load themselves.
+        # Tensors that users add, such as a pruning mask, are loaded too. Child modules load themselves.
         expected = {
             name: tensor.shape
             for name, tensor in (*parameters_of(self).items(), *buffers_of(self).items())
@@ -405,7 +407,7 @@ class SketchedModule(CompressedModule):
             like = self.sketch_like()
             self.set_fitted_({name: like.new_empty(shape) for name, shape in self.sketch_shapes().items()})
         elif not fitted and (self.is_fitted or seed != self.seed):
-            self.set_seeded_(check_seed(seed))  # drawn where the checkpoint is on the meta device
+            self.set_seeded_(check_seed(seed))  # draws the sketches if the checkpoint is on the meta device
         state = {prefix + name: state[name] for name in expected}
         super()._load_from_state_dict(state, prefix, *args)
         if not self.is_fitted:
@@ -414,21 +416,24 @@ class SketchedModule(CompressedModule):
     def _from_stacked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Translate the stacked keys of other libraries' checkpoints, if ``state`` has them.
 
-        To this layer's seed if they hold its own sketches, else to a fitted layer; ShapeError if sizes differ.
+        The layer stays seeded if the checkpoint has the sketches of its seed, and becomes fitted otherwise. Raise
+        ShapeError if sizes differ.
         """
         if not any(name in state for name in _STACKED):
             return state
-        views = {name: tuple(getattr(self, name).shape) for name in _STACKED if hasattr(type(self), name)}
-        found = {name: tuple(getattr(state.get(name), "shape", ())) for name in views}
-        if found != views:
-            shapes = "; ".join(f"{name} {found[name] or 'missing'} for {views[name]}" for name in views)
+        layer_shapes = {name: tuple(getattr(self, name).shape) for name in _STACKED if hasattr(type(self), name)}
+        state_shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in layer_shapes}
+        if state_shapes != layer_shapes:
+            shapes = "; ".join(
+                f"{name} {state_shapes[name] or 'missing'} for {shape}" for name, shape in layer_shapes.items()
+            )
             raise ShapeError(
                 f"stacked factors of different shapes ({shapes}): build the layer with the num_terms and low_rank of "
                 f"the checkpoint, which are here {self.num_terms} and {self.low_rank}"
             )
-        factors = self.unstack({name: state[name] for name in views})
-        rest = {name: value for name, value in state.items() if name not in views}
-        seed = self.seed if self.seed is not None and self._are_own_sketches(factors) else None
+        factors = self.unstack({name: state[name] for name in layer_shapes})
+        rest = {name: value for name, value in state.items() if name not in layer_shapes}
+        seed = self.seed if self.seed is not None and self._are_sketches_of_seed(factors) else None
         for name in self.sketch_names:
             if seed is None:
                 factors[name] = factors[name] / (2 * self.num_terms)
@@ -436,8 +441,8 @@ class SketchedModule(CompressedModule):
                 del factors[name]
         return rest | factors | {"sketch_seed": torch.tensor(make_record(seed, self.num_terms))}
 
-    def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
-        """Return whether sketches with entries +-1/sqrt(k) are those of the layer's seed."""
+    def _are_sketches_of_seed(self, factors: dict[str, Tensor]) -> bool:
+        """Return whether sketches with entries +-1/sqrt(k) equal the sketches of the layer's seed."""
         root = math.sqrt(self.low_rank)
         return all(
             torch.allclose(

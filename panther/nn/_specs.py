@@ -34,30 +34,30 @@ from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
 from panther.nn.quantized.activations import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
 
-# Only these classes are ever built from a file, each from the arguments of its dense class and those of its own size.
+# Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, QuantizedConv2d, InterpolativeLinear)
 }
-_LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
+_LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integers.
 
-# Of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers reads.
-# Version 2 has parts, which name their layers as the part does.
+# Version of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers
+# reads. Version 2 has parts, whose layers have their names within the part.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 2
 _PARTS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
-# Of a record in a training checkpoint: the layer has parameters that train its scales. Inference files have no others.
+# Key of a record in a training checkpoint: the layer has parameters that train its scales.
 TRAINED_SCALES = "trained_scales"
 
 
 def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
-    """Return by name what is needed to build each compressed module; of a sharded layer, the unsharded one.
+    """Return a record of each compressed module by name, from which the unsharded module can be built.
 
-    Attention that :func:`panther.linearize_` converted is among them.
+    Attention that :func:`panther.linearize_` converted is included.
 
     Raises FormatError if the format does not know a module, or it is parametrized or pruned, and SketchMismatchError if
-    a seed is damaged. ``in_training``, scales of quantized layers may be in another dtype than the format's, and the
-    records name layers whose scales are trained.
+    a seed is damaged. With ``in_training``, scales of quantized layers may have another dtype than the format's, and
+    the records mark layers whose scales are trained.
     """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
@@ -83,7 +83,7 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
         }
         if in_training and isinstance(module, QuantizedMatrix) and module.trains_scales:
             modules[name][TRAINED_SCALES] = True
-        if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
+        if getattr(module, "packed", False):  # optional, because it does not change the function
             modules[name]["packed"] = True
         if (activations := getattr(module, "activations", None)) is not None:
             modules[name]["activations"] = activations
@@ -91,13 +91,13 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
 
 
 def note_in_config_(model: nn.Module) -> None:
-    """Make the config of a transformers model name its compressed layers, so that ``save_pretrained`` does.
+    """Write the compressed layers of a transformers model to its config, so that ``save_pretrained`` saves them.
 
-    transformers is not imported. A config belongs to the PreTrainedModel that has it: of a wrapper around such models,
-    as of sentence-transformers or a value head, the config of each inner model is written, with the names that its
-    layers have in that model. A part of a transformers model, such as an encoder, shares the config of the whole, where
-    it is listed as a part, because the names in the whole are not known here. A model with a quantizer, which writes
-    the entry itself, or one with an entry of another method is left.
+    transformers is not imported. A config belongs to the PreTrainedModel that has it: for a wrapper around such models,
+    for example of sentence-transformers or with a value head, the config of each inner model is written, with the names
+    of the layers in that model. A part of a transformers model, such as an encoder, shares the config of the whole
+    model. It is listed there as a part, because its names in the whole model are unknown. A model with a quantizer,
+    which writes the entry itself, or with an entry of another method is not changed.
     """
     owners = _owners_of_configs(model)
     for owner in owners:
@@ -125,8 +125,8 @@ def _note_part_(part: nn.Module) -> None:
     entry = getattr(config, "quantization_config", None) or _config_entry({})
     record = _PARTS.setdefault(part, {})
     record.update({"class": type(part).__name__, "modules": specs})
-    others = [each for each in entry.get("parts", ()) if each is not record]
-    config.quantization_config = entry | {"version": CONFIG_VERSION, "parts": [*others, record]}
+    other_records = [entry_record for entry_record in entry.get("parts", ()) if entry_record is not record]
+    config.quantization_config = entry | {"version": CONFIG_VERSION, "parts": [*other_records, record]}
 
 
 def _may_note(config: Any) -> bool:
@@ -135,7 +135,7 @@ def _may_note(config: Any) -> bool:
 
 
 def _specs_or_none(model: nn.Module) -> dict[str, Any] | None:
-    """Return the records; None if a layer cannot be saved, which makes an entry that cannot be loaded either."""
+    """Return the records of a model, or None if a layer cannot be saved."""
     try:
         return module_specs(model)
     except (FormatError, SketchMismatchError):
@@ -143,7 +143,7 @@ def _specs_or_none(model: nn.Module) -> dict[str, Any] | None:
 
 
 def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what config.json of a transformers model holds, with its compressed layers; None of other models."""
+    """Return the config.json of a transformers model, with its compressed layers, or None for other models."""
     if not _has_config(model):
         return None
     config: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator, union-attr]
@@ -159,12 +159,12 @@ def _has_config(model: nn.Module) -> bool:
 
 
 def _pretrained_class() -> Any:
-    """Return the base class of transformers' models; None where transformers has not loaded it, so has no models."""
+    """Return the base class of transformers' models, or None if it is not imported, so that there are no models."""
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def _owners_of_configs(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in a model, which may be one itself."""
+    """Return the outermost transformers models in a model, which may be the model itself."""
     kind = _pretrained_class()
     if kind is None:
         return []
@@ -183,34 +183,34 @@ def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, CompressedModule]:
-    """Return the sketched modules by name, loaded from ``state``; ``model`` is left as it is.
+    """Return the sketched modules by name, loaded from ``state``; ``model`` is not changed.
 
     Raises FormatError if they do not fit the model or the state, and SketchMismatchError if a seed is damaged.
     """
 
     def load(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
         prefix = name + "." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        return _load_module(name, spec, old, own)
+        layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return _load_module(name, spec, old, layer_state)
 
-    built = _for_each(specs, model, load)
+    built = _build_each(specs, model, load)
     for name, spec in specs.items():
         if "alias_of" in spec:
             first = spec["alias_of"]
             stored = {key for key in state if key.startswith(name + ".")}
             same = {f"{name}.{key}": state.get(f"{first}.{key}") for key in built[first].state_dict()}
             if stored != same.keys() or any(state[key] is not tensor for key, tensor in same.items()):
-                raise FormatError(f"module {name!r} is an alias of {first!r}, but the weights hold different ones")
+                raise FormatError(f"module {name!r} is an alias of {first!r}, but their weights differ")
     return built
 
 
 def build_modules(
     specs: dict[str, Any], model: nn.Module, device: torch.device | str | None = None
 ) -> dict[str, CompressedModule]:
-    """Return the compressed modules by name, freshly initialised, each on the device of the one in its place.
+    """Return the compressed modules by name, newly initialised, with the device and dtype of the modules they replace.
 
-    It also takes that one's dtype, which is then the dtype of the whole model, whatever was saved. What replaces a
-    module on the meta device is there too. Raises FormatError if they do not fit ``model``.
+    The dtype of ``model`` has precedence over the saved dtype. A module that replaces one on the meta device is on the
+    meta device too. Raises FormatError if the modules do not fit ``model``.
     """
 
     def build(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
@@ -221,15 +221,15 @@ def build_modules(
         if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
             like = module.sketch_like()
             module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
-        return _finished(module, spec, old)
+        return _with_saved_settings(module, spec, old)
 
-    return _for_each(specs, model, build)
+    return _build_each(specs, model, build)
 
 
-def _for_each(
+def _build_each(
     specs: dict[str, Any], model: nn.Module, make: Callable[[str, dict[str, Any], nn.Module], CompressedModule]
 ) -> dict[str, CompressedModule]:
-    """Make a module for each record, and let aliases share theirs."""
+    """Build a module for each record. Aliases share the module of the name that they stand for."""
     present = dict(model.named_modules(remove_duplicate=False))
     for name in specs:
         if name not in present:
@@ -250,32 +250,32 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
     make, args, dtype = _checked_spec(name, spec, old)
     device = _device_of(old)
     try:
-        # On the meta device nothing is allocated for sizes that the tensors do not have.
+        # The meta device allocates nothing, even if the file claims sizes that its tensors do not have.
         seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
         module = _construct(make, args, dtype, device="meta", **seed)
         module.load_state_dict({key: place(value, device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        # torch writes a line for each tensor that does not fit, below a title.
+        # torch writes a title, and a line for each tensor that does not fit.
         text = "; ".join(line.strip() for line in str(error).splitlines() if not line.startswith("Error(s) in loading"))
         raise FormatError(f"module {name!r} cannot be built from the folder: {text.rstrip('.')}") from error
     dtypes, mode = _dtypes_of(module), _mode_of(module)
     if mode != spec.get("mode") or dtypes != {dtype}:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
-    return _finished(module, spec, old)
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {names}")
+    return _with_saved_settings(module, spec, old)
 
 
 def _construct(make: type[Any], args: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> CompressedModule:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # it was given when the layer was first made
+        warnings.simplefilter("ignore", PerformanceWarning)  # The warning was given when the layer was first built.
         module: CompressedModule = make(**args, dtype=dtype, **kwargs)
         return module
 
 
 def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type[Any], dict[str, Any], torch.dtype]:
-    """Return class, arguments and dtype of a module, if they are allowed and fit the module in its place."""
+    """Return class, arguments and dtype of a record, or raise unless they are allowed and fit the replaced module."""
     kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {', '.join(_CLASSES)}")
@@ -289,15 +289,15 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
         raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(names)}")
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
-    return make, _matched(name, make, old, args), dtype
+    return make, _checked_arguments(name, make, old, args), dtype
 
 
-def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, unless the architecture has a different kind of module there, or one of other sizes."""
+def _checked_arguments(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, or raise if the replaced module has another class or other sizes."""
     arguments: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
         arguments = arguments_of(old, make.dense_arguments)
-    elif make.dense_class is nn.Linear:  # such as transformers' Conv1D, whose weight is (in, out)
+    elif make.dense_class is nn.Linear:  # for example transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(parameters_of(old).get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
@@ -310,7 +310,8 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
             f"module {name!r} was saved for a {make.dense_class.__name__} with {differ}, and the model has a "
             f"{type(old).__name__} there, with {there}: give the architecture that was saved"
         )
-    return args | arguments  # equal, but those of the model have the types that a constructor takes: 1 == True == 1.0
+    # They are equal, but the values of the model have the types of the constructor: 1 == True == 1.0.
+    return args | arguments
 
 
 def _is_size(value: Any, optional: bool) -> bool:
@@ -319,26 +320,26 @@ def _is_size(value: Any, optional: bool) -> bool:
 
 def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None:
     module.check_record()
-    own = {key for key, tensor in parameters_of(module).items() if tensor is not None}
-    own |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
+    saved_names = {key for key, tensor in parameters_of(module).items() if tensor is not None}
+    saved_names |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
     if isinstance(module, QuantizedMatrix) and not in_training and not module.has_stored_scales():
         raise FormatError(
-            f"module {name!r} holds its scales in {module.scales_dtype()}, and a file would hold different ones, in "
-            "bfloat16: call hold_scales_(torch.bfloat16) first"
+            f"module {name!r} has scales in {module.scales_dtype()}, and a file would change them to bfloat16: "
+            "call hold_scales_(torch.bfloat16) first"
         )
-    extra = sorted(module.state_dict().keys() ^ own)
+    extra = sorted(module.state_dict().keys() ^ saved_names)
     if extra:
         raise FormatError(
-            f"module {name!r} is saved as its {', '.join(sorted(own))}, but its state_dict differs by "
+            f"module {name!r} is saved as its {', '.join(sorted(saved_names))}, but its state_dict differs by "
             f"{', '.join(extra)}: remove the parametrization or pruning first"
         )
 
 
 def _class_of(module: CompressedModule) -> str:
-    """Return the name of a layer's class, below those that fully_shard and tensor parallelism put on top of it."""
+    """Return the name of a layer's class, without the subclasses that fully_shard and tensor parallelism derive."""
     for kind in type(module).__mro__:
         if _CLASSES.get(kind.__name__) is kind:
             return kind.__name__
@@ -347,8 +348,8 @@ def _class_of(module: CompressedModule) -> str:
     return type(module).__name__
 
 
-def _finished(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
-    """Freeze, pack and put into training or eval mode as the module in its place, or its record, says."""
+def _with_saved_settings(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
+    """Freeze, pack and set the training mode of a module like the replaced module and the record."""
     if spec.get(TRAINED_SCALES) is True and isinstance(module, QuantizedMatrix):
         module.train_scales_()
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
@@ -365,7 +366,7 @@ def _finished(module: CompressedModule, spec: dict[str, Any], old: nn.Module) ->
 
 
 def place(value: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to memory that torch allocates: at a file's odd addresses, products can differ in the last bit."""
+    """Copy a tensor to memory that torch allocates. At unaligned addresses, products can differ in the last bit."""
     return value.to(device, copy=True)
 
 
@@ -391,7 +392,7 @@ def _dtype_of(module: Any) -> torch.dtype:
 
 
 def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:
-    """Return the dtypes of the parameters without those of scales, which are bfloat16 in a layer of any dtype."""
+    """Return the dtypes of the parameters, except for scales, which are bfloat16 in a layer of any dtype."""
     if isinstance(module, QuantizedMatrix):
         return {module.dtype}
     return {parameter.dtype for parameter in module.parameters()}

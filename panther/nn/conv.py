@@ -16,7 +16,7 @@ from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_gr
 from panther.nn._sizes import default_low_rank, divisible, terms_and_rank
 from panther.nn._sketched import SketchedModule
 
-torch.fx.wrap("convolve")  # one node of a symbolic trace: the way it takes depends on the input's layout
+torch.fx.wrap("convolve")  # A symbolic trace must not branch on the input's layout.
 
 
 class _SKConv(ConvGeometry, SketchedModule):
@@ -60,7 +60,7 @@ class _SKConv(ConvGeometry, SketchedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""
         U = self.U
-        if U.dtype is not self.S.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
+        if U.dtype is not self.S.dtype:  # FSDP's mixed precision casts parameters and not buffers.
             U = U.to(self.S.dtype)
         return convolve(
             input, self.S, U, self.bias, self.stride, self.padding, self.dilation, self.groups, self.scale,
@@ -82,10 +82,10 @@ class _SKConv(ConvGeometry, SketchedModule):
 
     @property
     def U1s(self) -> Tensor:  # (2 L, K, out)
-        """U by terms, scaled so that the layer's formula holds; with groups block-diagonal, with zeros elsewhere."""
+        """U by terms, scaled as in the layer's formula. With groups it is block-diagonal."""
         U = self.U.detach() * (2 * self.num_terms * self.scale)
-        whole = torch.block_diag(*U.unflatten(0, (self.groups, -1)))  # (2 L K, out), rows by groups
-        stacked: Tensor = self._by_terms(whole).unflatten(0, (2 * self.num_terms, self.low_rank))
+        block_diagonal = torch.block_diag(*U.unflatten(0, (self.groups, -1)))  # (2 L K, out), rows by groups
+        stacked: Tensor = self._by_terms(block_diagonal).unflatten(0, (2 * self.num_terms, self.low_rank))
         return stacked
 
     def _by_terms(self, rows: Tensor) -> Tensor:
@@ -109,13 +109,13 @@ class _SKConv(ConvGeometry, SketchedModule):
         init: str = "svd",
         seed: int | None = None,
     ) -> Self:
-        r"""Return a sketched convolution near a dense one, on its device and in its dtype; the dense one is kept.
+        r"""Return a sketched approximation of a dense convolution, on its device and in its dtype.
 
         The kernel of each group, unfolded to (out / groups, in / groups * kernel), is approximated by 2 L K / groups
         rows.
 
         Args:
-            conv: The layer to approximate, of as many dimensions.
+            conv: The layer to approximate, with the same number of dimensions. It is not changed.
             *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
             num_terms: As in the constructor.
             low_rank: As in the constructor.
@@ -128,10 +128,11 @@ class _SKConv(ConvGeometry, SketchedModule):
 
         Raises:
             ValueError: If ``init`` is unknown, or the kernel has no values, or NaN or infinite ones.
-            TypeError: If ``conv`` is not a convolution of as many dimensions.
+            TypeError: If ``conv`` is not a convolution with the same number of dimensions.
 
-        Cost: for each group that of one SVD, or of :func:`~panther.linalg.randomized_svd` where the rows are at most an
-        eighth of both sizes and these are 256 or more; ``"lstsq"`` and ``"random"`` that of a product.
+        Cost: for each group an SVD, or :func:`~panther.linalg.randomized_svd` if both sizes are 256 or more and the
+            rows are
+        at most an eighth of both; for ``"lstsq"`` and ``"random"`` a product.
 
         Example:
             >>> import torch
@@ -191,10 +192,10 @@ class _SKConv(ConvGeometry, SketchedModule):
         S1s, U1s = stacked["S1s"], stacked["U1s"]
         blocks = self._by_groups(U1s.flatten(0, 1)).unflatten(1, (self.groups, -1))
         blocks = blocks.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (group, group of outputs, rows, out / groups)
-        own = torch.eye(self.groups, dtype=torch.bool, device=blocks.device)
-        if blocks[~own].any():
+        same_group = torch.eye(self.groups, dtype=torch.bool, device=blocks.device)
+        if blocks[~same_group].any():
             raise ShapeError(f"U1s that mixes groups: it must be block-diagonal for groups={self.groups}")
-        return {"S": self._by_groups(S1s), "U": blocks[own].flatten(0, 1)}
+        return {"S": self._by_groups(S1s), "U": blocks[same_group].flatten(0, 1)}
 
 
 class SKConv2d(_SKConv):
@@ -207,9 +208,9 @@ class SKConv2d(_SKConv):
     arXiv:1710.07850): a convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these
     into ``out_channels`` by ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
 
-    A new layer is *seeded*: U is fixed and saved as one number. A *fitted* one, from :meth:`from_conv` with
-    ``init="svd"``, has a trained U, saved with the rest; it is a low-rank factorisation of the unfolded kernel. Loading
-    a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
+    A new layer is *seeded*: U is fixed and saved as one number. A *fitted* layer, from :meth:`from_conv` with
+    ``init="svd"``, has a trained U, which is saved like S; it is a low-rank factorisation of the unfolded kernel.
+    Loading a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
 
     Args:
         in_channels: Channels of the input.
@@ -223,9 +224,9 @@ class SKConv2d(_SKConv):
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         num_terms: Number L; there are 2 L terms.
         low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. With no size at all it is the largest that costs
-            at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel * out
-            / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. Without any size it is the largest sketch that
+            costs at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel
+            * out / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
         seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
@@ -234,7 +235,7 @@ class SKConv2d(_SKConv):
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
 
     Attributes:
-        S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the whole kernel has nn.Conv2d's variance.
+        S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the dense kernel has nn.Conv2d's variance.
             With groups, the rows of a group are adjacent, as torch's convolutions need them.
         U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
         bias: A Parameter (out,), or None.

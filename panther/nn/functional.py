@@ -35,13 +35,13 @@ def sketched_linear(
         S1: Trained factor of shape ``(in, R)``.
         U1: Sketch of shape ``(R, out)``, or its signs packed to int32 words ``(R, ceil(out / 32))``.
         S2: Trained factor of shape ``(R, out)``.
-        U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``, if those of U1
-            are.
+        U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``, if U1 is
+            packed.
         bias: Bias of shape ``(out,)``, or None.
         scale: The number s.
 
     Returns:
-        A tensor of shape ``(*batch, out)``, in the autocast dtype under autocast, else in that of ``x``.
+        A tensor of shape ``(*batch, out)``, in the autocast dtype under autocast, else in the dtype of ``x``.
 
     Raises:
         ShapeError: If the last dimension of ``x`` is not ``in``, or the factors do not fit together.
@@ -58,18 +58,18 @@ def sketched_linear(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
-    x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)  # once, and not in each of four products
-    if not torch.jit.is_tracing():  # to which sizes are tensors, and warned of where compared
+    x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)  # This casts each operand once.
+    if not torch.jit.is_tracing():  # Tracing would warn about the comparison of sizes, which are tensors.
         _check(x, S1, U1, S2, U2, bias)
     if x.is_nested or is_exporting():
-        # Nested tensors support F.linear, but few of the other operations used here; every program knows it.
+        # F.linear is one of the few operations that nested tensors and other programs support.
         if not U1.is_floating_point():
             U1, U2 = unpack_signs(U1, S2.shape[1], S1.dtype), unpack_signs(U2, S1.shape[0], S1.dtype).mT
-        if x.dtype is torch.float16:  # see sketched_matmul
+        if x.dtype is torch.float16:  # See sketched_matmul.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
-    if x.dim() == 2:  # a reshape costs as much as a small product
+    if x.dim() == 2:  # A reshape would cost as much as a small product.
         return sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     rows = x.reshape(math.prod(x.shape[:-1]), S1.shape[0])
     return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], S2.shape[1])
@@ -105,12 +105,12 @@ def sketched_conv(
         scale: The number s.
 
     Returns:
-        A tensor of shape ``(N, out, *size)``, or ``(out, *size)``, in the autocast dtype under autocast, else in that
-        of ``x``; in channels_last where :func:`torch.nn.functional.conv2d` gives that.
+        A tensor of shape ``(N, out, *size)``, or ``(out, *size)``, in the autocast dtype under autocast, else in the
+        dtype of ``x``; in channels_last where :func:`torch.nn.functional.conv2d` returns it.
 
     Raises:
         ShapeError: If the input, the factors and the groups do not fit together, or a size is out of range.
-        DTypeError: If the dtypes differ; that of the input may under autocast.
+        DTypeError: If the dtypes differ; under autocast the dtype of the input may differ.
         ValueError: If ``padding`` is a word other than ``"same"`` and ``"valid"``.
 
     Cost: ``2 rows (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
@@ -134,8 +134,8 @@ def sketched_conv(
     if bias is not None and bias.shape != (out_channels,):
         raise ShapeError(f"bias must have shape ({out_channels},), not {tuple(bias.shape)}")
     if any(tensor is not None and tensor.dtype != S.dtype for tensor in (U, bias)):
-        found = [None if tensor is None else tensor.dtype for tensor in (S, U, bias)]
-        raise DTypeError(f"S, U and bias must share a dtype and have {found}: cast them to one")
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (S, U, bias)]
+        raise DTypeError(f"S, U and bias must share a dtype and have {dtypes}: cast them to one")
     stride = per_dim("stride", stride, dim, least=1)
     padding = check_padding(padding, stride, dim)
     return convolve(x, S, U, bias, stride, padding, per_dim("dilation", dilation, dim, least=1), groups, scale)
@@ -154,8 +154,8 @@ def linear_attention(
     .. math:: y_i = \frac{\sum_j e^{c_j} (q_i \cdot k_j) v_j}{\sum_j e^{c_j} (q_i \cdot k_j)}
 
     over all keys, or with ``is_causal`` over :math:`j \le i`; 0 where all weights are 0. Two products with a state of
-    m (E + 1) numbers, or :func:`~panther.kernels.causal_linear_attention`. A key whose exponent is -inf is left out: it
-    has no influence whatever it holds, NaN included (A. Katharopoulos et al., "Transformers are RNNs", ICML 2020,
+    m (E + 1) numbers, or :func:`~panther.kernels.causal_linear_attention`. A key whose exponent is -inf is masked: it
+    has no influence, even if it is NaN (A. Katharopoulos et al., "Transformers are RNNs", ICML 2020,
     arXiv:2006.16236).
 
     Args:
@@ -195,7 +195,8 @@ def linear_attention(
         if log_scale is not None:
             left_out = (log_scale == -torch.inf)[..., None]
             k, values = k.masked_fill(left_out, 0), values.masked_fill(left_out, 0)
-            # Any number may be subtracted, so no gradient goes through it; 0 where no key is left.
+            # The result does not depend on the subtracted number, so it needs no gradient. It is 0 if all keys are
+            # masked.
             largest = log_scale.detach().amax(-1, keepdim=True) if k.shape[-2] else log_scale.new_zeros(())
             weight = (log_scale - largest.masked_fill(largest == -torch.inf, 0)).to(wide).exp()
             k = k * weight[..., None]
@@ -218,22 +219,22 @@ def windowed_linear_attention(
     window: int = 64,
     is_causal: bool = False,
 ) -> Tensor:  # (*batch, n, E)
-    r"""Compute attention that is exact among near positions and linear, through features, among all others.
+    r"""Compute attention that is exact among near positions and linear, through features, among far positions.
 
-    The weights are :math:`e^{q_i \cdot k_j}` where j is in the block of ``window`` positions that i is in, or in one
-    next to it, and :math:`e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j})` elsewhere; with ``is_causal``, only where
-    :math:`j \le i`. The output is the mean of the values with these weights, and 0 where there is no key.
+    The weights are :math:`e^{q_i \cdot k_j}` if j is in the same block of ``window`` positions as i or in a
+    neighbouring block, and :math:`e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j})` elsewhere; with ``is_causal``, only
+    where :math:`j \le i`. The output is the mean of the values with these weights, and 0 where there is no key.
     See :func:`panther.kernels.windowed_linear_attention`, whose operands have one dtype, for the numerics.
 
     Args:
         q: Queries, scaled so that :math:`q_i \cdot k_j` is the logit.
         k: Keys.
         v: Values.
-        phi_q: Features of the queries, with no negative product with those of a key.
+        phi_q: Features of the queries. Their products with features of keys must not be negative.
         phi_k: Features of the keys.
         log_q: The exponents a, 0 if not given.
-        log_k: The exponents b of the features, 0 if not given. A key at -inf is left out of the exact part too.
-        key_mask: True where a key takes part; a key left out has no influence whatever it holds, NaN included.
+        log_k: The exponents b of the features, 0 if not given. A key at -inf is masked in the exact part too.
+        key_mask: True where a key takes part; a masked key has no influence, even if it is NaN.
         window: Positions in a block.
         is_causal: Whether a query sees only the keys up to its own position.
 
@@ -268,7 +269,7 @@ def windowed_linear_attention(
 
 
 def _expanded(name: str, x: Tensor | None, rows: torch.Size) -> Tensor | None:
-    """Return one number a position for every batch entry, as a view."""
+    """Return ``x``, one number per position, expanded to all batch entries as a view."""
     if x is None:
         return None
     sizes = zip(reversed(x.shape), reversed(rows), strict=False)
@@ -296,8 +297,8 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
         raise ShapeError(f"the last dimension of the input, {shape}, must be in_features={in_features}: reshape it")
     sketches = () if packed else (U1, U2)
     if any(tensor is not None and tensor.dtype != S1.dtype for tensor in (S2, *sketches, bias)):
-        found = [None if tensor is None else tensor.dtype for tensor in (S1, U1, S2, U2, bias)]
-        raise DTypeError(f"S1, U1, S2, U2 and bias must share a dtype and have {found}: cast them to one")
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (S1, U1, S2, U2, bias)]
+        raise DTypeError(f"S1, U1, S2, U2 and bias must share a dtype and have {dtypes}: cast them to one")
     if x.dtype != S1.dtype:
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
         raise DTypeError(f"the input is {x.dtype} and the layer {S1.dtype}: cast the input, x.to({S1.dtype}){other}")

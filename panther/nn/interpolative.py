@@ -34,12 +34,12 @@ class InterpolativeLinear(CompressedModule):
         W_{:,\,\mathtt{order}} = P \begin{pmatrix} I & C \end{pmatrix}
 
     An interpolative decomposition: the *skeleton* P consists of r rows of the weight, or of r columns, and the
-    *coefficients* C give the others as combinations of them. This is the same matrix as a product of two factors of
-    rank r, which takes r (in + out) numbers, in fewer numbers and as many fewer multiplications. At 75 % of a square
-    weight's numbers, the rank is 1/2 of its size and not 3/8; at 50 %, 0.29 and not 0.25.
+    *coefficients* C express the remaining rows or columns as combinations of them. The product of two factors of rank r
+    is the same matrix, but takes r (in + out) numbers, and more multiplications in proportion. With 75 % of a square
+    weight's numbers, the rank is 1/2 of its size instead of 3/8; with 50 %, it is 0.29 instead of 0.25.
 
-    Rows are kept where there are fewer outputs than inputs, else columns, so that the shorter of input and output is
-    the one to be brought into order. Entries of C are at most 2 in size after :meth:`set_factors_` and
+    The skeleton has rows if there are fewer outputs than inputs, and columns otherwise, so that the shorter of input
+    and output has to be reordered. Entries of C are at most 2 in magnitude after :meth:`set_factors_` and
     :meth:`from_linear`, so that rounding them costs little. P, C and the bias are parameters; ``order`` is fixed.
 
     Args:
@@ -56,7 +56,8 @@ class InterpolativeLinear(CompressedModule):
     Attributes:
         skeleton: The Parameter P, (r, in) for rows and (out, r) for columns.
         coefficients: The Parameter C, (out - r, r) for rows and (r, in - r) for columns.
-        order: int32. Of columns (in,), which input comes in which place; of rows (out,), the place of each output.
+        order: int32. With columns, shape (in,): the input at each place. With rows, shape (out,): the place of each
+            output.
         bias: A Parameter (out,), or None.
         keeps_rows: Whether the skeleton consists of rows: whether ``out < in``.
 
@@ -106,7 +107,7 @@ class InterpolativeLinear(CompressedModule):
         self.in_features = columns = check_size("in_features", in_features, least=1)
         self.out_features = rows = check_size("out_features", out_features, least=1)
         self.low_rank = rank = _checked_rank(columns, rows, low_rank)
-        self.keeps_rows = rows < columns  # an attribute, because a property takes time in each call
+        self.keeps_rows = rows < columns  # A property would take time in each call.
         check_flag("bias", bias)
         check_device(device)
         check_floating("dtype", dtype)
@@ -130,10 +131,11 @@ class InterpolativeLinear(CompressedModule):
         """Draw the parameters, with nn.Linear's variance, and the order from torch's generator."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.skeleton, -bound, bound)
-        # An entry of C P is a sum of r terms, or of C x: with this variance it has that of an entry of P, or of x.
+        # An entry of C P or C x is a sum of r terms. With this variance it has the variance of an entry of P or x.
         bound_of_mix = math.sqrt(3 / self.low_rank)
         nn.init.uniform_(self.coefficients, -bound_of_mix, bound_of_mix)
-        # A random order, as fitted layers have: neighbouring columns would be copied faster, and times be wrong.
+        # The order is random, as in fitted layers. Neighbouring columns would be copied faster, and timings would be
+        # wrong.
         self.order.copy_(torch.randperm(len(self.order), device=self.order.device))
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
@@ -145,27 +147,27 @@ class InterpolativeLinear(CompressedModule):
         if input.dtype is not self.skeleton.dtype and not is_autocasting(input.device.type):
             raise DTypeError(f"the input is {input.dtype} and the layer {self.dtype}: cast one of them")
         if input.is_nested or input.layout is not torch.strided:
-            # It has no columns to select: the factors, with the unit matrix filled in.
+            # Such an input has no columns to select, so two dense factors multiply it.
             left, right = self.factors()
             return F.linear(F.linear(input, right), left, self.bias)
         if not torch.jit.is_tracing() and (not input.dim() or input.shape[-1] != self.in_features):
-            found = input.shape[-1] if input.dim() else "no"
-            raise ShapeError(f"the input has {found} features and the layer takes {self.in_features}")
+            num_features = input.shape[-1] if input.dim() else "no"
+            raise ShapeError(f"the input has {num_features} features and the layer takes {self.in_features}")
         P, C, bias = self.skeleton, self.coefficients, self.bias
-        # Columns of matrices are copied several times faster than those of tensors with more dimensions.
+        # Columns of matrices are copied several times faster than columns of tensors with more dimensions.
         x = input if input.dim() == 2 else input.reshape(math.prod(input.shape[:-1]), self.in_features)
         if self.keeps_rows:
             z = F.linear(x, P)
             output = _in_order(torch.cat((z, F.linear(z, C)), -1), self.order)
             if bias is not None:
-                output = output + bias.to(output.dtype)  # under autocast, the bias is still in the layer's dtype
+                output = output + bias.to(output.dtype)  # Under autocast, the bias has the layer's dtype.
         else:
             x = _in_order(x, self.order)
             output = F.linear(torch.addmm(x[:, : self.low_rank], x[:, self.low_rank :], C.mT), P, bias)
         return output if input.dim() == 2 else output.reshape(*input.shape[:-1], self.out_features)
 
     def factors(self) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
-        """Return two factors whose product is the weight, with the unit matrix filled in; differentiable."""
+        """Return two factors whose product is the weight, including the unit matrix; differentiable."""
         unit = torch.eye(self.low_rank, dtype=self.dtype, device=self.skeleton.device)
         if self.keeps_rows:
             return torch.cat((unit, self.coefficients)).index_select(0, self.order), self.skeleton
@@ -184,8 +186,8 @@ class InterpolativeLinear(CompressedModule):
     def from_linear(cls, linear: nn.Linear, low_rank: int) -> Self:
         """Return the layer with the truncated SVD of a dense weight, on its device and in its dtype.
 
-        The dense layer is left as it is. This looks at the weight alone: :func:`panther.compress` weighs errors by the
-        data, too.
+        The dense layer is not changed. Only the weight determines the fit, while :func:`panther.compress` also weighs
+        errors by the data.
 
         Args:
             linear: The layer to approximate.
@@ -196,7 +198,7 @@ class InterpolativeLinear(CompressedModule):
             ShapeError: If ``low_rank`` is out of range.
             TypeError: If ``linear`` is not an nn.Linear.
 
-        Cost: A truncated SVD, and what :meth:`set_factors_` takes.
+        Cost: a truncated SVD and :meth:`set_factors_`.
 
         Example:
             >>> import torch
@@ -282,23 +284,23 @@ class InterpolativeLinear(CompressedModule):
 
     def check_record(self) -> None:
         """Raise SketchMismatchError unless ``order`` is a permutation."""
-        if reason := _fault_of(self.order, len(self.order)):
+        if reason := _order_fault(self.order, len(self.order)):
             raise SketchMismatchError(f"order {reason}: set the factors again")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing."""
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        own = {**parameters_of(self), **buffers_of(self)}
-        expected = {name: tensor.shape for name, tensor in own.items() if tensor is not None}
+        layer_tensors = {**parameters_of(self), **buffers_of(self)}
+        expected = {name: tensor.shape for name, tensor in layer_tensors.items() if tensor is not None}
         if not self._fits(state, expected, prefix, *args):
             return
-        if reason := _fault_of(state["order"], len(self.order)):
+        if reason := _order_fault(state["order"], len(self.order)):
             args[-1].append(f"{prefix}order {reason}: use a sound checkpoint, and cast only its floating tensors.")
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn``, but keep the order's dtype, and start from the given order where there was none."""
+        """Apply ``fn``, but keep the dtype of ``order``, which becomes the identity when it leaves the meta device."""
         was_meta = self.order.is_meta
 
         def keep(tensor: Tensor) -> Tensor:
@@ -313,7 +315,7 @@ class InterpolativeLinear(CompressedModule):
 
 
 def stored_bytes(in_features: int, out_features: int, low_rank: int, dtype: torch.dtype) -> int:
-    """Return the bytes that an :class:`InterpolativeLinear` takes in a file, without its bias.
+    """Return the size of an :class:`InterpolativeLinear` in a file, in bytes, without its bias.
 
     Example:
         >>> import torch
@@ -336,15 +338,15 @@ def _checked_rank(columns: int, rows: int, low_rank: int) -> int:
 
 def _in_order(x: Tensor, order: Tensor) -> Tensor:  # (rows, columns)
     """Return the columns of a matrix in a different order."""
-    # On a CPU, for matrices of 512 rows, index_select takes 0.5 ns an entry in float32, and in bfloat16 2.4 where
-    # gather takes 1.0 (Zen 4, one thread).
+    # On a CPU, for matrices of 512 rows, index_select takes 0.5 ns per entry in float32 and 2.4 ns in bfloat16, where
+    # gather takes 1.0 ns (Zen 4, one thread).
     if x.dtype is torch.float32:
         return x.index_select(1, order)
     return x.gather(1, order.long().expand(x.shape))
 
 
-def _fault_of(order: Tensor, size: int) -> str | None:
-    """Return what is wrong with an order, if it has values."""
+def _order_fault(order: Tensor, size: int) -> str | None:
+    """Return what is wrong with an order, or None if it is a permutation or has no values."""
     if order.dtype is not torch.int32:
         return f"is {order.dtype} and must be torch.int32"
     if has_values(order) and not torch.equal(order.sort().values, torch.arange(size, device=order.device).int()):

@@ -192,9 +192,11 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         prefixes = tuple(name + "." if name else "" for name in built)
         state = {key: value for key, value in state.items() if not key.startswith(prefixes)}
         absent = optional_names(model) - state.keys()
-        ours = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes) and k not in absent}
+        model_state = {
+            k: value for k, value in model.state_dict().items() if not k.startswith(prefixes) and k not in absent
+        }
         check_recorded(state.keys(), model, folder)
-        _check_fit(state, ours, folder)
+        _check_fit(state, model_state, folder)
         if "" in built:
             return built[""]
 
@@ -202,7 +204,10 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, module)
         # strict=False: the sketched layers are already loaded, and the rest was checked above.
-        placed = {key: place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
+        placed = {
+            key: place(value, "cpu" if model_state[key].is_meta else model_state[key].device)
+            for key, value in state.items()
+        }
         model.load_state_dict(placed, strict=False, assign=True)
         _tie(model, manifest["aliases"])
     note_in_config_(model)
@@ -240,7 +245,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     """Return the state_dict with each tensor once, and the first name of each tensor that has several."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    names_by_place: dict[tuple[Any, ...], str] = {}
     for name, value in inference_state(model).items():
         if not isinstance(value, Tensor):
             raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
@@ -255,10 +260,10 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             raise FormatError(f"{name!r} has layout {value.layout}: only dense tensors can be saved")
         value = value.detach().resolve_conj().resolve_neg()
         place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
-        if value.numel() and place in seen:
-            aliases[name] = seen[place]
+        if value.numel() and place in names_by_place:
+            aliases[name] = names_by_place[place]
         else:
-            seen[place] = name
+            names_by_place[place] = name
             tensors[name] = value
     return tensors, aliases
 
@@ -387,12 +392,13 @@ def _check_unsaved(model: nn.Module, replaced: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:
-    missing, extra = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
+def _check_fit(state: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
+    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     wrong = [
-        f"{key} {tuple(state[key].shape)}, {state[key].dtype} for {tuple(ours[key].shape)}, {ours[key].dtype}"
-        for key in sorted(ours.keys() & state.keys())
-        if ours[key].shape != state[key].shape or ours[key].is_floating_point() != state[key].is_floating_point()
+        f"{key} {tuple(state[key].shape)}, {state[key].dtype} for {tuple(expected[key].shape)}, {expected[key].dtype}"
+        for key in sorted(expected.keys() & state.keys())
+        if expected[key].shape != state[key].shape
+        or expected[key].is_floating_point() != state[key].is_floating_point()
     ]
     if missing or extra or wrong:
         raise FormatError(

@@ -1,4 +1,4 @@
-"""to_linears_: compressed layers as plain nn.Linear and convolutions, for tools that know no others."""
+"""Conversion of compressed layers to nn.Linear and convolutions, for tools that know only these."""
 
 __all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "to_linears_"]
 
@@ -27,41 +27,41 @@ class ReplacedLayer(NamedTuple):
     """A layer that :func:`to_linears_` replaced."""
 
     name: str
-    """Its name in the model; a layer that the model has under several names is listed under each."""
+    """The name in the model. A layer with more than one name is listed under each name."""
     kind: str
-    """Its class."""
+    """The class of the replaced layer."""
     became: str
-    """What stands there now."""
+    """The replacement."""
     bytes_before: int
-    """Bytes of the parameters and of the buffers that it saved."""
+    """Bytes of the parameters and persistent buffers of the replaced layer."""
     bytes_after: int
-    """Bytes of those that stand there now."""
+    """Bytes of the parameters and persistent buffers of the replacement."""
 
 
 @dataclass(frozen=True)
 class LinearsReport:
-    """What :func:`to_linears_` did; ``print`` shows a table."""
+    """The result of :func:`to_linears_`, as a table if printed."""
 
     replaced: tuple[ReplacedLayer, ...]
-    kept: tuple[tuple[str, str], ...]
-    """Names of compressed layers that were left, each with the reason."""
+    skipped: tuple[tuple[str, str], ...]
+    """Names of the compressed layers that were not replaced, each with the reason."""
 
     def __str__(self) -> str:
         """Return a line for each layer."""
-        lines = [f"replaced {counted(len(self.replaced), 'layer')}, kept {len(self.kept)}"]
+        lines = [f"replaced {counted(len(self.replaced), 'layer')}, skipped {len(self.skipped)}"]
         if self.replaced:
             heading = ("layer", "kind", "became", "bytes before", "bytes after")
             rows = [(*layer[:3], f"{layer.bytes_before:,}", f"{layer.bytes_after:,}") for layer in self.replaced]
             lines.append(format_table([heading, *rows], "<<<>>"))
-        lines += [f"kept: {name}, {reason}" for name, reason in self.kept]
+        lines += [f"skipped: {name}, {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
 
 
 class LinearPair(nn.Sequential):
-    """Two linear layers in a row, the first without bias, in the place of one: ``x -> (x A^T) B^T + bias``.
+    """Two linear layers, the first without bias, that replace one: ``x -> (x A^T) B^T + bias``.
 
-    It has the sizes, weight and bias of the nn.Linear that it stands for, because models and tools look at those (T5 at
-    the dtype of a weight), and torch's own nn.TransformerEncoderLayer calls it in evaluation too.
+    It has the sizes, weight and bias of the nn.Linear that it replaces, because models and tools read them (T5 reads
+    the dtype of a weight), and torch's nn.TransformerEncoderLayer calls it in evaluation too.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -103,20 +103,18 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     they are stored, and would be trained; to continue training a seeded layer, keep it.
 
     Args:
-        model: A model, changed in place. If it is a compressed layer itself there is nothing to put another one into:
-            wrap it, as in ``nn.Sequential(layer)``.
-        filter_fn: Called with each compressed layer and its name; layers for which it is false are left out, and not
-            reported. None takes all.
+        model: A model, changed in place. Wrap a single compressed layer, as in ``nn.Sequential(layer)``.
+        filter_fn: Called with each compressed layer and its name; layers for which it is false are neither changed
+            nor reported. None selects all layers.
 
     Returns:
-        What was replaced, and what was kept and why.
+        The replaced layers, and the layers that were not replaced, with the reasons.
 
     Raises:
         TypeError: If ``model`` is not a module.
         ValueError: If ``model`` is itself a compressed layer.
 
-    Cost: a copy of the factors; where a layer's sketch is larger than its dense weight the pair is, too, and the report
-    shows it.
+    Cost: a copy of the factors. If a layer's sketch is larger than its dense weight, so is the pair; see the report.
 
     Example:
         >>> import torch, panther as pr
@@ -124,7 +122,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
         >>> x = torch.randn(2, 256)
         >>> before = model(x)
         >>> print(pr.to_linears_(model))
-        replaced 1 layer, kept 0
+        replaced 1 layer, skipped 0
         layer  kind      became                          bytes before  bytes after
         0      SKLinear  Linear(256, 8), Linear(8, 128)         6,688       12,800
         >>> torch.allclose(model(x), before, atol=1e-5)
@@ -137,24 +135,24 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
             f"to_linears_ replaces layers inside a model, and this is a {type(model).__name__} itself: pass "
             "nn.Sequential(layer), and take its first entry"
         )
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, CompressedModule) and (filter_fn is None or filter_fn(module, name))
     ]
     new: dict[nn.Module, nn.Module] = {}
-    kept: dict[nn.Module, str] = {}
+    reasons: dict[nn.Module, str] = {}
     shared: dict[tuple[int, ...], Sequence[nn.Parameter]] = {}
-    for _, module in found:  # all are made before the first is replaced
-        if module in new or module in kept:
+    for _, module in layers:  # If a conversion fails, no layer has been replaced.
+        if module in new or module in reasons:
             continue
-        if reason := _why_kept(module):
-            kept[module] = reason
+        if reason := _reason_to_skip(module):
+            reasons[module] = reason
         else:
-            new[module] = _plain(module, shared)
+            new[module] = _plain_layers(module, shared)
     replaced = []
-    for name, module in found:
-        if module in kept:
+    for name, module in layers:
+        if module in reasons:
             continue
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, new[module])
@@ -162,11 +160,13 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
             ReplacedLayer(name, type(module).__name__, _described(new[module]), _bytes(module), _bytes(new[module]))
         )
     note_in_config_(model)
-    return LinearsReport(tuple(replaced), tuple((name, kept[module]) for name, module in found if module in kept))
+    return LinearsReport(
+        tuple(replaced), tuple((name, reasons[module]) for name, module in layers if module in reasons)
+    )
 
 
-def _why_kept(module: CompressedModule) -> str | None:
-    """Return why a layer cannot be replaced, with the remedy; None if it can."""
+def _reason_to_skip(module: CompressedModule) -> str | None:
+    """Return why a layer cannot be replaced, with the remedy, or None if it can."""
     if not isinstance(module, _KNOWN):
         return f"a {type(module).__name__}, for which no plain layers are known"
     held = {**parameters_of(module), **buffers_of(module), **module.__dict__}
@@ -175,8 +175,8 @@ def _why_kept(module: CompressedModule) -> str | None:
     return None
 
 
-def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
-    """Return the plain layers; weights are shared where the factors of compressed layers are."""
+def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
+    """Return the plain layers of a compressed layer. They share weights if the compressed layers share factors."""
     if isinstance(module, QuantizedLinear | QuantizedConv2d) and (
         module.bits is not None or getattr(module, "groups", 1) > 1
     ):
@@ -206,13 +206,13 @@ def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> Li
             trained = module.skeleton.requires_grad
         else:
             U1, U2 = module._dense_sketches()
-            S1, S2, scale, power = module.S1, module.S2, module.scale, _power(module.scale)
-            # Times a power of two the signs stay exact, as a common factor of all of them would not in bfloat16.
+            S1, S2, scale, power = module.S1, module.S2, module.scale, _root_power_of_two(module.scale)
+            # A power of two keeps the signs exact in bfloat16, unlike other common factors.
             inner, outer = torch.cat((S1 * (scale / power), U2), 1).mT, torch.cat((U1 * power, S2 * scale)).mT
             inner, outer = _balanced(inner, outer)
             trained = S1.requires_grad
     rank = len(inner)
-    # On the meta device, because weights are drawn otherwise, which takes time and advances the generator.
+    # The meta device avoids drawing weights, which takes time and advances the generator.
     first = nn.Linear(module.in_features, rank, bias=False, device="meta")
     second = nn.Linear(rank, module.out_features, bias=module.bias is not None, device="meta")
     first.weight, second.weight = _parameter(inner, trained), _parameter(outer, trained)
@@ -225,14 +225,14 @@ def _is_trained(module: QuantizedLinear | QuantizedConv2d) -> bool:
 
 
 def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in), (out, R)
-    """Move powers of two from the outer factor to the inner one, so that columns of the outer have about one norm.
+    """Move powers of two from the outer to the inner factor, so that columns of the outer factor have similar norms.
 
-    Tools that round weights give each row one scale. Those of a seeded layer hold signs and much smaller factors: in
-    int8 the output's error was 6 %, and is 0.6 %.
+    Tools that round weights use one scale per row. Rows of a seeded layer contain signs and much smaller factors. In
+    int8 the output's error is 6 % without this step and 0.6 % with it.
     """
     norms = torch.linalg.vector_norm(outer.double(), dim=0)
     exponents = torch.where(norms > 0, norms, 1).log2().round()
-    exponents = (exponents - exponents.median()).clamp(-6, 6)  # less than float16 has
+    exponents = (exponents - exponents.median()).clamp(-6, 6)  # a smaller range than float16's
     powers = exponents.exp2().to(outer.dtype)
     return inner * powers[:, None], outer / powers
 
@@ -245,7 +245,7 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | QuantizedConv2d) -> nn.S
             mix, right = module._factors(module.dtype)
             kernel, trained = module._unfolded(right), _is_trained(module)
         else:
-            power, trained = _power(module.scale), module.S.requires_grad
+            power, trained = _root_power_of_two(module.scale), module.S.requires_grad
             kernel = module.S * (module.scale / power)
             mix = (module.U * power).unflatten(0, (groups, -1)).mT.reshape(module.out_channels, -1)
         rows = len(kernel)
@@ -257,22 +257,24 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | QuantizedConv2d) -> nn.S
     return nn.Sequential(first, second)
 
 
-def _power(scale: float) -> float:
-    """Return the power of two next to the root of a scale; 1 for that of a fitted layer."""
+def _root_power_of_two(scale: float) -> float:
+    """Return the power of two next to the square root of a scale. It is 1 for the scale of a fitted layer."""
     return 2.0 ** round(math.log2(scale) / 2)
 
 
 def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
     last = tensor.dim() > 3 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.shape[1] > 1
-    kept = tensor.detach().clone(memory_format=torch.preserve_format if last else torch.contiguous_format)
-    return nn.Parameter(kept, trained)
+    copied = tensor.detach().clone(memory_format=torch.preserve_format if last else torch.contiguous_format)
+    return nn.Parameter(copied, trained)
 
 
 def _described(module: nn.Module) -> str:
     layers = module if isinstance(module, nn.Sequential) else [module]
     sizes = ("in_features", "out_features", "in_channels", "out_channels")
-    found = ((layer, [str(getattr(layer, size)) for size in sizes if hasattr(layer, size)]) for layer in layers)
-    return ", ".join(f"{type(layer).__name__}({', '.join(both)})" for layer, both in found)
+    sizes_by_layer = (
+        (layer, [str(getattr(layer, size)) for size in sizes if hasattr(layer, size)]) for layer in layers
+    )
+    return ", ".join(f"{type(layer).__name__}({', '.join(layer_sizes)})" for layer, layer_sizes in sizes_by_layer)
 
 
 def _bytes(module: nn.Module) -> int:

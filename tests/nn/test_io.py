@@ -347,7 +347,7 @@ REFUSALS = {
     ),
     "a list for a class": (lambda m: m["modules"]["0"].update({"class": ["a"]}), "class .'a'., which is not allowed"),
     "a list for an alias": (lambda m: m["modules"].update({"1": {"alias_of": ["0"]}}), "alias of .'0'., which is not"),
-    "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "hold different ones"),
+    "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "their weights differ"),
     "a negative size": (lambda m: m["modules"]["0"]["args"].update(low_rank=-2), "low_rank=-2 must be at least 1"),
     "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
     "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),

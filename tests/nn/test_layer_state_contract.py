@@ -47,7 +47,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, assign):
     for name, tensor in sound.items():
         rest = {other: value for other, value in sound.items() if other != name}
         spoilt += [
-            (rest, "loads all or nothing"),
+            (rest, "needs all of its tensors"),
             (rest | {name: tensor.new_zeros(tensor.numel() + 1)}, rf"size mismatch for {name}"),
             (rest | {name: [1, 2]}, rf"{name} must be a tensor, not list"),
         ]

@@ -26,7 +26,7 @@ def layer_of(n_in=96, n_out=160, R=6, *, fitted=False, dtype=torch.float32, **kw
 
 def is_joined(layer):
     """Whether the next forward without gradients takes two products."""
-    return layer._joined is not None and layer._joined.holds(*(getattr(layer, name) for name in NAMES))
+    return layer._joined is not None and layer._joined.are_views(*(getattr(layer, name) for name in NAMES))
 
 
 class _Products(TorchFunctionMode):
@@ -259,7 +259,7 @@ def test_packed_layers_are_refused_and_those_of_a_model_named():
     with pytest.raises(ValueError, match=r"unpack_\(\)"):
         layer_of(packed=True).fuse_()
     model = nn.Sequential(layer_of(), layer_of(packed=True), nn.ReLU())
-    with pytest.warns(pr.errors.PerformanceWarning, match=r"left 1 of 2 SKLinear layers as they are.*'1'.*unpack_"):
+    with pytest.warns(pr.errors.PerformanceWarning, match=r"did not fuse 1 of 2 SKLinear layers.*'1'.*unpack_"):
         assert pr.fuse_(model) is model
     assert is_joined(model[0])
     assert not model[1].fused

@@ -83,7 +83,7 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
             directions = self.local("directions")
             # Those of all heads while materialize_ draws a layer in full.
             heads = range(self.num_heads) if len(directions) == self.num_heads else self.local_heads
-            directions.copy_(self._drawn(heads))
+            directions.copy_(self._current_directions(heads))
 
 
 class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):

@@ -21,7 +21,7 @@ from panther.nn.attention._features import (
 from panther.nn.attention._hermite import balanced_directions, hermite_features
 from panther.nn.functional import linear_attention
 
-KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # files tell a kernel by its number: new ones come last
+KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # Files store the index of a kernel, so append new kernels.
 _FORWARD_BITS = 40
 
 
@@ -56,22 +56,22 @@ class FeatureMap(nn.Module):
     def _draw_directions(self) -> None:
         if self.directions is not None:
             with torch.no_grad():
-                self.directions.copy_(self._drawn())
+                self.directions.copy_(self._current_directions())
 
-    def _drawn(self, only: range | None = None) -> Tensor:
-        """Return the directions of the present draw, of these heads; those of "hermite" are orthonormal."""
+    def _current_directions(self, only: range | None = None) -> Tensor:
+        """Return the directions of the current draw, for the heads in ``only``. Those of "hermite" have norm 1."""
         assert self.directions is not None
         _, rows, d = self.directions.shape
-        stream = 2 * self._draws  # each draw takes two streams
+        stream = 2 * self._draws  # Each draw uses two streams.
         if self.kernel_fn != "hermite":
             return orthogonal_gaussian(rows, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
-        drawn = orthogonal_gaussian(rows // 2, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
-        return nn.functional.normalize(drawn, dim=-1).repeat(1, 2, 1)
+        directions = orthogonal_gaussian(rows // 2, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
+        return nn.functional.normalize(directions, dim=-1).repeat(1, 2, 1)
 
     def get_extra_state(self) -> Tensor:
         """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``.
 
-        The upper bits of the third number tell the kernel and whether attention is causal, which no shape tells.
+        The upper bits of the third number encode the kernel and whether attention is causal.
         """
         (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
         kind = 1 + 2 * KERNELS.index(self.kernel_fn) + self.iscausal
@@ -79,10 +79,10 @@ class FeatureMap(nn.Module):
         return torch.tensor([self.seed, self._draws, counted, bits], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the result of :meth:`get_extra_state`; in a state of an earlier version no kernel is compared.
+        """Restore the result of :meth:`get_extra_state`; states of earlier versions have no kernel to compare.
 
         Raises:
-            SketchMismatchError: If the state is of a layer with another kernel, or only one of the two is causal.
+            SketchMismatchError: If the state has another kernel, or only one of the two layers is causal.
         """
         if (integers := read_integers(state)) is None:
             return
@@ -101,13 +101,13 @@ class FeatureMap(nn.Module):
         (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""
-        shared, own = (state_dict.get(prefix + name) for name in ("projection_matrix", "directions"))
+        """Load, using the ``projection_matrix`` of other libraries, one for all heads, as directions."""
+        shared, directions = (state_dict.get(prefix + name) for name in ("projection_matrix", "directions"))
         if self._default_kernel and self.kernel_fn == "hermite" and f"{prefix}center" not in state_dict:
-            found = own if own is not None else shared
-            if isinstance(found, Tensor) and found.shape[-2:] == (self.num_random_features, self.feature_width):
+            loaded = directions if directions is not None else shared
+            if isinstance(loaded, Tensor) and loaded.shape[-2:] == (self.num_random_features, self.feature_width):
                 self._become_softmax_()
-        if self.directions is not None and isinstance(shared, Tensor) and own is None:
+        if self.directions is not None and isinstance(shared, Tensor) and directions is None:
             if self.kernel_fn == "hermite" or shared.shape != self.directions.shape[1:]:
                 args[-1].append(
                     f"RandMultiHeadAttention {prefix[:-1]!r} cannot take a projection_matrix of shape "
@@ -123,7 +123,7 @@ class FeatureMap(nn.Module):
         self._note_center()
 
     def _become_softmax_(self) -> None:
-        """Become what a layer without a ``kernel_fn`` was when its checkpoint was written."""
+        """Change the kernel to "softmax", the default of the version that wrote the checkpoint."""
         self.kernel_fn = "softmax"
         old = self.directions
         assert old is not None
@@ -131,12 +131,12 @@ class FeatureMap(nn.Module):
         del self.center
 
     def _note_center(self) -> None:
-        # Known without looking at the tensor in each forward, which would wait for a GPU.
+        # A forward must not read the tensor, because this would wait for a GPU.
         hermite = self.kernel_fn == "hermite"
         self._centered = hermite and has_values(self.center) and bool((self.center != 0).any())
 
     def _align_with_weights(self) -> None:
-        """Choose the directions in which logits would vary most if inputs were white noise."""
+        """Set the directions in which logits would vary most if inputs were white noise."""
         if self.kernel_fn != "hermite" or self.SRPE is not None or self.Wq.is_meta:
             return
         assert self.directions is not None
@@ -166,19 +166,19 @@ class FeatureMap(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
         """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
-        if causal and q.shape[-2] != k.shape[-2]:  # before features are broadcast over the other length
+        if causal and q.shape[-2] != k.shape[-2]:  # Otherwise features would be broadcast to the other length.
             raise ShapeError(
                 f"causal attention needs as many keys as queries, and got {k.shape[-2]} and "
                 f"{q.shape[-2]}: pass is_causal=False for attention to a different sequence, or queries for all keys"
             )
         root = self.head_dim**-0.25
-        # Contiguous: a product of strided heads with few directions takes up to 6 times as long.
+        # A product of strided heads with few directions would take up to 6 times as long.
         dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()
         if self.kernel_fn == "hermite":
             assert self.directions is not None
             center = self.center if self._centered else None
             phi_q, phi_k, scale = hermite_features(q, k, self.directions, center, exponent, causal)
-            with no_autocast(v.device):  # it would cast the features, which must not be rounded
+            with no_autocast(v.device):  # Autocast would round the features.
                 return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
         phi_q, phi_k, scale = self._features(q, k, dtype)
         if exponent is not None:
@@ -196,7 +196,7 @@ class FeatureMap(nn.Module):
         if self.kernel_fn == "relu":
             return relu_features(q, self.directions), relu_features(k, self.directions), None
         shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
-        phi_q, _ = positive_features(q, self.directions, shift)  # a query's exponent divides out
+        phi_q, _ = positive_features(q, self.directions, shift)  # A query's exponent cancels.
         phi_k, exponent = positive_features(k, self.directions, shift)
         if dtype is torch.bfloat16:
             phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)

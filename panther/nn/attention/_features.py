@@ -1,19 +1,19 @@
 r"""The computation of attention by features: its feature maps, the checks of its inputs, and its masks.
 
-Inner products of features stand for the weights of attention, :math:`\exp(x \cdot y)` or others. Positive random
+Inner products of features approximate the weights of attention, :math:`\exp(x \cdot y)` or others. Positive random
 features of the exponential kernel, for :math:`\omega` normal and any :math:`A \le 0`:
 
 .. math:: \phi_r(x) \propto \exp\!\left(A \|\omega_r\|^2 + \sqrt{1 - 4 A}\; \omega_r \cdot x - \|x\|^2 / 2\right).
 
-A = 0 is FAVOR+ (K. Choromanski et al., "Rethinking attention with Performers", ICLR 2021, arXiv:2009.14794). The A of
-least variance depends on the mean square norm :math:`\varphi` of x + y (V. Likhosherstov et al., "Chefs' random tables:
-non-trigonometric random features", NeurIPS 2022, arXiv:2205.15317):
+A = 0 is FAVOR+ (K. Choromanski et al., "Rethinking attention with Performers", ICLR 2021, arXiv:2009.14794). The A with
+the least variance depends on the mean square norm :math:`\varphi` of x + y (V. Likhosherstov et al., "Chefs' random
+tables: non-trigonometric random features", NeurIPS 2022, arXiv:2205.15317):
 
 .. math:: A = \frac{1 - 1/\rho}{8}, \qquad
     \rho = \frac{\sqrt{(2 \varphi + d)^2 + 8 d \varphi} - 2 \varphi - d}{4 \varphi}.
 
-Features come as :math:`e^{c} \phi` with :math:`\phi \le 1`, every vector with an exponent c of its own, so that they
-neither overflow nor depend on one another.
+Features are returned as :math:`e^{c} \phi` with :math:`\phi \le 1` and one exponent c for each vector, so that they
+neither overflow nor depend on other vectors.
 """
 
 __all__ = [
@@ -38,13 +38,13 @@ from panther.errors import DTypeError, ShapeError
 from panther.kernels._torch import can_autocast
 from panther.sketch import GaussianSketch
 
-# Added to every ReLU feature, as in the Performer: every query has some weight.
+# This is added to every ReLU feature, as in the Performer, so that every query has some weight.
 _RELU_FLOOR = 1e-3
 
 
 def optimal_shift(phi: float, d: int) -> float:
     """Return the A of least variance if the mean square norm of x + y is ``phi``, in ``d`` dimensions."""
-    # The formula without the difference of nearly equal numbers; it holds for phi = 0 too.
+    # This form of the formula has no difference of nearly equal numbers, and is valid for phi = 0.
     rho = 2 * d / (math.sqrt((2 * phi + d) ** 2 + 8 * d * phi) + 2 * phi + d)
     return (1 - 1 / rho) / 8
 
@@ -87,7 +87,7 @@ def positive_features(
     logits = x @ (W * math.sqrt(1 - 4 * shift)).mT
     if shift:
         logits = logits + shift * W.square().sum(-1)[:, None, :]
-    largest = logits.detach().amax(-1, keepdim=True)  # any number would do, so it needs no gradient
+    largest = logits.detach().amax(-1, keepdim=True)  # The result does not depend on it, so it needs no gradient.
     return (logits - largest).exp(), largest[..., 0] - x.square().sum(-1) / 2
 
 
@@ -97,9 +97,9 @@ def relu_features(x: Tensor, directions: Tensor) -> Tensor:  # (*batch, heads, n
 
 
 def products(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, d (d + 1) / 2)
-    """Return all products of two entries, each once, in the order of ``torch.triu_indices``.
+    """Return the products of all pairs of entries, in the order of ``torch.triu_indices``.
 
-    By slices: to gather both factors takes four times as long.
+    They are computed by slices, because gathering both factors takes four times as long.
     """
     d = x.shape[-1]
     return torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(d)], -1) if d else x
@@ -108,8 +108,8 @@ def products(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, d (d + 1) / 2)
 def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (d + 1) / 2)
     r"""Return features with :math:`\phi(x) \cdot \phi(y) = 1 + x \cdot y + (x \cdot y)^2 / 2`, a Taylor polynomial.
 
-    The polynomial has no zeros, so every weight is positive. Products of two entries are taken once, times the square
-    root of 2.
+    The polynomial has no zeros, so every weight is positive. The product of two different entries occurs once, times
+    the square root of 2.
     """
     d = x.shape[-1]
     i, j = torch.triu_indices(d, d, device=x.device)
@@ -118,7 +118,7 @@ def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (
 
 
 def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise unless queries, keys, values and the mask of keys fit an attention layer and one another."""
+    """Raise unless queries, keys, values and the mask of keys fit an attention layer and each other."""
     for name, x in (("query", query), ("key", key), ("value", value), ("key_padding_mask", mask)):
         if not isinstance(x, Tensor) and not (name == "key_padding_mask" and x is None):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}: use torch.as_tensor")

@@ -1,15 +1,15 @@
 r"""The map "hermite": the exponential as a polynomial of each query's logits, fitted to the keys that the query sees.
 
 Let a query's logits s have the mean t and the variance :math:`\sigma^2` over the keys it sees, and let :math:`s_r` be
-the part of s in r chosen directions, with the mean :math:`t_r` and the variance :math:`v_r`. The weights are
+the part of s in r selected directions, with the mean :math:`t_r` and the variance :math:`v_r`. The weights are
 
 .. math:: 1 + f (s - t) + \tfrac{f^2}{2} \left((s_r - t_r)^2 - v_r\right), \qquad
     f = \left(1 + \sigma^2 / \log N\right)^{-1/2},
 
-the Hermite expansion of :math:`e^{f s}`: of all polynomials the nearest to the exponential where logits are normal,
-which a Taylor polynomial at 0 is not. All terms but the first have the mean 0 over the keys, so that the sum of the
-weights is exactly N, the number of keys: no denominator is near 0, and a constant added to the keys changes nothing.
-The softmax of N normal logits moves their mean by :math:`\sigma^2` only while that is below about
+the Hermite expansion of :math:`e^{f s}`: which is the nearest polynomial to the exponential if
+logits are normal, unlike a Taylor polynomial at 0. All terms except for the first have the mean 0 over the keys, so
+that the sum of the weights is exactly N, the number of keys: no denominator is near 0, and a constant added to the keys
+changes nothing. The softmax of N normal logits moves their mean by :math:`\sigma^2` only while that is below about
 :math:`\sigma \sqrt{2 \log N}`, because a mean is never beyond the largest. The factor f, near 1 for small logits, keeps
 the polynomial from continuing, so that it falls back to the mean of the values and not below it.
 
@@ -30,22 +30,23 @@ from panther.kernels import causal_linear_attention
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.attention._features import products
 
-# Where the exponent that a key has from the queries' center is larger, this is taken, and sums stay within float32.
-# Exponents relative to a running maximum would take twice the time.
+# The exponent of a key from the queries' center is limited to this, so that sums do not overflow float32. Exponents
+# relative to a running maximum would take twice the time.
 _LARGEST_EXPONENT = 60.0
-# Added to second moments before they are inverted, relative to their mean: directions that no data showed are kept out.
+# This multiple of their mean is added to second moments before they are inverted, which excludes directions without
+# data.
 _RIDGE = 1e-3
 
 
 def hermite_rank(features: int, d: int) -> int:
-    """Return r, the number of directions of second order: the most for which ``1 + d + r (r + 1) / 2 <= features``."""
+    """Return the number r of directions of second order, the largest with ``1 + d + r (r + 1) / 2 <= features``."""
     return min(d, int((math.sqrt(8 * max(0, features - 1 - d) + 1) - 1) / 2))
 
 
 def hermite_features(
     q: Tensor,  # (N, heads, L, d)
     k: Tensor,  # (N, heads, S, d)
-    directions: Tensor,  # (heads, 2 r, d): those of queries, then those of keys
+    directions: Tensor,  # (heads, 2 r, d): directions of queries, then of keys
     center: Tensor | None,  # (heads, 2, d): the vectors subtracted from queries and from keys
     exponent: Tensor | None,  # (N, 1, S)
     is_causal: bool,
@@ -66,26 +67,26 @@ def hermite_features(
             exponent = exponent.expand(k.shape[:-1])
         to_q, to_k = directions.chunk(2, 1)
         r, d = to_q.shape[1:]
-        if not is_causal:  # exact, and nothing cancels later
+        if not is_causal:  # This is exact, and avoids cancellation later.
             k = k - _means(k, weight, exponent, is_causal=False)
         q_r = q @ to_q.mT
-        back = q_r @ to_k  # s_r = back . k
+        q_projected = q_r @ to_k  # s_r = q_projected . k
         i, j = torch.triu_indices(r, r, device=q.device)
         squares_q = products(q_r) * torch.where(i == j, 1.0, 2.0).to(wide)
         squares_k = products(k @ to_k.mT)
-        seen = torch.cat((k, squares_k, k.square().sum(-1, keepdim=True)), -1)
-        means = _means(seen, weight, exponent, is_causal=is_causal)
+        summands = torch.cat((k, squares_k, k.square().sum(-1, keepdim=True)), -1)
+        means = _means(summands, weight, exponent, is_causal=is_causal)
         mean_k, mean_squares, mean_norm = means.split((d, squares_k.shape[-1], 1), -1)
 
         t = (q * mean_k).sum(-1, keepdim=True)
-        t_r = (back * mean_k).sum(-1, keepdim=True)
-        square_r = (squares_q * mean_squares).sum(-1, keepdim=True)  # of s_r, in the mean
-        # Outside of the chosen directions the keys' covariance is taken for a multiple of the identity.
+        t_r = (q_projected * mean_k).sum(-1, keepdim=True)
+        square_r = (squares_q * mean_squares).sum(-1, keepdim=True)  # mean square of s_r
+        # Outside of the selected directions the keys' covariance is approximated by a multiple of the identity.
         rest = (mean_norm - mean_k.square().sum(-1, keepdim=True)).clamp_min(0) * (1 - r / d) / d
         variance = (square_r - t_r.square()).clamp_min(0) + q.square().sum(-1, keepdim=True) * rest
-        f = (1 + variance / _log_seen(k, exponent, is_causal)).rsqrt()
+        f = (1 + variance / _log_num_keys(k, exponent, is_causal)).rsqrt()
         constant = 1 - f * t + f.square() * (t_r.square() - square_r / 2)
-        phi_q = torch.cat((constant, f * q - f.square() * t_r * back, f.square() / 2 * squares_q), -1)
+        phi_q = torch.cat((constant, f * q - f.square() * t_r * q_projected, f.square() / 2 * squares_q), -1)
         phi_k = torch.cat((torch.ones_like(k[..., :1]), k, squares_k), -1)
         return phi_q, phi_k if weight is None else phi_k * weight, exponent
 
@@ -97,7 +98,7 @@ def _means(
     *,
     is_causal: bool,
 ) -> Tensor:  # (N, heads, S or 1, X)
-    """Return weighted means over the keys, or those up to each; 0 where there is none."""
+    """Return weighted means over all keys, or if causal over the keys up to each; 0 without keys."""
     if is_causal and exponent is None and weight is None:
         return _running_sums(x) / _count(x)[:, None]
     weight = torch.ones_like(x[..., :1]) if weight is None else weight
@@ -115,10 +116,10 @@ def _means(
 
 
 def _running_sums(x: Tensor) -> Tensor:  # (*batch, n, X)
-    """Return sums over the rows up to each, by blocks of 16: half the time of a cumsum of long strides."""
+    """Return cumulative sums over the rows, by blocks of 16, in half the time of a cumsum with long strides."""
     n = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -n % 16)).unflatten(-2, (-1, 16)).cumsum(-2)
-    # Sums of the blocks before each, and not differences, through which a later NaN would pass.
+    # Sums over previous blocks. With differences, a later NaN would reach earlier rows.
     before = F.pad(blocks[..., -1, :], (0, 0, 1, -1)).cumsum(-2)
     sums: Tensor = (blocks + before.unsqueeze(-2)).flatten(-3, -2)[..., :n, :]
     return sums
@@ -128,21 +129,21 @@ def _count(x: Tensor) -> Tensor:
     return torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)
 
 
-def _log_seen(k: Tensor, exponent: Tensor | None, is_causal: bool) -> Tensor:  # () or (*batch, S or 1, 1)
-    """Return the logarithm of the number of keys seen, at least that of 2: with one key the variance is 0."""
+def _log_num_keys(k: Tensor, exponent: Tensor | None, is_causal: bool) -> Tensor:  # () or (*batch, S or 1, 1)
+    """Return the logarithm of the number of keys seen, but at least log 2, because with one key the variance is 0."""
     if exponent is None:
-        seen = _count(k) if is_causal else k.new_full((), k.shape[-2])
+        num_keys = _count(k) if is_causal else k.new_full((), k.shape[-2])
     else:
-        seen = (exponent != -torch.inf).to(k.dtype)
-        seen = seen.cumsum(-1) if is_causal else seen.sum(-1, keepdim=True)
-    return seen[..., None].clamp_min(2).log()
+        num_keys = (exponent != -torch.inf).to(k.dtype)
+        num_keys = num_keys.cumsum(-1) if is_causal else num_keys.sum(-1, keepdim=True)
+    return num_keys[..., None].clamp_min(2).log()
 
 
 def balanced_directions(of_q: Tensor, of_k: Tensor, r: int) -> Tensor:  # (heads, d, d) twice -> (heads, 2 r, d)
-    """Return the r pairs of directions in which q . k varies most, for queries and keys of these second moments.
+    """Return the r pairs of directions in which q . k varies most, for queries and keys with these second moments.
 
-    With r = d both moments are the same diagonal matrix in these bases and q . k is unchanged; of all pairs of bases
-    that keep q . k these have the least norms.
+    With r = d both moments are the same diagonal matrix in these bases and q . k is unchanged. These bases have the
+    least norms of all pairs that preserve q . k.
     """
 
     def root(moment: Tensor) -> Tensor:

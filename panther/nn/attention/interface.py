@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 class UnsupportedCallError(ValueError):
-    """A call that linear attention cannot answer; the message says what the module does, without a subject."""
+    """A call that linear attention does not support. The message is a predicate whose subject is the module."""
 
 
 def register() -> None:
@@ -44,7 +44,7 @@ def calls_interface(module: nn.Module) -> bool:
     if not hasattr(getattr(module, "config", None), "_attn_implementation"):
         return False
     forward = inspect.unwrap(type(module).forward)
-    # The names in the bytecode: whether the forward uses the table is known without running it, or its source.
+    # The names in the bytecode say whether the forward uses the table, without running it or reading its source.
     return _TABLE in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
@@ -80,7 +80,7 @@ def attend(
         _check_arguments(kwargs, key.shape[-2])
         if attention_mask is None:
             key_mask = positions = None
-            if causal and query.shape[-2] > 1:  # a prefill of a static cache, whose remaining entries are empty
+            if causal and query.shape[-2] > 1:  # a prefill of a static cache with empty entries
                 key, value = (x[..., : query.shape[-2], :] for x in (key, value))
         else:
             key_mask, positions, causal = _read_mask(attention_mask, query.shape[-2], key.shape[-2], causal)
@@ -109,18 +109,18 @@ def _check_arguments(kwargs: dict[str, Any], keys: int) -> None:
         raise UnsupportedCallError(f"has a sliding window of {window} positions, which already makes its cost linear")
 
 
-# A mask is one tensor for all layers of a forward: its pairs are looked at once.
+# All layers of a forward share one mask tensor, so its values are read once.
 _ReadMask = tuple[Tensor | None, Tensor | None, bool]
 _read: MutableMapping[Tensor, tuple[tuple[int, int, int, bool], _ReadMask]] = WeakTensorKeyDictionary()
 
 
 def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
-    """Return the mask of keys (N, S), positions of queries if they are not all, and whether attention is causal."""
+    """Return the mask of keys (N, S), the positions of queries if some are missing, and whether it is causal."""
     if mask.dim() == 2:
         return mask[:, -S:].bool(), None, causal
     if torch.compiler.is_compiling():
         return _parse(mask, L, S, causal)
-    # Tensors of inference mode count no writes.
+    # Inference tensors do not count writes.
     key = (0 if mask.is_inference() else version_of(mask), L, S, causal)
     entry = _read.get(mask)
     if entry is None or entry[0] != key:
@@ -130,7 +130,7 @@ def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
 
 
 def _parse(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
-    look = not torch.compiler.is_compiling()  # at values, which a graph cannot branch on
+    look = not torch.compiler.is_compiling()  # A graph cannot branch on values.
     if mask.dtype is torch.bool:
         allowed = mask
     else:

@@ -5,9 +5,9 @@ For each head, with queries q that carry the logits' scale,
 .. math:: e^{q \cdot k} \approx \sum_f e^{u_f \cdot q + c_f} \; e^{g \cdot k + h} \; p_f(k), \qquad
     p(k) = \operatorname{softmax}_f (w_f \cdot k + b_f):
 
-keys are shared out among m centres, and a query weighs a centre by an exponential of its own. With
+keys are distributed over m centres, and each query weighs the centres by exponentials. With
 :math:`u_f` the centre of a cluster of keys, g = 0 and p the key's cluster this is exact for keys at their centres. All
-of u, c, w, b, g, h are learned. The hybrid of window and features is that of M. Zhang et al., "LoLCATs: on low-rank
+of u, c, w, b, g, h are learned. The hybrid of window and features follows M. Zhang et al., "LoLCATs: on low-rank
 linearizing of large language models", ICLR 2025, arXiv:2410.10254.
 """
 
@@ -36,10 +36,11 @@ class LearnedLinearAttention(nn.Module):
     r"""Attention of projected queries, keys and values: exact in a window, by learned features beyond it.
 
     Positions fall into blocks of ``window``, counted from the first key that takes part, so that padding before a
-    sequence does not change its output. A query attends exactly to its own block, the one before it and, if not
-    causal, the one after it, and to all others through features, whose sums over keys are taken once for all queries:
+    sequence does not change its output. A query attends exactly to its block, to the previous block and, if not
+    causal, to the next block. It attends to all other keys through features, whose sums over keys are computed once for
+    all queries:
     see :func:`panther.nn.functional.windowed_linear_attention`. :func:`panther.linearize_` puts this module into a
-    trained model and learns its parameters. Before that the weights beyond the window are nearly those of a mean.
+    trained model and learns its parameters. Before that the weights beyond the window are nearly uniform.
 
     Args:
         num_heads: Number of query heads; keys and values may have a divisor of it.
@@ -127,7 +128,7 @@ class LearnedLinearAttention(nn.Module):
             self.record.copy_(torch.tensor([_RECORD_VERSION, self.window], device="cpu"))
 
     def recorded_difference(self, record: Tensor) -> str | None:
-        """Return how the window that a record holds is different from this module's; None if it is not."""
+        """Return how the window in a record differs from the window of this module, or None if it does not."""
         if not has_values(record) or record.tolist() == [_RECORD_VERSION, self.window]:
             return None
         version, window = record.tolist() if record.shape == self.record.shape else (None, None)
@@ -139,10 +140,10 @@ class LearnedLinearAttention(nn.Module):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, and compare the window that was saved; a state_dict of an earlier version has none."""
+        """Load, and compare the saved window, which state_dicts of earlier versions do not have."""
         record = state_dict.get(prefix + RECORD)
         if record is None:
-            # In a copy: it is not missing, and the caller's dictionary stays as it is.
+            # The record counts as present, in a copy that leaves the caller's dictionary unchanged.
             state_dict = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
             state_dict[prefix + RECORD] = self.record
         elif isinstance(record, Tensor) and (difference := self.recorded_difference(record)):
@@ -154,16 +155,16 @@ class LearnedLinearAttention(nn.Module):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
-        # In float32 at least: an exponent of 20 has an error of 0.08 in bfloat16.
+        # float32 or float64, because an exponent of 20 has an error of 0.08 in bfloat16.
         dtype = torch.promote_types(q.dtype, torch.float32)
         with no_autocast(q.device):
             q, k = q.to(dtype), k.to(dtype)
-            own = {name: parameter.to(dtype) for name, parameter in self.named_parameters()}
-            alpha = q @ own["query_weight"].mT + own["query_bias"][:, None]
+            weights = {name: parameter.to(dtype) for name, parameter in self.named_parameters()}
+            alpha = q @ weights["query_weight"].mT + weights["query_bias"][:, None]
             log_q = alpha.detach().amax(-1)
             phi_q = (alpha - log_q[..., None]).exp()
-            phi_k = (k @ own["key_weight"].mT + own["key_bias"][:, None]).softmax(-1)
-            log_k = (k @ own["key_scale"][..., None])[..., 0] + own["key_offset"][:, None]
+            phi_k = (k @ weights["key_weight"].mT + weights["key_bias"][:, None]).softmax(-1)
+            log_k = (k @ weights["key_scale"][..., None])[..., 0] + weights["key_offset"][:, None]
         return phi_q, phi_k, log_q, log_k
 
     def scores(
@@ -174,17 +175,17 @@ class LearnedLinearAttention(nn.Module):
         is_causal: bool,
         key_mask: Tensor | None = None,  # (N, S)
     ) -> Tensor:  # (N, H, L, S)
-        """Return logits of all pairs, whose softmax is the weights; -inf where a query does not attend.
+        """Return logits of all pairs, whose softmax gives the weights; -inf where a query does not attend.
 
-        It takes time and memory of L S, for a few queries at given positions.
+        This takes time and memory proportional to L S. It is for a few queries at known positions.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         phi_q, phi_k, log_q, log_k = self.features(q, k)
         tiny = torch.finfo(dtype).tiny
         far = (phi_q @ phi_k.mT).clamp_min(tiny).log() + log_q[..., None] + log_k[..., None, :]
         first = None if key_mask is None else first_keys(key_mask)
-        near, seen = window_masks(positions, k.shape[-2], self.window, is_causal, first)
-        logits = torch.where(near, q.to(dtype) @ k.to(dtype).mT, far).masked_fill(~seen, -torch.inf)
+        near, attended = window_masks(positions, k.shape[-2], self.window, is_causal, first)
+        logits = torch.where(near, q.to(dtype) @ k.to(dtype).mT, far).masked_fill(~attended, -torch.inf)
         return logits if key_mask is None else logits.masked_fill(~key_mask[:, None, None], -torch.inf)
 
     def forward(
@@ -202,12 +203,14 @@ class LearnedLinearAttention(nn.Module):
 
         Args:
             q: Queries.
-            k: Keys, as many as queries; or more if causal, and then queries are the last ones, as with a cache.
+            k: Keys, as many as queries. If causal there may be more keys: queries then have the last positions, as with
+                a cache.
             v: Values.
             key_mask: True where a key takes part.
             is_causal: Whether a query sees only the keys up to its own position.
             scale: Factor of the logits; None is :math:`1 / \sqrt d`.
-            positions: Positions of the queries among the keys where there are fewer; None is the last ones.
+            positions: Positions of the queries among the keys, if there are fewer queries; None means the last
+                positions.
 
         Raises:
             ShapeError: If the heads do not fit, or the lengths differ and attention is not causal.
@@ -223,7 +226,7 @@ class LearnedLinearAttention(nn.Module):
                 f"{q.shape[-2]} queries and {k.shape[-2]} keys have no common positions, which the window needs: use "
                 "softmax attention between different sequences"
             )
-        if heads != self.num_heads:  # maps are of query heads
+        if heads != self.num_heads:  # The maps belong to query heads.
             k, v = (x.repeat_interleave(self.num_heads // heads, -3) for x in (k, v))
         q = q * (self.head_dim**-0.5 if scale is None else scale)
         if self.recorder is not None:
@@ -236,12 +239,12 @@ class LearnedLinearAttention(nn.Module):
             first = None if key_mask is None else left_padding(key_mask)
             if first is None:
                 return self._attend_all(q, k, v, key_mask, is_causal)
-            # The operator counts blocks from position 0, so padding before a sequence is moved behind it.
+            # The operator counts blocks from position 0, so padding before a sequence is moved to its end.
             positions, first = torch.arange(k.shape[-2], device=k.device), first[:, None]
             q, k, v = (take_positions(x, (positions + first) % k.shape[-2]) for x in (q, k, v))
             moved_mask = None if key_mask is None else key_mask.gather(-1, (positions + first) % k.shape[-2])
             y = take_positions(self._attend_all(q, k, v, moved_mask, is_causal), (positions - first) % k.shape[-2])
-            # Behind the sequence a padding query sees keys; in its own place it sees none.
+            # At the end of the sequence a padding query sees keys. At its original place it sees none.
             is_padding = positions < first
             return y.masked_fill(is_padding[:, None, :, None], 0) if is_causal else y
         if positions is None:
@@ -251,7 +254,7 @@ class LearnedLinearAttention(nn.Module):
         return logits.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v
 
     def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Attend from all positions to all positions, whose blocks are counted from position 0."""
+        """Attend from all positions to all positions, with blocks counted from position 0."""
         phi_q, phi_k, log_q, log_k = self.features(q, k)
         options: Any = {"window": self.window, "is_causal": is_causal}
         if key_mask is not None:
@@ -266,9 +269,9 @@ class LearnedLinearAttention(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore, also in a process whose transformers does not know of linear attention yet."""
+        """Restore the module, and register linear attention with transformers in this process."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if RECORD not in buffers_of(self):  # of an earlier version
+        if RECORD not in buffers_of(self):  # The module was pickled by an earlier version.
             device = self.query_weight.device
             self.register_buffer(RECORD, torch.tensor([_RECORD_VERSION, self.window], device=device))
         register()
@@ -286,34 +289,35 @@ def window_masks(
     is_causal: bool,
     first: Tensor | None = None,  # () or (N,)
 ) -> tuple[Tensor, Tensor]:
-    """Return which of ``count`` keys queries see exactly, and which they see, (L, count) or (N, 1, L, count).
+    """Return masks of the ``count`` keys in the window of each query, and of all keys that a query sees.
 
-    ``first`` is the position of the first key that takes part, from which blocks are counted; None is position 0.
+    Both have shape (L, count) or (N, 1, L, count). Blocks are counted from ``first``, the position of the first key
+    that takes part; None is position 0.
     """
     keys = torch.arange(count, device=positions.device)
     start = 0 if first is None else first[..., None]
     distance = ((positions - start) // window)[..., None] - ((keys - start) // window)[..., None, :]
-    seen = keys <= positions[..., None] if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    masks = (mask.unsqueeze(1) if mask.dim() == 3 else mask for mask in (distance.abs() <= 1, seen))
+    attended = keys <= positions[..., None] if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    masks = (mask.unsqueeze(1) if mask.dim() == 3 else mask for mask in (distance.abs() <= 1, attended))
     return next(masks), next(masks)
 
 
 def first_keys(key_mask: Tensor) -> Tensor:  # (*batch, S) -> (*batch,)
-    """Return the position of the first key that takes part, 0 where none does."""
+    """Return the position of the first key that takes part, or 0 in rows without keys."""
     return key_mask.int().argmax(-1)
 
 
-# Several layers read one mask, and to look at its values waits for the device.
+# Layers share a mask, and reading its values waits for the device.
 _left_padding: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
 
 
 def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
-    """Return how many positions precede the first key of each row; None if none does in any row."""
+    """Return the number of positions before the first key of each row, or None if it is 0 in all rows."""
     if not key_mask.shape[-1]:
         return None
-    if torch.compiler.is_compiling() or not has_values(key_mask):  # a graph cannot branch on values
+    if torch.compiler.is_compiling() or not has_values(key_mask):  # A graph cannot branch on values.
         return first_keys(key_mask)
-    version = 0 if key_mask.is_inference() else version_of(key_mask)  # tensors of inference mode count no writes
+    version = 0 if key_mask.is_inference() else version_of(key_mask)  # Inference tensors do not count writes.
     entry = _left_padding.get(key_mask)
     if entry is None or entry[0] != version:
         first = first_keys(key_mask)

@@ -28,18 +28,18 @@ def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
     ``attention`` is a :class:`LearnedLinearAttention`, or another module that is called as one.
     """
     new = copy.copy(module)
-    # The copy adds to these dictionaries, so it gets its own. The parameters within are shared.
+    # The copy adds to these dictionaries, so it gets copies of them. They share the parameters.
     for name in MODULE_DICTIONARIES:
         new.__dict__[name] = copy.copy(module.__dict__[name])
     new.add_module(CHILD, attention.train(module.training))
     if isinstance(module, nn.MultiheadAttention):
-        # The class has no state of its own, so that a copy of any nn.MultiheadAttention is one of its instances.
+        # The class adds no state, so that a copy of any nn.MultiheadAttention can become an instance.
         new.__class__ = LinearizedMultiheadAttention
-        new.register_forward_pre_hook(keep_own_forward)  # nn.TransformerEncoderLayer would not call it
+        new.register_forward_pre_hook(keep_own_forward)  # disables the fast path of nn.TransformerEncoderLayer
     else:
         register()
-        config: Any = copy.copy(module.config)  # transformers' modules share one
-        config._attn_implementation_internal = NAME  # private: the setter also sets it in configurations within
+        config: Any = copy.copy(module.config)  # Modules of transformers share a config.
+        config._attn_implementation_internal = NAME  # The public setter would also set it in nested configurations.
         new.config = config
     return new
 
@@ -47,11 +47,11 @@ def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
 class LinearizedMultiheadAttention(nn.MultiheadAttention):
     """A :class:`torch.nn.MultiheadAttention` with :class:`LearnedLinearAttention`, made by :func:`panther.linearize_`.
 
-    It has the original's projections and takes the same arguments, and returns no weights. Masks are the causal one,
-    and those of keys. In training mode ``dropout`` must be 0.
+    It has the original's projections and takes the same arguments, and returns no weights. Masks can be causal or
+    masks of keys. In training mode ``dropout`` must be 0.
 
     Raises:
-        ValueError: If a mask is of another kind, queries and keys have different lengths, or weights would be dropped.
+        ValueError: If a mask has another kind, queries and keys have different lengths, or weights would be dropped.
     """
 
     linear_attention: LearnedLinearAttention
@@ -82,7 +82,7 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         check_dropout(self.dropout if self.training else 0.0)
-        # Two sequences of one length are not told apart by it; afterwards the user knows.
+        # The window cannot tell apart two sequences of the same length. They are refused only during conversion.
         recorded = self.linear_attention.recorder is not None and query is not key
         batched = query.dim() == 3
         if not batched:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._sketched import keep_own_forward
-from panther.nn.attention._check import ApproximationError, errors_beside_mean, is_plain, sample, warn_if_worse
+from panther.nn.attention._check import ApproximationError, errors_of_layer_and_mean, is_plain, sample, warn_if_worse
 from panther.nn.attention._feature_map import KERNELS, FeatureMap
 from panther.nn.attention._features import (
     check_inputs,
@@ -21,14 +21,14 @@ from panther.nn.attention._features import (
 from panther.nn.attention._hermite import hermite_rank
 from panther.sketch import check_seed
 
-# Fewer say too little about an approximation.
+# The approximation is not checked on fewer keys.
 _LEAST_KEYS = 32
 
 
 class _NotATensor:
     """A stand-in for the projections of nn.MultiheadAttention, which nn.TransformerEncoder reads.
 
-    An object with a __torch_function__ keeps the encoder off its fast path, which would use them.
+    An object with a __torch_function__ prevents the encoder's fast path, which would use the projections.
     """
 
     weight = bias = None
@@ -43,9 +43,9 @@ class RandMultiHeadAttention(FeatureMap):
 
     The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of
     q and k, so that the sum over keys is taken once for all queries (K. Choromanski et al., "Rethinking attention with
-    Performers", ICLR 2021, arXiv:2009.14794). Two things differ: ``batch_first=True`` is the default, and there are no
-    weights to return and no masks except for a causal one and one of keys. Queries and keys are projected, split into
-    heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
+    Performers", ICLR 2021, arXiv:2009.14794). There are two differences: ``batch_first=True`` is the default, and there
+    are no weights to return and no masks except for a causal mask and a mask of keys. Queries and keys are projected,
+    split into heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
 
     ``"hermite"``
         The default, by measured error: a polynomial of each query's logits about their mean over the keys it sees, of
@@ -63,7 +63,7 @@ class RandMultiHeadAttention(FeatureMap):
         The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
         (``num_random_features`` is not used): accurate while logits stay below about 1, and far off above.
 
-    In causal attention an output does not depend on later positions in any bit, whatever they hold. A masked or padded
+    In causal attention no bit of an output depends on later positions, even if they are NaN. A masked or padded
     key has no influence at all.
 
     Checkpoints of other libraries with a ``projection_matrix`` (features, head width) for all heads are loaded as
@@ -120,7 +120,7 @@ class RandMultiHeadAttention(FeatureMap):
         (torch.Size([2, 100, 64]), None)
     """
 
-    in_proj_bias = None  # read by nn.TransformerEncoder(Layer), which then does not take its fast path
+    in_proj_bias = None  # nn.TransformerEncoder(Layer) reads it, and then does not take its fast path.
     in_proj_weight = out_proj = _NotATensor()
     bq: nn.Parameter | None
     bk: nn.Parameter | None
@@ -201,7 +201,7 @@ class RandMultiHeadAttention(FeatureMap):
     def reset_parameters(self) -> None:
         """Draw the projections as nn.MultiheadAttention does, and the directions of the present seed again."""
         for weight in (self.Wq, self.Wk, self.Wv):
-            if self._qkv_same_embed_dim:  # nn.MultiheadAttention has one matrix for the three: a smaller bound
+            if self._qkv_same_embed_dim:  # nn.MultiheadAttention draws q, k and v as one matrix.
                 bound = (6 / (4 * self.embed_dim)) ** 0.5
                 nn.init.uniform_(weight, -bound, bound)
             else:
@@ -222,7 +222,7 @@ class RandMultiHeadAttention(FeatureMap):
 
         Means of queries and keys are subtracted, which changes nothing in a softmax and makes logits small, and the
         second order goes to the directions in which the logits vary most. In a pretrained model features are useful
-        only after this step. The weights stay. Call it again to fit to other inputs: nothing is accumulated.
+        only after this step. The weights do not change. Call it again to fit to other inputs; nothing is accumulated.
 
         Args:
             query: Queries, as for a call; a few hundred positions are enough.
@@ -260,8 +260,9 @@ class RandMultiHeadAttention(FeatureMap):
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
-            Relative errors of the heads' outputs: ``layer``, that of the layer, and ``mean_of_values``, that of giving
-            all keys the same weight. A layer whose error is the larger is worse than no attention.
+            Relative errors of the heads' outputs: ``layer`` is the error of this layer, and ``mean_of_values`` is the
+            error of giving all keys the same weight. A layer with a larger error than the mean is worse than no
+            attention.
 
         Cost: softmax attention of 256 positions.
 
@@ -282,12 +283,12 @@ class RandMultiHeadAttention(FeatureMap):
         return self._errors(*sample(q, k, self._heads(value, self.Wv, self.bv), None), causal)
 
     def _errors(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> ApproximationError:
-        ours = self._attend(q, k, v, exponent, causal)
+        output = self._attend(q, k, v, exponent, causal)
         root = self.head_dim**-0.25
-        return errors_beside_mean(q * root, k * root, v, exponent, causal, ours)
+        return errors_of_layer_and_mean(q * root, k * root, v, exponent, causal, output)
 
     def _projected(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys by heads, with their relative positions, not yet scaled."""
+        """Return unscaled queries and keys by heads, with relative positions."""
         if query.dim() == 2:
             query, key = query[None], key[None]
         elif not self.batch_first:
@@ -313,7 +314,8 @@ class RandMultiHeadAttention(FeatureMap):
             value: Values.
             key_padding_mask: True where a key is to be ignored, or numbers to be added to its logits.
             need_weights: Must be False.
-            attn_mask: None, a mask of nothing, or the causal one, as which it is taken with ``is_causal=True``.
+            attn_mask: None, an empty mask, or the causal mask. With ``is_causal=True`` any mask counts as the causal
+                mask.
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
@@ -345,7 +347,7 @@ class RandMultiHeadAttention(FeatureMap):
                 self.redraw_features_()
 
         exponent = key_exponent(key_padding_mask, key)
-        if exponent is not None:  # masked keys may hold anything, also NaN, which gradients of weights would see
+        if exponent is not None:  # Masked keys may be NaN, which would reach the gradients of weights.
             left_out = (exponent == -torch.inf).mT  # (N, S, 1)
             key, value = key.masked_fill(left_out, 0), value.masked_fill(left_out, 0)
         q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
@@ -379,7 +381,7 @@ class RandMultiHeadAttention(FeatureMap):
         """Return a layer with the projections of a softmax attention, copied, in its dtype and on its device.
 
         Args:
-            mha: The layer to copy from; it is left as it is.
+            mha: The layer to copy from; it is not changed.
             num_random_features: Features of each head.
             **kwargs: ``kernel_fn``, ``iscausal``, ``SRPE``, ``seed``, ``redraw_interval`` of the constructor.
 
@@ -425,5 +427,5 @@ make_performer = RandMultiHeadAttention.from_mha
 
 
 def _is_recomputing() -> bool:
-    """Return whether a backward pass is running, as when activation checkpointing repeats a forward."""
+    """Return whether a backward pass is running, for example when activation checkpointing repeats a forward."""
     return not torch.compiler.is_compiling() and is_backward_running()

@@ -14,7 +14,7 @@ from panther.sketch import GaussianSketch, check_seed
 
 
 class sinSRPE(nn.Module):  # noqa: N801  the paper's name
-    r"""Give queries and keys of every head their relative positions, by multiplying them by random codes.
+    r"""Encode relative positions into the queries and keys of every head, by multiplication with random codes.
 
     The covariance of the codes is a stationary kernel of positions for each feature d of a head,
 

@@ -17,15 +17,15 @@ from panther.sketch import check_seed
 class RandomFeatureAttention(FeatureMap):
     """The attention of :class:`panther.nn.RandMultiHeadAttention` without its projections.
 
-    It stands in converted modules of transformers in the place of :class:`panther.nn.LearnedLinearAttention`, and is
-    called as that is.
+    Converted modules of transformers can have it instead of :class:`panther.nn.LearnedLinearAttention`. It is called in
+    the same way.
 
     Args:
         num_heads: Heads of queries.
-        head_dim: Their width.
+        head_dim: Width of a head.
         num_random_features: Features of each head.
         kernel_fn: As for :class:`panther.nn.RandMultiHeadAttention`.
-        seed: Of the directions; None draws one from torch's default CPU generator.
+        seed: The seed of the directions; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
 
@@ -34,7 +34,7 @@ class RandomFeatureAttention(FeatureMap):
         ValueError: If ``kernel_fn`` is unknown.
     """
 
-    recorder: Any = None  # which linearize_ gives its own layers
+    recorder: Any = None  # linearize_ sets a recorder in LearnedLinearAttention.
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RandomFeatureAttention(FeatureMap):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, scaled as a head of this width is, keys and values of all heads, and the keys' exponents."""
+        """Return scaled queries, keys and values of all heads, and the keys' exponents."""
         repeats = q.shape[1] // k.shape[1]
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
@@ -97,7 +97,7 @@ class RandomFeatureAttention(FeatureMap):
             q = q * (scale * self.head_dim**0.5)
         exponent = None
         if key_mask is not None:
-            left_out = ~key_mask[:, None, :, None]  # which may hold anything, also NaN
+            left_out = ~key_mask[:, None, :, None]  # Masked keys may be NaN.
             k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
             exponent = torch.zeros(key_mask.shape, dtype=q.dtype, device=q.device)
             exponent = exponent.masked_fill(~key_mask, -torch.inf)[:, None]
@@ -108,9 +108,9 @@ class RandomFeatureAttention(FeatureMap):
         """Fit the map to queries and keys, as :meth:`panther.nn.RandMultiHeadAttention.calibrate_` does."""
         q, k, _, _ = self._inputs(q, k, k, None, scale)
         if key_mask is not None:
-            kept = key_mask.any(0)  # positions that some sample has
-            k = k[:, :, kept]
-            q = q[:, :, kept] if q.shape[-2] == len(kept) else q
+            is_used = key_mask.any(0)  # positions that at least one sample has
+            k = k[:, :, is_used]
+            q = q[:, :, is_used] if q.shape[-2] == len(is_used) else q
         self._fit_(q, k)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
-"""What files tell of converted attention: a record for each module, from which a fresh model is converted again.
+"""Records of converted attention in files, from which a new model is converted in the same way.
 
-Records are in the same JSON object as the records of compressed layers, by the name of the attention module. A record
-has everything that the state_dict does not tell by shapes, such as the window.
+Records are in the same JSON object as the records of compressed layers, under the name of the attention module. A
+record has everything that does not follow from the shapes in the state_dict, such as the window.
 """
 
 __all__ = [
@@ -25,7 +25,7 @@ from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
 
 _MODE = "linear attention"
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # prefixes of activation checkpointing and torch.compile
 _LARGEST_SIZE = 1 << 40
 _SIZES: dict[str, tuple[str, ...]] = {
     "LearnedLinearAttention": ("num_heads", "head_dim", "num_features", "window"),
@@ -50,7 +50,7 @@ def attention_record(module: nn.Module) -> dict[str, Any] | None:
 
 
 def attention_records(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the records of all converted attention modules by name; a module of several names has aliases."""
+    """Return the records of all converted attention modules by name. The second name of a module is an alias."""
     records: dict[str, dict[str, Any]] = {}
     first_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -65,20 +65,20 @@ def attention_records(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def is_attention_record(record: Any) -> bool:
-    """Return whether a record is of converted attention; an alias is of what it is an alias of."""
+    """Return whether a record, or the record that it is an alias of, describes converted attention."""
     return isinstance(record, Mapping) and record.get("mode") == _MODE
 
 
 def convert_as_saved_(model: nn.Module, records: Mapping[str, Any]) -> tuple[dict[str, Any], dict[nn.Module, Any]]:
     """Convert a model's attention as the records say, in place, without values.
 
-    A module that is converted as its record says already is left.
+    A module that is already converted as its record says is not changed.
 
     Returns:
         The records of all other modules, and the converted modules, each with the module that it replaced.
 
     Raises:
-        FormatError: If a record does not fit the model, which is then left as it is.
+        FormatError: If a record does not fit the model, which is then not changed.
     """
     names = {name for name, record in records.items() if is_attention_record(record)}
     names |= {name for name, record in records.items() if _alias_of(record) in names}
@@ -98,18 +98,18 @@ def convert_as_saved_(model: nn.Module, records: Mapping[str, Any]) -> tuple[dic
             )
         if old not in converted and not _is_as_saved(name, record, old):
             converted[old] = _converted(name, record, old)
-    _swap(model, converted)
+    _replace_modules(model, converted)
     return {name: record for name, record in records.items() if name not in names}, converted
 
 
 @contextmanager
 def attention_as_saved(model: nn.Module, records: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Convert attention as :func:`convert_as_saved_` does, and yield the other records; an error takes it back."""
+    """Convert attention as :func:`convert_as_saved_` does, and yield the other records. An error undoes it."""
     layer_records, converted = convert_as_saved_(model, records)
     try:
         yield layer_records
     except BaseException:
-        _swap(model, {new: old for old, new in converted.items()})
+        _replace_modules(model, {new: old for old, new in converted.items()})
         raise
 
 
@@ -133,10 +133,10 @@ def optional_names(model: nn.Module) -> set[str]:
 
 
 def check_recorded(names: Collection[str], model: nn.Module, source: object) -> None:
-    """Raise FormatError if tensors of these names are linear attention, and the model has none.
+    """Raise FormatError if these tensor names belong to linear attention, and the model has no linear attention.
 
-    Files of earlier versions have no record of it, so that nothing else tells how to convert the model. Places are not
-    compared, because transformers may save modules under other names than the model has.
+    Files of earlier versions have no record, so only the names of tensors show this. The names of modules are not
+    compared, because transformers may save modules under other names.
     """
     places = sorted({name.rpartition(f".{CHILD}.")[0] for name in names if f".{CHILD}." in name})
     if places and not any(attention_record(module) for module in model.modules()):
@@ -168,7 +168,7 @@ def _first(places: list[Any], names: tuple[str, ...]) -> int | None:
 
 def _alias_of(record: Any) -> str | None:
     alias = record.get("alias_of") if isinstance(record, Mapping) else None
-    return alias if isinstance(alias, str) else None  # _specs refuses others
+    return alias if isinstance(alias, str) else None  # _specs refuses other types.
 
 
 def _checked(name: str, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -191,7 +191,7 @@ def _checked(name: str, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
 
 
 def _is_as_saved(name: str, record: Mapping[str, Any], old: nn.Module) -> bool:
-    """Return whether a module is converted already; raise FormatError if it is converted in a different way."""
+    """Return whether a module is already converted. Raise FormatError if it is converted in a different way."""
     own_record = attention_record(old)
     if own_record is None:
         return False
@@ -207,7 +207,7 @@ def _is_as_saved(name: str, record: Mapping[str, Any], old: nn.Module) -> bool:
 
 
 def _converted(name: str, record: Mapping[str, Any], old: nn.Module) -> nn.Module:
-    """Return a copy of a module that is converted as the record says, without values."""
+    """Return a copy of a module, converted as the record says, without values."""
     kind, args = _checked(name, record)
     if type(old) is not nn.MultiheadAttention and not calls_interface(old):
         raise FormatError(
@@ -234,8 +234,8 @@ def _converted(name: str, record: Mapping[str, Any], old: nn.Module) -> nn.Modul
     return new
 
 
-def _swap(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new modules in the place of old ones, wherever these stand."""
+def _replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules by new modules in all places where they occur in the model."""
     for parent in list(model.modules()):
         for name, child in children_of(parent).items():
             if child is not None and child in replacement:

@@ -1,7 +1,7 @@
 """Layers whose weight is stored in few bits.
 
-``form`` counts bytes, ``grid`` rounds, ``state`` saves and loads, ``matrix`` holds and fits a weight, ``linear`` and
-``conv`` are the layers, and ``frozen`` is the product where only the input has a gradient.
+``form`` counts bytes, ``grid`` rounds, ``state`` saves and loads, ``matrix`` stores and fits a weight, ``linear`` and
+``conv`` are the layers, and ``frozen`` computes the product if only the input needs a gradient.
 """
 
 from panther.kernels.reference.codes import pack_codes, unpack_codes

@@ -18,8 +18,8 @@ def check_activations(activations: str | None) -> str | None:
 
 
 def rounded_input(x: Tensor) -> Tensor:  # (*, in)
-    """Return x with each row rounded to 255 numbers; its derivative is that of x."""
-    if x.is_nested and x.layout is torch.strided:  # as nn.TransformerEncoder passes padded batches: it has no amax
+    """Return x with each row rounded to 255 numbers, with the derivative of x."""
+    if x.is_nested and x.layout is torch.strided:  # nn.TransformerEncoder passes such batches; they have no amax
         return torch.nested.as_nested_tensor([rounded_input(sequence) for sequence in x.unbind()])
     with torch.no_grad():
         numbers, steps = rounded_rows(x)
@@ -28,7 +28,7 @@ def rounded_input(x: Tensor) -> Tensor:  # (*, in)
 
 
 def rounded_weight(Q: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:  # (out, in)
-    """Return Q with each row rounded to 255 numbers, as products of integers have it; its derivative is that of Q."""
+    """Return Q with each row rounded to 255 numbers, as in integer products, with the derivative of Q."""
     with torch.no_grad():
         steps = requantized_steps(scales, zeros, bits)
         rounded = (Q / steps).round() * steps

@@ -19,13 +19,13 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     r"""A drop-in for :class:`torch.nn.Conv2d` whose weight is stored in few bits.
 
     The weight, unfolded to a matrix (out, in / groups * kernel) whose columns run over channels, then rows, then
-    columns of the kernel, is that of :class:`QuantizedLinear`:
+    columns of the kernel, is stored as in :class:`QuantizedLinear`:
 
     .. math:: W = Q + L\,\mathrm{diag}(c)\,R, \qquad Q_{ij} = s_{ig}\,(q_{ij} - z_{ig}), \quad
         g = \lfloor j / \mathtt{group\_size} \rfloor
 
-    so each output channel has scales of its own, in grouped and depthwise convolutions too. What is trained, what casts
-    change and what files hold is as there, too.
+    so each output channel has its scales, in grouped and depthwise convolutions too. Training, casts and files are also
+    as in :class:`QuantizedLinear`.
 
     A new layer has random weights with nn.Conv2d's variance; :meth:`from_conv` rounds a dense layer.
 
@@ -39,10 +39,10 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         groups: Number of groups of channels.
         bias: Whether to add a bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        bits: Width of a code, 2 to 8; None for low rank alone.
+        bits: Width of a code, 2 to 8; None for only low rank.
         group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
             group may be smaller.
-        low_rank: Rank r of the correction, of the whole matrix also where there are groups of channels.
+        low_rank: Rank r of the correction of the whole matrix, even with groups of channels.
         device: None is torch's default.
         dtype: Floating dtype of input, output and bias; None is torch's default.
 
@@ -66,10 +66,10 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: Each call expands the weight, which takes its memory in ``dtype``, and convolves with it: a layer with codes
-    saves bytes and no time. Expansion takes as long as the convolution does for some positions of the output, which
-    counts where these are few, as for one image in the last layers of a network. Low rank alone without groups is two
-    convolutions, the second one 1 x 1, where that is less work.
+    Cost: each call expands the weight, which takes its memory in ``dtype``, and convolves with it. A layer with codes
+    saves bytes, but no time. The expansion takes as long as the convolution for some positions of the output, so it
+    matters if there are few positions, for example for one image in the last layers of a network. Without codes and
+    groups, the layer computes two convolutions, the second with a 1 x 1 kernel, if this is less work.
 
     Example:
         >>> import torch
@@ -142,12 +142,12 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     def from_conv(
         cls, conv: nn.Conv2d, bits: int | None = 4, *, group_size: int | None = 128, low_rank: int = 0
     ) -> Self:
-        """Return a quantized convolution near a dense one, on its device and in its dtype; the dense one is kept.
+        """Return a quantized approximation of a dense convolution, on its device and in its dtype.
 
         As :meth:`QuantizedLinear.from_linear` for the unfolded weight.
 
         Args:
-            conv: The layer to approximate.
+            conv: The layer to approximate. It is not changed.
             bits: As in the constructor.
             group_size: As in the constructor.
             low_rank: As in the constructor, at most the smaller size of the unfolded weight.
@@ -156,7 +156,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             ValueError: If the weight has no values, or NaN or infinite ones.
             TypeError: If ``conv`` is not an nn.Conv2d.
 
-        Cost: About 250 passes over the weight; with a correction four times that, and four truncated SVDs.
+        Cost: about 250 passes over the weight; with a correction 1000 passes and four truncated SVDs.
 
         Example:
             >>> import torch
@@ -185,7 +185,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
     @property
     def _form(self) -> list[int]:
-        """The form and the shape of a kernel: 3 x 1 and 1 x 3 have tensors of the same shapes."""
+        """The form and the kernel's shape, because kernels of 3 x 1 and 1 x 3 have tensors of the same shapes."""
         return [*super()._form, self.in_channels // self.groups, *self.kernel_size]
 
     def _described(self, form: list[int]) -> str:

@@ -17,9 +17,9 @@ def stored_bytes(
     low_rank: int = 0,
     conv: bool = False,
 ) -> int:
-    """Return the bytes that a :class:`QuantizedLinear` of this form takes in a file, without its bias.
+    """Return the size of a :class:`QuantizedLinear` of this form in a file, in bytes, without its bias.
 
-    With ``conv`` those of a :class:`QuantizedConv2d`, whose ``in_features`` are in / groups * kernel.
+    With ``conv`` return the size of a :class:`QuantizedConv2d`, whose ``in_features`` are in / groups * kernel.
 
     Example:
         >>> from panther.nn import QuantizedLinear
@@ -39,7 +39,7 @@ def stored_bytes(
 def checked_form(
     columns: int, bits: int | None, group_size: int | None, low_rank: int
 ) -> tuple[int | None, int | None, int]:
-    """Return bits, group size and rank as a layer holds them."""
+    """Return bits, group size and rank as a layer stores them."""
     low_rank = check_size("low_rank", low_rank, least=0)
     size = columns if group_size is None else check_size("group_size", group_size, least=1)
     if bits is None:

@@ -11,9 +11,8 @@ from torch import Tensor
 class FrozenProduct(torch.autograd.Function):
     """The layer's output, with gradients for the input and the bias.
 
-    Autograd would keep the expanded weight of every layer from the forward to the backward, which takes the memory of
-    the dense model: just what adapters on a quantized model are to save. The bias is an argument only for autograd to
-    see it.
+    Autograd would keep the expanded weight of every layer from the forward to the backward. It would take the memory of
+    the dense model, which adapters on a quantized model should save. The bias is an argument so that autograd sees it.
     """
 
     @staticmethod
@@ -26,7 +25,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return the gradients at input and bias; of torch's operations, so that they have derivatives too."""
+        """Return the gradients of input and bias by differentiable operations."""
         (grad,) = grads
         layer, at_input = ctx.layer, None
         if layer.bits is not None:

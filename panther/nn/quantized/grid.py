@@ -7,23 +7,23 @@ from torch import Tensor
 
 from panther.nn._fitting import fittable
 
-MAXIMUM_CODE = 127  # of factors, whose codes are symmetric about zero
-_SMALLEST_STEP = 1e-38  # about the least number that bfloat16 holds at full precision
+MAXIMUM_CODE = 127  # The codes of factors are symmetric about zero.
+_SMALLEST_STEP = 1e-38  # about the least normal number of bfloat16
 _CANDIDATES = 24
-_BLOCK = 1 << 20  # weights a block: temporaries of each candidate stay in the cache or near it
+_BLOCK = 1 << 20  # Weights per block, so that the temporaries of a candidate stay in the caches.
 
 
 def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (rows, groups) -> (rows, columns)
-    """Return the number of its group for each column."""
+    """Return for each column the value of its group."""
     if group_size is None or columns <= group_size:
         return groups.expand(-1, columns)
-    # Whole groups and the last one apart: torch 2.13 compiles `repeat_interleave` and a slice to reads past
-    # the end, and an index to a wrong gradient.
-    whole = columns // group_size
-    runs = groups[:, :whole, None].expand(-1, -1, group_size).flatten(1)
-    if whole * group_size == columns:
+    # The last group is separate, because torch 2.13 compiles `repeat_interleave` and a slice to reads past the end, and
+    # an index to a wrong gradient.
+    full_groups = columns // group_size
+    runs = groups[:, :full_groups, None].expand(-1, -1, group_size).flatten(1)
+    if full_groups * group_size == columns:
         return runs
-    return torch.cat((runs, groups[:, whole:].expand(-1, columns - runs.shape[1])), 1)
+    return torch.cat((runs, groups[:, full_groups:].expand(-1, columns - runs.shape[1])), 1)
 
 
 def quantize(
@@ -46,15 +46,16 @@ def quantization_grid(
 ) -> tuple[Tensor, Tensor]:  # (out, groups) bfloat16, (out, groups) uint8
     r"""Return scales and zero points of least squared error when each weight goes to its nearest code.
 
-    For each group, the range from the least to the largest weight (and zero) is shrunk by ``candidates`` factors, down
-    to the one that suits a normal distribution at this width; what falls outside goes to the nearest end. The scale is
-    rounded to bfloat16 before the error is taken, so that the error is that of the stored grid.
+    For each group, the search shrinks the range from the least to the largest weight (and zero) by ``candidates``
+    factors, down to the best factor for a normal distribution at this width. Weights outside of the range go to its
+    nearest end. The scale is rounded to bfloat16 before the error is computed, as in the stored grid.
 
     Args:
         weight: Floating, finite.
         bits: Width of a code, 1 to 8.
-        group_size: Columns that share a scale; the last group may be smaller. None: all of a row.
-        importance: A weight of the squared error for each column, such as the mean square of its input; None: equal.
+        group_size: Columns that share a scale; the last group may be smaller. None is all columns.
+        importance: A weight of the squared error for each column, such as the mean square of its input; None is equal
+            weights.
         candidates: Number of ranges to try; 1 takes the whole range.
 
     Returns:
@@ -69,7 +70,7 @@ def quantization_grid(
     rows, columns = A.shape
     size = min(group_size or columns, columns)
     groups = -(-columns // size)
-    if groups * size > columns:  # zeros, which every grid represents, count for nothing
+    if groups * size > columns:  # Padding zeros cause no error, because every grid represents zero.
         A = torch.nn.functional.pad(A, (0, groups * size - columns))
     counts = None
     if importance is not None:
@@ -93,14 +94,15 @@ def _searched(
 ) -> tuple[Tensor, Tensor]:
     top = 2**bits - 1
     low, high = A.amin(-1).clamp_max(0), A.amax(-1).clamp_min(0)
-    # Of a normal distribution, the best range at 2, 3, 4 and 8 bits is 0.5, 0.7, 0.85 and 1 of that of a long group.
+    # For a normal distribution, the best range at 2, 3, 4 and 8 bits is 0.5, 0.7, 0.85 and 1 of the range of a long
+    # group.
     least = max(0.3, 1.0 - 2.0 ** (1 - bits)) if bits > 1 else 0.2
     best_error = best_scale = best_zero = None
     for index in range(candidates):
         shrink = 1.0 - (1.0 - least) * index / max(1, candidates - 1)
-        # The ends are divided one by one: their difference may exceed the dtype.
+        # Each end is divided, because their difference may overflow.
         scale = (high / top - low / top).mul_(shrink).to(torch.bfloat16)
-        scale = torch.where(scale > _SMALLEST_STEP, scale, 1.0)  # a group of zeros, or as good as
+        scale = torch.where(scale > _SMALLEST_STEP, scale, 1.0)  # a group that is zero, or nearly
         s = scale.to(A.dtype)
         zero = (-low * shrink / s).round_().clamp_(0, top)
         codes = (A / s[..., None]).round_().add_(zero[..., None]).clamp_(0, top)
@@ -121,8 +123,8 @@ def round_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (out, r) int8, (r, in) int8, (r,) bfloat16
     """Return ``left @ right`` as ``L diag(c) R`` with integers in L and R and one scale for each rank-one term.
 
-    The largest entry of a column of L and of a row of R is 127, up to the rounding of c to bfloat16, which is made up
-    for in L.
+    The largest entry of a column of L and of a row of R is 127, up to the rounding of c to bfloat16, which L
+    compensates.
     """
     left, right = fittable(left.detach()), fittable(right.detach())
     a, b = left.abs().amax(0) / MAXIMUM_CODE, right.abs().amax(1) / MAXIMUM_CODE

@@ -23,7 +23,7 @@ from panther.nn.quantized.frozen import FrozenProduct
 from panther.nn.quantized.matrix import _FACTOR_UNIT, QuantizedMatrix
 from panther.nn.quantized.packed import PackedCodes, why_not_packed
 
-# Rows up to which the kernel serves; with more, cuBLAS multiplies by the expanded weight. Predicted, not measured.
+# The kernel multiplies up to this many rows, and cuBLAS multiplies more rows by the expanded weight (predicted).
 _KERNEL_ROWS = 256
 
 
@@ -38,23 +38,23 @@ class QuantizedLinear(QuantizedMatrix):
     term. Either part may be missing: ``low_rank=0`` is plain quantization, and ``bits=None`` low rank in int8.
 
     Integers and scales are buffers, and the bias is the only parameter: an optimizer made from ``model.parameters()``
-    leaves the weight as it is. :meth:`train_scales_` makes the scales trainable, relative to their size. Scales are
+    does not change the weight. :meth:`train_scales_` makes the scales trainable, relative to their size. Scales are
     stored in bfloat16, which has the range of float32 in 2 bytes, and casts of the layer (``half()``,
-    ``to(torch.float64)``) change the dtype of the computation and of the bias alone.
+    ``to(torch.float64)``) only change the dtype of the computation and of the bias.
 
     A new layer has random weights with nn.Linear's variance; :meth:`from_linear` rounds a dense layer.
 
     Args:
         in_features: Size of each input sample.
         out_features: Size of each output sample.
-        bits: Width of a code, 2 to 8; None for low rank alone.
+        bits: Width of a code, 2 to 8; None for only low rank.
         group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
             group may be smaller.
         low_rank: Rank r of the correction.
         bias: Whether to add a bias.
-        activations: ``"int8"`` rounds each row of the input to 8 bits, with a step of its own, so that integers can be
-            multiplied; a weight with several groups in a row is rounded to 8 bits a row for it, too. About 1 % of error
-            in the output. None leaves the input as it is.
+        activations: ``"int8"`` rounds each row of the input to 8 bits, with one step per row, so that integers can be
+            multiplied. A weight with more than one group in a row is rounded again, to 8 bits with one step per row.
+            The error of the output is about 1 %. None does not round the input.
         device: None is torch's default.
         dtype: Floating dtype of input, output and bias; None is torch's default.
 
@@ -79,13 +79,14 @@ class QuantizedLinear(QuantizedMatrix):
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. Expansion
-    counts where the batch is small: on a CPU, most layers with codes are slower than nn.Linear there and save memory
-    alone; for few rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by
-    block, otherwise as a whole; where the scales are not trained, the gradient of the input expands it again and keeps
-    nothing of it. On CUDA up to 256 rows go to a Triton kernel, which no GPU has run yet. With ``activations="int8"``
+    Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
+        matters
+    if the batch is small: on a CPU, most layers with codes are then slower than nn.Linear and only save memory; for few
+    rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by block,
+    otherwise at once. If the scales are not trained, the gradient of the input expands the weight again and does not
+    keep it. On CUDA a Triton kernel, which no GPU has run yet, multiplies up to 256 rows. With ``activations="int8"``
     integers are multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded
-    numbers are multiplied in floating point, which saves nothing, and derivatives are those without rounding.
+    numbers are multiplied in floating point, which saves nothing. Derivatives ignore the rounding.
 
     Example:
         >>> import torch
@@ -96,7 +97,7 @@ class QuantizedLinear(QuantizedMatrix):
         >>> 8 * stored_bytes(1024, 1024, bits=4, group_size=128, low_rank=16) / 1024**2
         4.437835693359375
 
-    Reference: A low-rank correction of a quantized weight: Z. Yao et al., "ZeroQuant-V2", 2023, arXiv:2303.08302.
+    Reference: a low-rank correction of a quantized weight: Z. Yao et al., "ZeroQuant-V2", 2023, arXiv:2303.08302.
     """
 
     dense_class = nn.Linear
@@ -142,22 +143,22 @@ class QuantizedLinear(QuantizedMatrix):
         return self._by_expansion(x, bias)
 
     def _without_gradients(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by the fastest way that there is for plain tensors."""
+        """Return the output by the fastest method for strided tensors without gradients."""
         if self.activations is not None:
             if multiplies_integers(x):
                 return self._by_integers(x, bias)
         elif self._kernel_takes(x):
             return self._by_kernel(x, bias)
         elif x.is_cpu:
-            return self._inferred(x, bias)
+            return self._without_expansion(x, bias)
         return self._by_expansion(x, bias)
 
     def _by_expansion(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by operations that are differentiable and can be traced."""
+        """Return the output by differentiable operations, which can be traced."""
         dtype = x.dtype
         if self.activations is not None:
             x = rounded_input(x)
-        output = None if self.bits is None else F.linear(x, self._multiplied(dtype), bias)
+        output = None if self.bits is None else F.linear(x, self._multiplied_weight(dtype), bias)
         if self.low_rank:
             left, right = self._factors(dtype)
             correction = F.linear(F.linear(x, right), left, bias if output is None else None)
@@ -165,8 +166,8 @@ class QuantizedLinear(QuantizedMatrix):
         assert output is not None  # the constructor refuses a layer without either
         return output
 
-    def _multiplied(self, dtype: torch.dtype) -> Tensor:  # (out, in)
-        """Return Q as it is multiplied: rounded again if the input is rounded and a row has several groups."""
+    def _multiplied_weight(self, dtype: torch.dtype) -> Tensor:  # (out, in)
+        """Return Q, rounded again if the input is rounded and a row has more than one group."""
         if self.activations is None or self._groups == 1:
             return self._expanded(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -174,7 +175,7 @@ class QuantizedLinear(QuantizedMatrix):
         return rounded_weight(weight, scales, self.zeros, self._code_form()[0]).to(dtype)
 
     def _kernel_takes(self, x: Tensor) -> bool:
-        """Return whether the Triton kernel runs; it expands the weight anew for every 64 rows, so not with many."""
+        """Return whether the Triton kernel runs. It expands the weight for every 64 rows, so it takes few rows."""
         if self.bits is None or x.dtype is torch.float64 or x.numel() > _KERNEL_ROWS * self.in_features:
             return False
         return use_triton("quantized_matmul", x.device) if x.is_cuda or backend() == "triton" else False
@@ -191,7 +192,7 @@ class QuantizedLinear(QuantizedMatrix):
         return kernels.quantized_matmul(*operands).view(*x.shape[:-1], self.out_features)
 
     def _by_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by products of integers."""
+        """Return the output by integer products."""
         dtype = x.dtype
         numbers, steps = rounded_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
         integers = numbers.to(torch.int8)
@@ -209,11 +210,11 @@ class QuantizedLinear(QuantizedMatrix):
         assert output is not None  # the constructor refuses a layer without either
         return output.view(*x.shape[:-1], self.out_features)
 
-    def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _without_expansion(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without expanding the whole weight."""
         rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        # The packed copy would be made anew in each call if scales changed: it is not for layers in training.
-        if self.packed_copy and self.scale_logs is None and PackedCodes.serves(rows, *self._code_tensors()):
+        # The packed copy is not for layers in training, because each change of scales would need a new copy.
+        if self.packed_copy and self.scale_logs is None and PackedCodes.is_best_for(rows, *self._code_tensors()):
             output = self._packed_codes().product(rows, bias)
         elif self.bits is not None:
             bits, group_size = self._code_form()
@@ -222,7 +223,7 @@ class QuantizedLinear(QuantizedMatrix):
             if x.dtype is torch.float16:
                 left, right = self._factors(x.dtype)
                 inner = rows @ right.mT
-            else:  # scales take fewer operations on the few numbers between the factors
+            else:  # The scales multiply the small product between the factors.
                 left, right = self.left.to(x.dtype), self.right.to(x.dtype)
                 inner = (rows @ right.mT).mul_(self._effective("factor_scales"))
             if self.bits is not None:
@@ -232,13 +233,13 @@ class QuantizedLinear(QuantizedMatrix):
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
 
     def hold_packed_(self, hold: bool = True) -> Self:
-        """Hold a second copy of codes of 4 bits, for torch's own kernel: in bfloat16, few rows, without gradients.
+        """Keep a second copy of codes of 4 bits, for torch's kernel for few rows in bfloat16 without gradients.
 
-        With up to 32 rows in bfloat16 on a CPU the layer then no longer expands its weight: of 4096 to 4096 features it
-        takes a tenth of the time for one row and 0.7 of it for 32, and less than nn.Linear up to 8. The copy takes as
-        many bytes as the codes. It is made in the first such call and whenever the tensors changed since; it is not
-        saved, and a copy of the layer makes its own. Writes to ``codes.data`` and the like go unnoticed: call this
-        again after those.
+        With up to 32 rows in bfloat16 on a CPU the layer then does not expand its weight. From 4096 to 4096 features it
+        takes a tenth of the time for one row and 0.7 of it for 32 rows, and less time than nn.Linear up to 8 rows. The
+        copy has the size of the codes. It is made in the first such call, and again after the tensors changed. It is
+        not saved, and a copy of the layer makes another one. Writes to ``codes.data`` cannot be noticed: call this
+        method again after them.
 
         Raises:
             ValueError: If the kernel does not take the layer: bits other than 4, groups other than 32, 64, 128 or 256
@@ -268,13 +269,13 @@ class QuantizedLinear(QuantizedMatrix):
     def _packed_codes(self) -> PackedCodes:
         tensors = self._code_tensors()
         packed = self._packed
-        if packed is None or not packed.follows(*tensors):
+        if packed is None or not packed.is_copy_of(*tensors):
             with torch.inference_mode(False), torch.no_grad():
                 packed = self._packed = PackedCodes(*tensors, self.group_size or self.in_features)
         return packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Drop the packed copy, which does not move along."""
+        """Drop the packed copy, which does not move with the layer."""
         self._packed = None
         return super()._apply(fn, recurse)
 
@@ -292,14 +293,14 @@ class QuantizedLinear(QuantizedMatrix):
         low_rank: int = 0,
         activations: str | None = None,
     ) -> Self:
-        """Return a quantized layer near a dense one, on its device and in its dtype; the dense one is left as it is.
+        """Return a quantized approximation of a dense layer, on its device and in its dtype.
 
-        Weights go to the nearest code of a grid whose range is searched for the least squared error. A correction and
-        the codes are fitted in turns, each to what the other leaves; the better of the rounds is kept. This looks at
-        the weight alone: :func:`panther.compress` weighs errors by the data, too.
+        Weights are rounded to the nearest code of a grid whose range is searched for the least squared error. Codes and
+        correction are fitted alternately, each to the remainder of the weight, and the best round is kept. Only the
+        weight determines the fit, while :func:`panther.compress` also weighs errors by the data.
 
         Args:
-            linear: The layer to approximate.
+            linear: The layer to approximate. It is not changed.
             bits: As in the constructor.
             group_size: As in the constructor.
             low_rank: As in the constructor, at most the smaller size of the weight.
@@ -309,7 +310,7 @@ class QuantizedLinear(QuantizedMatrix):
             ValueError: If the weight has no values, or NaN or infinite ones.
             TypeError: If ``linear`` is not an nn.Linear.
 
-        Cost: About 250 passes over the weight; with a correction four times that, and four truncated SVDs.
+        Cost: about 250 passes over the weight; with a correction 1000 passes and four truncated SVDs.
 
         Example:
             >>> import torch

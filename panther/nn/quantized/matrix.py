@@ -17,8 +17,9 @@ from panther.nn.quantized.form import checked_form
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState
 
-_ROUNDS = 4  # of a fit with a correction: the error falls by 1 % in the second round and by 0.1 % in the fourth
-_FACTOR_UNIT = 1 / 128  # factors are multiplied as L 128 diag(c) (R / 128), within the range of float16
+# Rounds of a fit with a correction. The second round reduces the error by 1 %, and the fourth by 0.1 %.
+_ROUNDS = 4
+_FACTOR_UNIT = 1 / 128  # The product L 128 diag(c) (R / 128) does not overflow float16.
 
 
 class QuantizedMatrix(QuantizedState):
@@ -51,7 +52,7 @@ class QuantizedMatrix(QuantizedState):
 
         def buffer(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
             if shape is None:
-                setattr(self, name, None)  # torch.export miscounts a buffer that is None
+                setattr(self, name, None)  # torch.export miscounts buffers that are None.
             else:
                 self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
 
@@ -69,15 +70,15 @@ class QuantizedMatrix(QuantizedState):
         self.register_parameter("bias", empty_bias)
         self.reset_parameters()
 
-    def _code_form(self) -> tuple[int, int]:  # torch.jit.trace reads properties, also of layers without codes
-        """Return bits and group size of the codes, for what only a layer with codes computes."""
+    def _code_form(self) -> tuple[int, int]:  # no property, which torch.jit.trace would read without codes
+        """Return bits and group size of a layer that has codes."""
         assert self.bits is not None
-        assert self.group_size is not None  # as bits is not None
+        assert self.group_size is not None  # because bits is not None
         return self.bits, self.group_size
 
     @property
     def _groups(self) -> int:
-        """Number of groups in a row."""
+        """The number of groups in a row."""
         return 0 if self.group_size is None else -(-self._columns // self.group_size)
 
     @torch.no_grad()
@@ -105,7 +106,7 @@ class QuantizedMatrix(QuantizedState):
 
     def _expanded(self, dtype: torch.dtype) -> Tensor:  # (out, in)
         """Return Q, differentiable by the scales."""
-        # float16 ends at 6e-8, which scales reach; the differences of integers are exact in every dtype.
+        # Scales can be as small as 6e-8, the least number of float16. Differences of integers are exact in every dtype.
         work = torch.float32 if dtype is torch.float16 else dtype
         bits, group_size = self._code_form()
         codes = unpack_codes(self.codes, bits, self._columns).to(work)
@@ -117,9 +118,9 @@ class QuantizedMatrix(QuantizedState):
         return ((codes - zeros) * scales).to(dtype)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
-        """Return L diag(c) and R as numbers, scaled so that the products with neither leave the range of float16."""
+        """Return L diag(c) and R as numbers, scaled so that products with either do not overflow float16."""
         held = self._effective("factor_scales")
-        wide = torch.promote_types(held.dtype, torch.float32)  # float64 where scales are held so
+        wide = torch.promote_types(held.dtype, torch.float32)  # float64 if scales are float64
         left = self.left * (held.to(wide) / _FACTOR_UNIT)
         return left.to(dtype), self.right.to(dtype) * _FACTOR_UNIT
 
@@ -140,11 +141,11 @@ class QuantizedMatrix(QuantizedState):
         return dense
 
     def _is_plain_inference(self, x: Tensor) -> bool:
-        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor."""
+        """Return whether no gradient is needed, nothing is traced, and the input is a strided tensor."""
         return self._is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or self._is_trained()))
 
     def _is_frozen(self, x: Tensor) -> bool:
-        """Return whether the input has a gradient and the weight none, nothing is traced, and the input is strided."""
+        """Return whether only the input needs a gradient, nothing is traced, and the input is strided."""
         return self._is_plain(x) and torch.is_grad_enabled() and x.requires_grad and not self._is_weight_trained()
 
     def _is_trained(self) -> bool:
@@ -164,7 +165,7 @@ class QuantizedMatrix(QuantizedState):
 
     @classmethod
     def _fitted_to(cls, dense: Any, **form: Any) -> Self:
-        """Return a layer of this form fitted to the weight of a dense one, with its bias and mode."""
+        """Return a layer of this form, fitted to the weight of a dense layer, with its bias and training mode."""
         A = fittable(dense.weight.detach()).flatten(1)
         layer = cls._in_place_of(dense, **form)
         layer._fit_(A)
@@ -189,11 +190,11 @@ class QuantizedMatrix(QuantizedState):
                 parts.append(factors)
             error = rest.square().sum().item()
             if error < best or math.isinf(best):
-                best, kept = error, parts
+                best, best_parts = error, parts
         if self.bits is not None:
-            self.set_codes_(*kept.pop(0))
+            self.set_codes_(*best_parts.pop(0))
         if self.low_rank:
-            self.set_factors_(*kept.pop(0))
+            self.set_factors_(*best_parts.pop(0))
 
     @torch.no_grad()
     def set_codes_(
@@ -210,10 +211,10 @@ class QuantizedMatrix(QuantizedState):
             ValueError: If a code or zero needs more than ``bits`` bits, or a scale is not finite.
         """
         if self.bits is None:
-            raise ShapeError("this layer is low rank alone (bits=None) and has no codes: use set_factors_")
+            raise ShapeError("this layer only has a correction (bits=None) and no codes: use set_factors_")
         groups = (self._rows, self._groups)
-        whole = (self._rows, self._columns)
-        _check_shapes(codes=(codes, whole), scales=(scales, groups), zeros=(zeros, groups))
+        shape = (self._rows, self._columns)
+        _check_shapes(codes=(codes, shape), scales=(scales, groups), zeros=(zeros, groups))
         top = 2**self.bits - 1
         for name, tensor in (("codes", codes), ("zeros", zeros)):
             if tensor.dtype is not torch.uint8:
@@ -260,13 +261,15 @@ class QuantizedMatrix(QuantizedState):
 
 
 def _by_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, columns: int) -> Tensor:  # (out, in)
-    """Return Q without a number for each column, which exporters would compute beforehand and store."""
-    whole = columns // group_size
-    runs = codes[:, : whole * group_size].unflatten(1, (whole, group_size))
-    first: Tensor = ((runs - zeros[:, :whole, None]) * scales[:, :whole, None]).flatten(1)
-    if whole * group_size == columns:
+    """Return Q without expanding scales to columns, because exporters would store the expanded scales."""
+    full_groups = columns // group_size
+    runs = codes[:, : full_groups * group_size].unflatten(1, (full_groups, group_size))
+    first: Tensor = ((runs - zeros[:, :full_groups, None]) * scales[:, :full_groups, None]).flatten(1)
+    if full_groups * group_size == columns:
         return first
-    return torch.cat((first, (codes[:, whole * group_size :] - zeros[:, whole:]) * scales[:, whole:]), 1)
+    return torch.cat(
+        (first, (codes[:, full_groups * group_size :] - zeros[:, full_groups:]) * scales[:, full_groups:]), 1
+    )
 
 
 def _check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""A second copy of codes of 4 bits, in the order that torch's own kernel reads: products with few rows in bfloat16."""
+"""A second copy of codes of 4 bits, in the order of torch's kernel, for products with few rows in bfloat16."""
 
 __all__ = ["PackedCodes", "why_not_packed"]
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from panther._torch import convert_to_int4, int4_weight_mm, version_of
 from panther.kernels.reference.codes import unpack_codes
 
-_GROUP_SIZES = (32, 64, 128, 256)  # those that the kernel takes
-_MOST_ROWS = 32  # beyond it, an expanded weight is faster
-_MIDDLE = 8  # what the kernel takes off the codes
+_GROUP_SIZES = (32, 64, 128, 256)  # the group sizes that the kernel takes
+_MOST_ROWS = 32  # With more rows, an expanded weight is faster.
+_MIDDLE = 8  # is subtracted from the codes by the kernel
 
 
 def why_not_packed(codes: Tensor | None, bits: int | None, group_size: int | None, columns: int) -> str | None:
-    """Return why torch's kernel does not take a layer; None if it does."""
+    """Return why torch's kernel does not take a layer, or None if it does."""
     if codes is None or bits != 4:
         return f"it has codes of 4 bits and this layer bits={bits}"
     if group_size not in _GROUP_SIZES or columns % group_size:
@@ -37,22 +37,22 @@ class PackedCodes:
         self._scales = torch.stack((steps, torch.zeros_like(steps)), -1).to(torch.bfloat16)
         self._offsets = steps * (zeros.mT.float() - _MIDDLE)
 
-    def follows(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
-        """Return whether these are the tensors that this was made of, unchanged."""
+    def is_copy_of(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
+        """Return whether this is a copy of these tensors in their current versions."""
         return self._versions == _versions(codes, zeros, scales)
 
     @staticmethod
-    def serves(x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
-        """Return whether the kernel is fast for this input, takes these scales, and versions are counted."""
+    def is_best_for(x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
+        """Return whether the kernel is fastest for this input, takes these scales, and the tensors count writes."""
         if x.dtype is not torch.bfloat16 or scales.dtype is not torch.bfloat16 or not 0 < len(x) <= _MOST_ROWS:
             return False
         if any(tensor.is_inference() for tensor in (codes, zeros, scales)):
             return False
-        return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # elsewhere it is slow
+        return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # The kernel is slow on other processors.
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)
         """Return ``x Q^T + bias``, without gradients."""
-        x = x.contiguous()  # as the kernel demands
+        x = x.contiguous()  # required by the kernel
         y: Tensor = int4_weight_mm(x, self._codes, self._group_size, self._scales).float()
         sums = x.unflatten(1, (-1, self._group_size)).sum(-1, dtype=torch.float32)
         y.addmm_(sums, self._offsets, alpha=-1)

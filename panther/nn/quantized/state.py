@@ -174,8 +174,8 @@ class QuantizedState(CompressedModule):
         """Load everything or nothing; trained factors of scales are new, or multiplied in, where one side has none."""
         state_dict = self._with_own_logs(state_dict, prefix)
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        own = {**parameters_of(self), **buffers_of(self)}
-        expected = {name: tensor for name, tensor in own.items() if tensor is not None}
+        layer_tensors = {**parameters_of(self), **buffers_of(self)}
+        expected = {name: tensor for name, tensor in layer_tensors.items() if tensor is not None}
         record = state.get("record")
         readable = isinstance(record, Tensor) and record.shape == self.record.shape and has_values(record)
         form = record.tolist() if readable else self._form  # type: ignore[union-attr]
