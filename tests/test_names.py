@@ -30,7 +30,7 @@ LIMITS = {
     "panther/nn": 0,
     "panther/sketch": 0,
     "panther/train": 46,
-    "panther/tuning": 168,
+    "panther/tuning": 0,
 }
 
 

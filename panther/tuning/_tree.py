@@ -26,13 +26,14 @@ class TreeRow:
     """One module.
 
     Attributes:
-        name: Its name, as in ``model.named_modules()``; ``""`` for the model itself.
-        kind: The name of its class; ``""`` where only tensors are known.
-        parameters: Number of entries of its parameters, those of its children included, shared ones once.
-        bytes: Bytes of its tensors as saved, those of its children included, shared ones once.
-        form: What it was made into, such as ``"sketched, 1 term of rank 16"``; a tensor that it shares; or ``""``.
-        shapes: Shapes of its own parameters, such as ``"weight 8x64, bias 8"``; of files those of all tensors.
-        trainable: Number of the entries that are trained; None where only tensors are known.
+        name: The name, as in ``model.named_modules()``; ``""`` for the model itself.
+        kind: The name of the class; ``""`` if only tensors are known.
+        parameters: Number of entries of all parameters, including children. Shared parameters count once.
+        bytes: Bytes of all tensors as saved, including children. Shared tensors count once.
+        form: The compressed form, such as ``"sketched, 1 term of rank 16"``, a tensor that the module shares, or
+            ``""``.
+        shapes: Shapes of the parameters without children, such as ``"weight 8x64, bias 8"``; for files of all tensors.
+        trainable: Number of trained entries; None if only tensors are known.
     """
 
     name: str
@@ -52,15 +53,15 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """The rows of a model, the model itself first. ``print`` shows them."""
+    """A model and its modules, as a table if printed."""
 
     rows: tuple[TreeRow, ...]
-    """The rows, parents before their children."""
+    """The rows: the model first, and parents before their children."""
     changed: int = 0
-    """Number of modules that were sketched, quantized or given linear attention, also below the listed levels."""
+    """Number of modules that were sketched, quantized or given linear attention, including unlisted levels."""
 
     def __str__(self) -> str:
-        """Return the table, children indented below their parents."""
+        """Return a table with children indented below their parents."""
         lines = [("module", "class", "shapes", "parameters", "trained", "bytes", "form")]
         lines += [
             (row.label, row.kind, row.shapes, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
@@ -74,7 +75,7 @@ class ModuleTree:
         return {"rows": [asdict(row) for row in self.rows]}
 
     def compare(self, other: "ModuleTree") -> "TreeComparison":
-        """Return what is different in another tree, such as that of the compressed model.
+        """Return what is different in another tree, such as the tree of the compressed model.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -90,11 +91,11 @@ class ModuleTree:
 
 @dataclass(frozen=True)
 class TreeComparison:
-    """Two trees, whose modules are compared by their names. ``print`` shows those that are different.
+    """Two trees, whose modules are compared by name. ``print`` shows the modules that differ.
 
     Attributes:
-        before: One of them.
-        after: The other.
+        before: The first tree.
+        after: The second tree.
     """
 
     before: ModuleTree
@@ -102,31 +103,31 @@ class TreeComparison:
 
     @property
     def pairs(self) -> list[tuple[TreeRow | None, TreeRow | None]]:
-        """Return the rows of both trees that are different, or in one of them only, and those of the models."""
-        before, after = ({row.name: row for row in one.rows} for one in (self.before, self.after))
+        """Return the pairs of rows that differ or occur in only one tree, and the pair of the models."""
+        before, after = ({row.name: row for row in tree.rows} for tree in (self.before, self.after))
         names = [row.name for row in _ordered([*{**after, **before}.values()])]
-        every = [(before.get(name), after.get(name)) for name in names]
-        return [pair for name, pair in zip(names, every, strict=True) if not name or _differ(*pair)]
+        pairs = [(before.get(name), after.get(name)) for name in names]
+        return [pair for name, pair in zip(names, pairs, strict=True) if not name or _differ(*pair)]
 
     def __str__(self) -> str:
-        """Return a table of the modules that are different."""
+        """Return a table of the modules that differ."""
         lines: list[tuple[str, ...]] = [("module", "class", "parameters", "trained", "bytes", "form")]
         for pair in self.pairs:
-            one = next(row for row in pair if row is not None)
+            present = next(row for row in pair if row is not None)
             cells = [
                 ("-",) * 5
                 if row is None
-                else (row.kind or one.kind, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
+                else (row.kind or present.kind, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
                 for row in pair
             ]
-            lines.append((one.label, *(_change(old, new) for old, new in zip(*cells, strict=True))))
+            lines.append((present.label, *(_change(old, new) for old, new in zip(*cells, strict=True))))
         size = [tree.rows[0].bytes for tree in (self.before, self.after)]
-        every = len({row.name for tree in (self.before, self.after) for row in tree.rows})
-        different = sum(_differ(*pair) for pair in self.pairs)
+        num_modules = len({row.name for tree in (self.before, self.after) for row in tree.rows})
+        num_different = sum(_differ(*pair) for pair in self.pairs)
         share = f"{size[1] / size[0]:.1%}".replace("%", " %") if size[0] else "none"
         return (
-            f"{format_table(lines)}\n{different} of {counted(every, 'module')} are different, and the model has "
-            f"{share} of its bytes"
+            f"{format_table(lines)}\n{num_different} of {counted(num_modules, 'module')} are different, and the model "
+            f"has {share} of its bytes"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,14 +171,14 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
         names.add(name)
         form = _form(module)
         parameters = {p: 0 if is_lazy(p) else p.numel() for p in module.parameters()}
-        own = {key: None if is_lazy(p) else tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+        own_shapes = {key: None if is_lazy(p) else tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
         shared = next((owners[id(p)] for p in module.parameters(recurse=False) if id(p) in owners), None)
         for key, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), f"{name}.{key}".lstrip("."))
         rows.append(
             TreeRow(
                 name, type(module).__name__, sum(parameters.values()), _bytes(module),
-                form or ("" if shared is None else f"shares {shared}"), _shapes(own),
+                form or ("" if shared is None else f"shares {shared}"), _shapes(own_shapes),
                 sum(number for parameter, number in parameters.items() if parameter.requires_grad),
             )
         )  # fmt: skip
@@ -195,7 +196,7 @@ def tree_of_tensors(
     forms: Mapping[str, Mapping[str, Any]],
     depth: int | None = None,
 ) -> ModuleTree:
-    """Return the tree of a file, from names of tensors alone.
+    """Return the tree of a file from the names of its tensors.
 
     Args:
         tensors: For each name the shape, the bytes, and whether it is floating.
@@ -203,7 +204,7 @@ def tree_of_tensors(
         depth: As for :func:`tree`.
     """
     check_depth(depth)
-    # Attention is recorded by its own name, and only its child has other tensors than before.
+    # The record has the name of the attention module, but only its child has new tensors.
     forms = {f"{name}.{CHILD}" if is_attention_record(spec) else name: spec for name, spec in forms.items()}
     sums: dict[str, list[int]] = {"": [0, 0]}
     shapes: dict[str, dict[str, tuple[int, ...] | None]] = {}
@@ -237,7 +238,7 @@ def check_depth(depth: int | None) -> None:
 
 
 def _ordered(rows: list[TreeRow]) -> list[TreeRow]:
-    """Return rows with children after their parents, in the order of the file, numbers by value."""
+    """Return the rows sorted by name, with parents first and numbers in numerical order."""
 
     def key(row: TreeRow) -> list[tuple[int, int | str]]:
         return [(0, int(part)) if part.isdigit() else (1, part) for part in row.name.split(".")] if row.name else []
@@ -246,7 +247,7 @@ def _ordered(rows: list[TreeRow]) -> list[TreeRow]:
 
 
 def _shapes(shapes: Mapping[str, tuple[int, ...] | None]) -> str:
-    """Return shapes by name in words; None is that of a parameter without values yet."""
+    """Describe shapes by name. None is the shape of an uninitialised parameter."""
     return ", ".join(
         f"{name} {'?' if shape is None else 'x'.join(map(str, shape)) or 'scalar'}" for name, shape in shapes.items()
     )
@@ -259,9 +260,9 @@ def _trained(row: TreeRow) -> str:
 
 
 def _differ(before: TreeRow | None, after: TreeRow | None) -> bool:
-    """Return whether two rows are different in what is known of both."""
+    """Return whether two rows differ in values that are known for both."""
     if before is None or after is None:
-        return bool((before or after).bytes)  # type: ignore[union-attr]  # files know no modules without tensors
+        return bool((before or after).bytes)  # type: ignore[union-attr]  # Files do not have modules without tensors.
     if any(getattr(before, name) != getattr(after, name) for name in ("parameters", "bytes", "form")):
         return True
     both = ((before.kind, after.kind), (before.trainable, after.trainable))
@@ -273,12 +274,12 @@ def _change(before: str, after: str) -> str:
 
 
 def _bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's tensors as saved, each once."""
-    seen: dict[Any, int] = {}
+    """Return the bytes of a module's saved tensors, counting each tensor once."""
+    bytes_by_tensor: dict[Any, int] = {}
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, Tensor) and not is_lazy(tensor):
-            seen[id(tensor)] = tensor.numel() * tensor.element_size()
-    return sum(seen.values())
+            bytes_by_tensor[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sum(bytes_by_tensor.values())
 
 
 def _form(module: nn.Module) -> str:
@@ -294,7 +295,7 @@ def _form(module: nn.Module) -> str:
 
 
 def _recorded_form(record: Mapping[str, Any]) -> str:
-    """Return the form of a compressed module in words, from its record."""
+    """Describe the form of a compressed module from its record."""
     if not record:
         return ""
     args: Any = record.get("args", {})

@@ -1,4 +1,4 @@
-"""The function that searches."""
+"""pr.tune: search for the forms of a model's layers."""
 
 __all__ = ["tune"]
 
@@ -20,10 +20,10 @@ from panther.compression.targets import Selector
 from panther.errors import ConfigError, check_size, require_extra
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
-from panther.tuning.finish import finished
+from panther.tuning.finish import finish_search
 from panther.tuning.goal import Goal, check_unchanged, make_goal
 from panther.tuning.hashing import identity
-from panther.tuning.models import another, copied, made
+from panther.tuning.models import call_model_fn, copy_model, copy_or_call_again
 from panther.tuning.prepared import Settings, prepare
 from panther.tuning.result import TuneResult
 from panther.tuning.runners import check_parallel, run_trials
@@ -36,8 +36,8 @@ from panther.tuning.spaces.layers import AUTO, Line, parse_lines
 from panther.tuning.spaces.settings import used_forms
 from panther.tuning.spaces.whole import WholeSpace, as_heal
 
-_FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
-_FIRST_SHARE = 1 / 3  # of the trials
+_FIRST = (3, 8)  # least and largest number of first trials, the choices of pr.compress
+_FIRST_SHARE = 1 / 3  # share of first trials between these bounds
 
 
 def tune(
@@ -196,7 +196,7 @@ def tune(
         trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress, _checked(catch)
     )  # fmt: skip
     settings = Settings(Forms(), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
-    # Gradients and plain tensors, whatever the caller's mode.
+    # The search needs gradients and no inference tensors in any mode of the caller.
     with torch.inference_mode(False), torch.enable_grad():
         if train is None:
             method = "svd" if calibration is None else "two_sided"
@@ -205,16 +205,19 @@ def tune(
                 return checked_forms(names, rank_multiple, group_size, method, activations)
 
             return _compressed(model, evaluate, calibration, space, goal, heal, forms, checked, settings, run)
-        given = {
+        compression_arguments = {
             "calibration": calibration, "heal": heal, "forms": forms, "activations": activations, "include": include,
             "exclude": exclude, "forward_fn": forward_fn, "loss_fn": loss_fn, "mask_fn": mask_fn,
             "statistics_memory_bytes": statistics_memory_bytes,
             "rank_multiple": None if rank_multiple == 8 else rank_multiple,
             "group_size": None if group_size == 128 else group_size,
         }  # fmt: skip
-        for name, value in given.items():
+        for name, value in compression_arguments.items():
             if value is not None:
-                raise ConfigError(f"{name}= is for models that are compressed, and train= makes new ones: leave it out")
+                raise ConfigError(
+                    f"{name}= cannot be combined with train=, which trains new models instead of compressing one: "
+                    f"remove {name}="
+                )
         return tune_from_scratch(model, evaluate, train, space, goal, run)
 
 
@@ -230,7 +233,7 @@ def _compressed(
     settings: Settings,
     run: Run,
 ) -> TuneResult:
-    """Search as :func:`tune` does, over what the layers of a trained model become."""
+    """Search over the forms of the layers of a trained model, as :func:`tune` describes."""
     if goal.timed and calibration is None:
         raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
     healing = as_heal(heal)
@@ -238,29 +241,30 @@ def _compressed(
         raise ConfigError("heal needs calibration=, a list of batches, on which the original is distilled")
     model_fn = None if isinstance(model, nn.Module) else model
     if model_fn is not None:
-        model = made(model_fn, {}, "its first call")
+        model = call_model_fn(model_fn, {}, "its first call")
     check_model(model)
     check_adapters(model)
-    own = copied(model, model_fn is not None)
-    if own is model:
-        another(model, model_fn)  # results will be: else that would be found after the search
+    model_copy = copy_model(model, model_fn is not None)
+    if model_copy is model:
+        # The results need further models. If there are none, the search must not start.
+        copy_or_call_again(model, model_fn)
     training = [module.training for module in model.modules()]
     lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
-    automatic = every = checked(forms)
+    automatic = search_forms = checked(forms)
     if lines is not None:
         kinds = {line.kind for line in lines}
         if forms is not None and AUTO not in kinds:
-            raise ConfigError("forms= is for the space 'auto', and this space names its own: leave it out")
-        named = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
-        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *named]))
-        every = checked(names or None)
+            raise ConfigError("forms= is for the space 'auto', and this space has its forms: remove forms=")
+        line_forms = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
+        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *line_forms]))
+        search_forms = checked(names or None)
         settings = replace(settings, include=_within(lines, settings.include))
-    settings = replace(settings, forms=every)
+    settings = replace(settings, forms=search_forms)
     words = identity(model, calibration, goal, lines, settings, run.repeats, healing)
-    with run.opened(goal, words) as opened, preserved_generators():  # making layers draws numbers
+    with run.opened(goal, words) as opened, preserved_generators():  # Making layers draws random numbers.
         seed = run.seed_of(opened)
         runner = Runner(
-            own.eval(), calibration, settings.forward_fn, settings.mask_fn, None, run.progress, settings.loss_fn
+            model_copy.eval(), calibration, settings.forward_fn, settings.mask_fn, None, run.progress, settings.loss_fn
         )  # fmt: skip
         evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats, run.catch)
         unchanged, evaluate_s = evaluator.measure_unchanged()
@@ -277,7 +281,7 @@ def _compressed(
         search = Study(opened.study, layers, goal, unchanged, run.sampler, seed, first)
         why = run_trials(search, evaluator, prepared, run.trials, run.deadline, run.parallel)
         notes = (*opened.notes, *layers.notes)
-        return finished(search, evaluator, prepared, evaluate_s, run, why, seed, notes)
+        return finish_search(search, evaluator, prepared, evaluate_s, run, why, seed, notes)
 
 
 def _check_timeout(timeout_s: Any) -> None:
@@ -286,7 +290,7 @@ def _check_timeout(timeout_s: Any) -> None:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
     if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
+        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
 
 
 def _checked(catch: Any) -> tuple[type[Exception], ...]:
@@ -300,8 +304,8 @@ def _checked(catch: Any) -> tuple[type[Exception], ...]:
 
 
 def _within(lines: Sequence[Line], include: Any) -> Selector:
-    """Return the selector of the layers that a space names, and that the user's own one matches."""
+    """Return a selector of the layers that a space names, or raise ConfigError if the user also passed ``include``."""
     if include is not None:
-        raise ConfigError("include= is for space='auto', and this space names its layers: leave it out")
+        raise ConfigError("include= is for space='auto', and this space names its layers: remove include=")
     names = {name for line in lines if line.kind != "attention" for name in line.names}
     return lambda module, name: name in names

@@ -1,4 +1,4 @@
-"""One trial: the layers of a plan in the model, the objective measured, and the user's function called on it."""
+"""Evaluation of a trial: put a plan's layers into the model, measure the objective, call the user's function."""
 
 __all__ = ["SAME", "Evaluator", "Outcome", "Report", "failed"]
 
@@ -24,26 +24,28 @@ from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.hashing import difference, fingerprint
 from panther.tuning.prepared import Plan, Prepared, TrialError
-from panther.tuning.usage import HELD, Usage, watched
+from panther.tuning.usage import STILL_REFERENCED, Usage, recording_usage
 
-SAME = 1e-6  # relative difference of two evaluations of one model: rounding, in sums of a different order
+# Relative difference of two equal evaluations, because sums in a different order round differently.
+SAME = 1e-6
 
 Report = Callable[[int, Figures], bool]
-"""Takes the step and the figures, with a partial metric, and returns whether to end the trial."""
+"""A function of the step and the figures, with a partial metric, that returns whether to end the trial."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
-        figures: Of the model; the metric is the last partial one where the trial was pruned, NaN where it failed.
+        figures: Figures of the model. The metric is the last partial metric if the trial was pruned, or NaN if it
+            failed.
         state: ``"complete"``, ``"pruned"`` or ``"failed"``.
         partial: Partial metrics.
-        build_s: Seconds for the new layers and what was measured besides the metric.
+        build_s: Seconds for making the layers and for measurements except for the metric.
         evaluate_s: Seconds of the user's function.
         reason: Why the trial failed.
-        uncalled: Names of new layers that were looked at for the first time, and that the function did not call.
+        uncalled: Names of layers whose replacements were used for the first time, and that the function did not call.
     """
 
     figures: Figures
@@ -66,13 +68,13 @@ class Evaluator:
 
     Attributes:
         runner: The copy and its calibration batches.
-        seed: Of generators, before each call of the user's function.
+        seed: The seed of generators before each call of the user's function.
         evaluate: The user's function.
-        goal: What is measured besides its result.
-        repeats: How often it is called for one model; the mean counts.
-        catch: What the user's functions may raise in a trial, which is then a failed one.
-        unchanged: Figures of the model as it is, once they are known.
-        seen: Layers whose replacements are known to be called, or not to be.
+        goal: The objective and the constraints.
+        repeats: Number of calls of ``evaluate`` for a model. Its metric is the mean.
+        catch: Exceptions of the user's functions that make a trial fail and do not end the search.
+        unchanged: Figures of the unchanged model, once they are measured.
+        checked_layers: Layers for which a trial has shown whether their replacements are called.
     """
 
     runner: Runner
@@ -82,14 +84,14 @@ class Evaluator:
     repeats: int = 1
     catch: tuple[type[Exception], ...] = ()
     unchanged: Figures | None = None
-    seen: set[nn.Module] = field(default_factory=set, repr=False)
+    checked_layers: set[nn.Module] = field(default_factory=set, repr=False)
 
     def measure_unchanged(self) -> tuple[Figures, float]:
-        """Return the figures of the model as it is, and the seconds of one evaluation, of two that are made.
+        """Evaluate the unchanged model twice. Return its figures and the mean seconds of an evaluation.
 
         Raises:
-            TuningError: If ``evaluate`` raises, returns no finite number, changes the model, or a different number for
-                the same one.
+            TuningError: If ``evaluate`` raises, returns no finite number, changes the model, or returns different
+                numbers for the same model.
         """
         where, model = "the unchanged model", self.runner.model
         before = fingerprint(model)
@@ -108,12 +110,12 @@ class Evaluator:
                 )
         seconds = (time.perf_counter() - began) / 2
         first, second = values
-        # A mean of several is of a function that is known to vary.
+        # With repeats > 1 the user expects the function to vary.
         if self.repeats == 1 and abs(first - second) > SAME * max(abs(first), abs(second)):
             raise TuningError(
-                f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {where}: fix its "
-                "order and its random numbers (torch's, Python's and NumPy's generators are seeded before each call), "
-                "or set repeats=, and the mean counts"
+                f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {where}: fix the "
+                "order of its data and its random numbers (torch's, Python's and NumPy's generators are seeded before "
+                "each call), or set repeats= to use the mean of more calls"
             )
         size = model_bytes(model)
         figures = Figures(first, size, latency, self._objective(model, size, latency, first, where, before))
@@ -121,12 +123,12 @@ class Evaluator:
         return figures, seconds
 
     def metric_of(self, model: nn.Module, where: str) -> float:
-        """Return the metric of a model that was built again, in eval mode as trials are."""
+        """Return the metric of a model that was built again, in eval mode as in trials."""
         flags = {module: module.training for module in model.modules()}
-        found = float(self._metric(model.eval(), where, fingerprint(model), None))
+        metric = float(self._metric(model.eval(), where, fingerprint(model), None))
         for module, flag in flags.items():
             module.training = flag
-        return found
+        return metric
 
     def run(self, prepared: Prepared, plan: Plan, number: int, report: Report) -> Outcome:
         """Run one trial.
@@ -139,7 +141,7 @@ class Evaluator:
             return self._run(prepared, plan, f"trial {number}", report)
         except TrialError as error:
             return failed(str(error))
-        except TuningError as error:  # what a user's function raised is its cause
+        except TuningError as error:  # The cause is the exception of a user's function.
             if isinstance(error.__cause__, self.catch):
                 return failed(str(error).removesuffix(": correct it"))
             raise
@@ -147,7 +149,7 @@ class Evaluator:
     def _run(self, prepared: Prepared, plan: Plan, where: str, report: Report) -> Outcome:
         assert self.unchanged is not None
         began = time.perf_counter()
-        with preserved_generators():  # making layers draws numbers, which are then replaced
+        with preserved_generators():  # Making layers draws random numbers.
             replacement = prepared.trial_layers(plan)
         latency = self._latency(replacement)
         names = {module: name for name, module in self.runner.model.named_modules()}
@@ -158,15 +160,15 @@ class Evaluator:
             ready = time.perf_counter()
             partial: list[float] = []
 
-            def told(value: float) -> bool:
+            def report_partial(value: float) -> bool:
                 partial.append(value)
                 return report(len(partial), Figures(value, size, latency, objective))
 
-            new = {old: layer for old, layer in replacement.items() if old not in self.seen}
+            new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
             usage = Usage()
-            watch = watched(model, new, usage) if new else None
-            metric = self._metric(model, where, before, told, watch)
-        done = time.perf_counter()
+            watch = recording_usage(model, new, usage) if new else None
+            metric = self._metric(model, where, before, report_partial, watch)
+        ended = time.perf_counter()
         pruned = metric is None
         uncalled = self._uncalled(new, usage, pruned, prepared.attention_names, names, where)
         value = partial[-1] if metric is None else metric
@@ -179,7 +181,7 @@ class Evaluator:
             "failed" if bad else "pruned" if pruned else "complete",
             tuple(partial),
             ready - began,
-            done - ready,
+            ended - ready,
             reason if bad else "",
             uncalled,
         )
@@ -193,22 +195,23 @@ class Evaluator:
         names: Mapping[nn.Module, str],
         where: str,
     ) -> tuple[str, ...]:
-        """Return the names of new layers that were not called; raise TuningError if an old one runs in their place."""
+        """Return the names of new layers that were not called, or raise TuningError if an old layer is still used."""
         for old in new:
-            # Old attention of transformers shares its weights with the new one, so that they say nothing.
+            # Old attention of transformers shares its weights with the new module, so only calls can show its use.
             if old in usage.held or (not pruned and old in attention and old not in usage.called):
-                what = "is not called" if old not in usage.called else "is called beside the old one"
+                problem = "is not called" if old not in usage.called else "is called in addition to the old layer"
                 raise TuningError(
-                    f"layer {names[old]!r} was replaced, and the new one {what} by evaluate in {where}: {HELD}"
+                    f"layer {names[old]!r} was replaced, and the new layer {problem} by evaluate in {where}: "
+                    f"{STILL_REFERENCED}"
                 )
         if pruned:
-            self.seen |= usage.called
+            self.checked_layers |= usage.called
             return ()
-        self.seen |= new.keys()
+        self.checked_layers |= new.keys()
         return tuple(names[old] for old in new if old not in usage.called)
 
     def _latency(self, replacement: Replacement) -> float | None:
-        """Return the seconds of a batch: the unchanged model's, over how many times faster the new one is beside it."""
+        """Return the seconds per batch: the unchanged model's time divided by the measured speedup."""
         if not self.goal.timed:
             return None
         assert self.unchanged is not None
@@ -233,15 +236,15 @@ class Evaluator:
         model: nn.Module,
         where: str,
         before: dict[str, Any],
-        told: Callable[[float], bool] | None,
+        report_partial: Callable[[float], bool] | None,
         watch: AbstractContextManager[None] | None = None,
     ) -> Any:
         """Return the mean of the user's function over its repeats, or None if the trial is to end early."""
         values = []
         for repeat in range(self.repeats):
             with self._unchanging(model, "evaluate", where, before), (watch if repeat == 0 else None) or nullcontext():
-                # Only the first of several is looked at while it runs: partial values of others have other steps.
-                value = self._once(model, where, told if repeat == 0 else None, self.seed + repeat)
+                # Only the first call reports partial values, because later calls would repeat the steps.
+                value = self._once(model, where, report_partial if repeat == 0 else None, self.seed + repeat)
             if value is None:
                 return None
             values.append(value)
@@ -249,14 +252,14 @@ class Evaluator:
 
     @contextmanager
     def _unchanging(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> Iterator[None]:
-        """Raise TuningError if a user's function changes the model; put the flags of training mode back."""
+        """Raise TuningError if a user's function changes the model; restore the training mode of modules."""
         flags = {module: module.training for module in model.modules()}
         try:
             yield
         except TuningError as error:
             if not isinstance(error.__cause__, self.catch):
                 raise
-            # The search continues with this model, in which hooks or half of a training step may have been left.
+            # The search continues with this model, so the exception must not have left hooks or changed weights.
             self._check_unchanged(model, f"{name}, which raised {error.__cause__!r},", where, before)
             raise
         finally:
@@ -267,14 +270,14 @@ class Evaluator:
     def _check_unchanged(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> None:
         if changed := difference(before, fingerprint(model)):
             raise TuningError(
-                f"{name} changed {changed} of {where}, and must leave the model as it is: train or convert a "
+                f"{name} changed {changed} of {where}, and must not change the model: train or convert a "
                 "copy.deepcopy of it, and remove hooks"
             )
 
     @contextmanager
     def _user(self, name: str, where: str, seed: int) -> Iterator[None]:
-        """Run a user's function: generators are seeded, and what it raises becomes a TuningError."""
-        # Gradients are on and may be taken, whatever the caller's mode: a user's function decides for itself.
+        """Run a user's function: with seeded generators, and convert its exceptions to TuningError."""
+        # A user's function can compute gradients in any mode of the caller.
         with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
             seed_generators(seed)
             try:
@@ -288,7 +291,9 @@ class Evaluator:
                     f"{name} raised {type(error).__name__}: {error} for {where}{place}: correct it"
                 ) from error
 
-    def _once(self, model: nn.Module, where: str, told: Callable[[float], bool] | None, seed: int) -> float | None:
+    def _once(
+        self, model: nn.Module, where: str, report_partial: Callable[[float], bool] | None, seed: int
+    ) -> float | None:
         with self._user("evaluate", where, seed):
             result = self.evaluate(model)
             if not inspect.isgenerator(result):
@@ -297,7 +302,7 @@ class Evaluator:
             try:
                 while True:
                     last = _number(next(result), "evaluate", where)
-                    if told is not None and told(last):
+                    if report_partial is not None and report_partial(last):
                         return None
             except StopIteration as stop:
                 if stop.value is not None:
@@ -305,12 +310,12 @@ class Evaluator:
             finally:
                 result.close()
             if last is None:
-                raise TuningError("evaluate yielded nothing: yield partial metrics; the last one counts")
+                raise TuningError("evaluate yielded nothing: yield partial metrics; the last one is the metric")
             return last
 
 
 def _number(value: Any, name: str, where: str) -> float:
-    """Return what a user's function returned as a float."""
+    """Return the result of a user's function as a float."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError

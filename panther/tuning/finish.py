@@ -1,6 +1,6 @@
-"""The result of a search: its best trial, the model of that, and why it ended."""
+"""The result of a search: its best trial, the best model, and why the search ended."""
 
-__all__ = ["finished"]
+__all__ = ["finish_search"]
 
 import time
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from panther.tuning.result import Trial, TuneResult
 from panther.tuning.search.run import Run
 from panther.tuning.search.study import Study, pareto_front
 
-_MOST = 5  # failed trials, and names, in a note
+_MOST = 5  # failed trials or names that notes list
 
 
-def finished(
+def finish_search(
     search: Study, evaluator: Evaluator, prepared: Any, evaluate_s: float, run: Run, why: str, seed: int,
     notes: Sequence[str],
 ) -> TuneResult:  # fmt: skip
-    """Return the result of a search that has ended, with its best model.
+    """Build the best model of a search, and return the result.
 
     Raises:
-        TuningError: If no trial is complete, or none satisfies the constraints.
+        TuningError: If no trial is complete, or no trial satisfies the constraints.
     """
     goal, unchanged = search.goal, search.unchanged
     best = _best(search, goal)
     tuned, report = prepared.build(best.plan)
-    again = _trained_again(evaluator, best, tuned) if report is None or best.plan.heal else []
+    repeat_notes = _repeat_notes(evaluator, best, tuned) if report is None or best.plan.heal else []
     return TuneResult(
         model=tuned,
         best=best,
@@ -40,55 +40,58 @@ def finished(
         unchanged=_unchanged_trial(unchanged, goal, evaluate_s),
         report=report,
         objective=goal.name,
-        constraints=tuple(one.text for one in goal.constraints),
+        constraints=tuple(constraint.text for constraint in goal.constraints),
         higher_is_better=goal.higher_is_better,
         by_metric=goal.by_metric,
         prepare_s=prepared.seconds,
         seconds=time.perf_counter() - run.began,
         seed=seed,
-        notes=(*notes, *_notes(search, run, why), *again),
+        notes=(*notes, *_notes(search, run, why), *repeat_notes),
         study=search.study,
         prepared=prepared,
     )
 
 
-def _trained_again(evaluator: Evaluator, best: Trial, tuned: nn.Module) -> list[str]:
-    """Return a note if the best model was trained or healed a second time, with another result."""
-    if evaluator.repeats > 1:  # of a function that varies
+def _repeat_notes(evaluator: Evaluator, best: Trial, tuned: nn.Module) -> list[str]:
+    """Return a note if training or healing the best model again gave another result."""
+    if evaluator.repeats > 1:  # The metric of a varying function cannot be compared.
         return []
     metric = evaluator.metric_of(tuned, "the best model")
     if abs(metric - best.metric) <= SAME * max(abs(metric), abs(best.metric)):
         return []
     how = "healed" if best.plan.heal else "trained"
     return [
-        f"the model of trial {best.number} was {how} again for the result, and has the metric {metric:.6g} where the "
-        f"trial had {best.metric:.6g}: this is not reproducible, so fix the order of its data and its random numbers, "
-        "or use as many threads in both"
+        f"the model of trial {best.number} was {how} again for the result, and has the metric {metric:.6g} instead of "
+        f"{best.metric:.6g} in the trial: fix the order of its data and its random numbers, or use the same number of "
+        "threads"
     ]
 
 
 def _best(search: Study, goal: Goal) -> Trial:
-    """Return the best trial, or raise TuningError if none satisfies the constraints."""
+    """Return the best trial, or raise TuningError if no trial satisfies the constraints."""
     complete = [trial for trial in search.trials if trial.state == "complete"]
     if not complete:
         reasons = list(dict.fromkeys(trial.reason for trial in search.trials if trial.reason)) or ["all were pruned"]
         raise TuningError(
-            f"no trial of {len(search.trials)} was completed ({'; '.join(reasons[:3])}): look at evaluate, or give "
-            "more trials"
+            f"no trial of {len(search.trials)} was completed ({'; '.join(reasons[:3])}): check evaluate, or set more "
+            "trials"
         )
     fine = [trial for trial in complete if trial.feasible]
     if fine:
         return min(fine, key=lambda trial: (*goal.order(trial.figures), trial.number))
 
     def missed(trial: Trial) -> float:
-        return sum(max(one, 0.0) for one in goal.violations(trial.figures, search.unchanged))
+        return sum(max(violation, 0.0) for violation in goal.violations(trial.figures, search.unchanged))
 
-    nearest = min(complete, key=lambda one: (missed(one), goal.metric_order(one.figures), *goal.order(one.figures)))
-    wanted = " and ".join(repr(one.text) for one in goal.constraints)
+    def distance(trial: Trial) -> tuple[float, ...]:
+        return missed(trial), goal.metric_order(trial.figures), *goal.order(trial.figures)
+
+    nearest = min(complete, key=distance)
+    texts = " and ".join(repr(constraint.text) for constraint in goal.constraints)
     raise TuningError(
-        f"no trial of {len(search.trials)} satisfies constraint={wanted}: the best reached is "
-        f"{goal.shown(nearest.figures)} (trial {nearest.number}), and the unchanged model has "
-        f"{goal.shown(search.unchanged)}: ask for less, give more trials, or a larger space"
+        f"no trial of {len(search.trials)} satisfies constraint={texts}: the best reached is "
+        f"{goal.describe(nearest.figures)} (trial {nearest.number}), and the unchanged model has "
+        f"{goal.describe(search.unchanged)}: relax the constraint, or set more trials or a larger space"
     )
 
 
@@ -110,12 +113,12 @@ def _notes(search: Study, run: Run, why: str) -> list[str]:
         names = sorted(search.uncalled)
         rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
         notes.append(
-            f"evaluate does not call {', '.join(map(repr, names[:_MOST]))}{rest}: the metric does not depend on what "
-            "becomes of that"
+            f"evaluate does not call {', '.join(map(repr, names[:_MOST]))}{rest}: the metric does not depend on "
+            "the forms of these layers"
         )
     if len(search.goal.directions) > 1 and run.pruner != "none" and any(trial.partial for trial in search.trials):
         notes.append(
-            "no trial was pruned by what evaluate yields: without a constraint of the metric two objectives are "
-            "searched, for which Optuna has no pruning"
+            "no trial was pruned by partial metrics: without a constraint of the metric the search has two objectives, "
+            "and Optuna cannot prune with two objectives"
         )
     return notes

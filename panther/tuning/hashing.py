@@ -1,4 +1,4 @@
-"""Hashes of models and batches: what must be the same after an evaluation, and in a study that is continued."""
+"""Hashes of models and batches, which must not change in an evaluation or in a resumed study."""
 
 __all__ = ["difference", "fingerprint", "identity"]
 
@@ -18,35 +18,35 @@ from panther.tuning.goal import Goal
 from panther.tuning.prepared import Settings
 from panther.tuning.spaces.layers import Line
 
-_LONG = 80  # characters of an entry, beyond which its beginning and a hash stand for it
+_LONG = 80  # An entry with more characters is replaced by its beginning and a hash.
 _BLOCK = 1 << 20  # bytes that are hashed at once on a device
-_ODD = 0x2545F4914F6CDD1D  # multiplies well: the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
+_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Return what the user's functions may not change, by name.
+    """Return the values that a user's function must not change, by name.
 
-    These are the modules, a forward that is set on one, hooks, the bits of tensors, and which parameters are trained.
+    They are the modules, forwards that are set on modules, hooks, hashes of tensors, and which parameters are trained.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, module in model.named_modules():
-        own, label = vars(module), f"module {name!r}" if name else "the model"
-        found[label] = id(module)
-        if not isinstance(module, torch.jit.ScriptModule):  # which sets its forward when it is first called
-            found[f"forward of {label}"] = id(own.get("forward"))
-        # Every table of hooks, by torch's naming; their keys are unique in a process.
-        found[f"hooks of {label}"] = [
-            (key, *table) for key, table in own.items() if key.endswith("_hooks") and isinstance(table, Mapping)
+        attributes, label = vars(module), f"module {name!r}" if name else "the model"
+        entries[label] = id(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # It sets its forward in the first call.
+            entries[f"forward of {label}"] = id(attributes.get("forward"))
+        # In torch the names of all tables of hooks end so. The keys are unique in a process.
+        entries[f"hooks of {label}"] = [
+            (key, *table) for key, table in attributes.items() if key.endswith("_hooks") and isinstance(table, Mapping)
         ]
     for name, parameter in model.named_parameters():
-        found[f"parameter {name!r}"] = _hash(parameter)
-        found[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
-    return found | {f"buffer {name!r}": _hash(buffer) for name, buffer in model.named_buffers()}
+        entries[f"parameter {name!r}"] = _hash(parameter)
+        entries[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
+    return entries | {f"buffer {name!r}": _hash(buffer) for name, buffer in model.named_buffers()}
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the first name by which two fingerprints differ, "" if they are the same."""
+    """Return the first name in which two fingerprints differ, or "" if they are equal."""
     return next((name for name in {**after, **before} if before.get(name) != after.get(name)), "")
 
 
@@ -59,7 +59,7 @@ def identity(
     repeats: int,
     heal: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Return what must be the same in a study that is continued, in words."""
+    """Describe the properties of a search that must not change when its study is resumed."""
     tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
     space = "auto" if lines is None else "; ".join(map(_line, lines))
     if heal is not None:
@@ -69,7 +69,7 @@ def identity(
     layers = " ".join(target.name for target in survey.targets) or "none"
     return {
         "objective": goal.name,
-        "constraint": " and ".join(one.text for one in goal.constraints) or "none",
+        "constraint": " and ".join(constraint.text for constraint in goal.constraints) or "none",
         "direction": "maximize" if goal.higher_is_better else "minimize",
         "space": _short(space),
         "forms": " ".join(forms.names),
@@ -96,9 +96,9 @@ def function_name(function: Callable[..., Any] | None) -> str:
 
 
 def _code(code: CodeType) -> list[Any]:
-    """Return what a function does, without addresses and places in files."""
-    constants = [_code(one) if isinstance(one, CodeType) else one for one in code.co_consts]
-    return [code.co_code, code.co_names, [one for one in constants if isinstance(one, (*_PLAIN, list))]]
+    """Return the bytecode, names and constants of a function, without addresses and line numbers."""
+    constants = [_code(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts]
+    return [code.co_code, code.co_names, [constant for constant in constants if isinstance(constant, (*_PLAIN, list))]]
 
 
 def _line(line: Line) -> str:
@@ -111,7 +111,7 @@ def _short(text: str) -> str:
 
 
 def _batches(calibration: Any) -> str:
-    """Return the number of batches, and a hash of the tensors of the batches that are available, as a list's are."""
+    """Return the number of batches and a hash of their tensors, or only the type if the batches are no sequence."""
     if not isinstance(calibration, Sequence):
         return f"a {type(calibration).__name__}"
     leaves = [
@@ -121,15 +121,15 @@ def _batches(calibration: Any) -> str:
 
 
 def _checksum(entries: Iterable[tuple[Any, Any]]) -> int:
-    found = 0
+    checksum = 0
     for name, value in entries:
-        shown = _hash(value) if isinstance(value, Tensor) else value
-        found = zlib.crc32(f"{name} {shown}".encode(), found)
-    return found
+        content = _hash(value) if isinstance(value, Tensor) else value
+        checksum = zlib.crc32(f"{name} {content}".encode(), checksum)
+    return checksum
 
 
 def _hash(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype, device and a hash of the bits in their order, in one pass over the memory."""
+    """Return shape, dtype, device and a hash of the memory."""
     if is_lazy(tensor):
         return (str(tensor.dtype), str(tensor.device))
     value = tensor.detach()
@@ -139,18 +139,18 @@ def _hash(tensor: Tensor) -> tuple[Any, ...]:
     try:
         bits = value.contiguous().view(-1).view(torch.uint8)
         memory: Any = bits.numpy() if bits.is_cpu else None
-        return *about, mixed(bits) if memory is None else zlib.crc32(memory)
-    except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor, whose memory is its own
+        return *about, hash_on_device(bits) if memory is None else zlib.crc32(memory)
+    except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor with another kind of memory
         return *about, version_of(tensor)
 
 
-def mixed(bits: Tensor) -> int:  # (n) uint8
-    """Return a hash of bytes that is computed where they are: products with weights that depend on the position."""
+def hash_on_device(bits: Tensor) -> int:  # (n) uint8
+    """Return a hash of bytes, computed on their device: a sum of products with weights that depend on the position."""
     weights = _weights(bits.device)
-    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK):
-        found = found * _ODD + (block * weights[: len(block)]).sum()
-    return int(found.item())
+        total = total * _ODD + (block * weights[: len(block)]).sum()
+    return int(total.item())
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""The user's model: made by a function of theirs, or copied, so that the one that was given is only read."""
+"""Copies of the user's model, which is only read, or new models from the user's function."""
 
-__all__ = ["another", "copied", "made"]
+__all__ = ["call_model_fn", "copy_model", "copy_or_call_again"]
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from panther.errors import TuningError
 
 
-def made(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where: str) -> nn.Module:
-    """Return the model of a user's function.
+def call_model_fn(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where: str) -> nn.Module:
+    """Call the user's function, and return its model.
 
     Raises:
         TuningError: If the function raises, or returns something else.
@@ -27,11 +27,11 @@ def made(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where
     return model
 
 
-def copied(model: nn.Module, from_function: bool = False) -> nn.Module:
-    """Return a copy of a model; of one that cannot be copied, and that a function returned, the model itself.
+def copy_model(model: nn.Module, from_function: bool = False) -> nn.Module:
+    """Return a copy of a model, or the model itself if it cannot be copied and ``from_function`` is true.
 
     Raises:
-        TuningError: If the model cannot be copied.
+        TuningError: If the model cannot be copied and no function returned it.
     """
     try:
         return copy.deepcopy(model)
@@ -39,30 +39,30 @@ def copied(model: nn.Module, from_function: bool = False) -> nn.Module:
         if from_function:
             return model
         raise TuningError(
-            f"the model cannot be copied ({type(error).__name__}: {error}): give a function that returns a new one, as "
-            "in pr.tune(lambda: make_model(), ...)"
+            f"the model cannot be copied ({type(error).__name__}: {error}): pass a function that returns a new model, "
+            "as in pr.tune(lambda: make_model(), ...)"
         ) from error
 
 
-def another(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
-    """Return a copy of a model, or where it cannot be copied another one of its function, which is called again.
+def copy_or_call_again(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
+    """Return a copy of a model. If it cannot be copied, call its function again.
 
     Raises:
-        TuningError: If that is not the same model.
+        TuningError: If the second call does not return the same weights in a new model.
     """
-    found = copied(model, model_fn is not None)
-    if found is not model:
-        return found
+    second = copy_model(model, model_fn is not None)
+    if second is not model:
+        return second
     assert model_fn is not None
-    found = made(model_fn, {}, "its second call")
-    pairs = zip(model.state_dict().values(), found.state_dict().values(), strict=False)
+    second = call_model_fn(model_fn, {}, "its second call")
+    pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=False)
     if (
-        not set(found.modules()).isdisjoint(model.modules())
-        or [name for name, _ in found.named_modules()] != [name for name, _ in model.named_modules()]
-        or not all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor))
+        not set(second.modules()).isdisjoint(model.modules())
+        or [name for name, _ in second.named_modules()] != [name for name, _ in model.named_modules()]
+        or not all(torch.equal(tensor, other) for tensor, other in pairs if isinstance(tensor, Tensor))
     ):
         raise TuningError(
             "the model cannot be copied, and its function returned the same object or other weights when it was called "
             "again: it must return a new model with the same weights"
         )
-    return found
+    return second

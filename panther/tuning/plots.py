@@ -1,4 +1,4 @@
-"""Figures of a search: metric against objective, the course of the search, and the metric against one parameter."""
+"""Plots of a search: metric against objective, metric over trials, and metric against a parameter."""
 
 __all__ = ["check_plot", "draw_parameter", "draw_search"]
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise unless matplotlib is installed, and writes files with the suffix of this one.
+    """Raise unless matplotlib is installed and can write files with this suffix.
 
     Raises:
-        MissingExtraError: If it is not installed.
-        ConfigError: If it does not.
+        MissingExtraError: If matplotlib is not installed.
+        ConfigError: If it cannot write such files.
     """
     kinds = sorted(_figure(1.0).canvas.get_supported_filetypes())
     suffix = Path(path).suffix.removeprefix(".").lower()
@@ -28,13 +28,14 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def draw_search(result: "TuneResult", path: Path) -> None:
-    """Draw metric and objective of all trials with the front, and beside it the course of the search."""
+    """Plot metric against objective of all trials, with the front, and the metric over the trials."""
     check_plot(path)
     figure = _figure(9.0)
     plane, course = figure.subplots(1, 2)
     by, scale, label = _axis(result)
-    for name, several, marker in _groups(result):
-        plane.plot([getattr(one, by) / scale for one in several], [one.metric for one in several], marker, label=name)
+    for name, trials, marker in _groups(result):
+        values = [getattr(trial, by) / scale for trial in trials]
+        plane.plot(values, [trial.metric for trial in trials], marker, label=name)
     plane.plot(
         [getattr(trial, by) / scale for trial in result.front], [trial.metric for trial in result.front],
         drawstyle="steps-post", color="gray", linewidth=1, label="Pareto front",
@@ -61,19 +62,20 @@ def draw_search(result: "TuneResult", path: Path) -> None:
 
 
 def draw_parameter(result: "TuneResult", name: str, path: Path) -> None:
-    """Draw the metric of all trials against one of their parameters."""
+    """Plot the metric of all trials against a parameter."""
     check_plot(path)
-    known = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
-    if name not in known:
-        raise ConfigError(f"x={name!r} is not a parameter of the search: use one of {', '.join(map(repr, known))}")
+    parameter_names = list(dict.fromkeys(key for trial in result.trials for key in trial.params))
+    if name not in parameter_names:
+        names = ", ".join(map(repr, parameter_names))
+        raise ConfigError(f"x={name!r} is not a parameter of the search: use one of {names}")
     figure = _figure(5.0)
     axis = figure.subplots()
     values = list(dict.fromkeys(trial.params[name] for trial in result.trials if name in trial.params))
     plain = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    for label, several, marker in _groups(result):
-        drawn = [trial for trial in several if name in trial.params]
-        x = [trial.params[name] if plain else values.index(trial.params[name]) for trial in drawn]
-        axis.plot(x, [trial.metric for trial in drawn], marker, label=label)
+    for label, trials, marker in _groups(result):
+        with_parameter = [trial for trial in trials if name in trial.params]
+        x = [trial.params[name] if plain else values.index(trial.params[name]) for trial in with_parameter]
+        axis.plot(x, [trial.metric for trial in with_parameter], marker, label=label)
     if not plain:
         axis.set_xticks(range(len(values)), list(map(str, values)))
     elif min(values) > 0 and max(values) > 20 * min(values):
@@ -85,7 +87,7 @@ def draw_parameter(result: "TuneResult", name: str, path: Path) -> None:
 
 
 def best_so_far(result: "TuneResult") -> list[float]:
-    """Return for each complete trial what the best one until then has: the metric, or the objective that decides."""
+    """Return for each complete trial the metric, or objective, of the best trial so far."""
     sign = -1.0 if result.by_metric and result.higher_is_better else 1.0
     name = "metric" if result.by_metric else "objective"
     best, steps = math.inf, []
@@ -104,12 +106,12 @@ def _groups(result: "TuneResult") -> list[tuple[str, "Sequence[Trial]", str]]:
     fine = [trial for trial in result.trials if trial.feasible]
     return [
         ("feasible", fine, "o"),
-        ("not feasible", [one for one in result.trials if one.state == "complete" and not one.feasible], "x"),
+        ("not feasible", [trial for trial in result.trials if trial.state == "complete" and not trial.feasible], "x"),
     ]
 
 
 def _axis(result: "TuneResult") -> tuple[str, float, str]:
-    """Return the figure that the metric is drawn against, its unit, and its label."""
+    """Return the figure on the horizontal axis, its unit and its label."""
     if result.objective in ("size", "metric"):
         return "size", 1e6, "size in MB"
     return ("latency", 1e-3, "latency in ms") if result.objective == "latency" else ("objective", 1.0, result.objective)

@@ -1,6 +1,6 @@
-"""A private copy of the model with all that trials share: the layers, moments, decompositions and their losses.
+"""A copy of the model, and the layers, moments, decompositions and losses that all trials share.
 
-A trial is then a truncation: components that are stored become factors of the rank that it takes.
+A trial only truncates the stored components to factors of its ranks.
 """
 
 __all__ = ["Plan", "Prepared", "Settings", "TrialError", "prepare"]
@@ -35,26 +35,28 @@ from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
-from panther.tuning.models import another
+from panther.tuning.models import copy_or_call_again
 
-_MIDDLE = 0.25  # share of the bytes at which losses are measured: that of int8 in float32
-_KEPT = 4.0  # bytes of kept layers over those of the dense ones; the decompositions take as much
+_MIDDLE = 0.25  # Losses are measured at this share of the bytes, the share of int8 in float32.
+# Bytes of cached layers over the bytes of the dense layers. The decompositions take as much memory.
+_CACHED_SHARE = 4.0
 
 
 class TrialError(TuningError):
-    """A model of one plan cannot be made; the search continues without it."""
+    """The model of a plan cannot be made. The search continues with other trials."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a trial does to the model; plain values, so that a storage holds it and a worker can be sent it.
+    """The changes that a trial makes to the model, as plain values that storages and workers can have.
 
     Attributes:
-        layers: ``form``, ``rank`` and ``bits`` by the names of layers; others stay as they are.
-        attention: ``kernel_fn`` and ``num_random_features`` by the names of attention modules; others stay exact.
-        heal: Settings of a :class:`panther.HealConfig`; without any, nothing is healed.
-        train: Settings of a :class:`panther.train.TrainConfig`, of a model that is trained from scratch.
-        model: Arguments of the function that makes such a model.
+        layers: ``form``, ``rank`` and ``bits`` by the names of layers. Other layers do not change.
+        attention: ``kernel_fn`` and ``num_random_features`` by the names of attention modules. Other modules stay
+            exact.
+        heal: Settings of a :class:`panther.HealConfig`. If it is empty, nothing is healed.
+        train: Settings of a :class:`panther.train.TrainConfig` for a model that is trained from scratch.
+        model: Arguments of the function that makes a model that is trained from scratch.
     """
 
     layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Plan:
     model: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return a text that is the same for equal plans."""
+        """Return a JSON text, which is equal for equal plans."""
         return json.dumps({name: value for name, value in vars(self).items() if value}, sort_keys=True)
 
     @classmethod
@@ -75,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :func:`panther.tune` that mean what they mean in :func:`panther.compress`."""
+    """The arguments of :func:`panther.tune` that have the same meaning in :func:`panther.compress`."""
 
     forms: Forms
     include: Any = None
@@ -88,21 +90,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A copy of the model, and what all trials share.
+    """A copy of the model, and the data that all trials share.
 
     Attributes:
         model: The copy, in eval mode.
-        runner: It and the calibration batches.
-        survey: Its layers.
-        fits: Their components and codes, with predicted losses.
-        options: What each layer can become, with the losses that choices are made by.
-        cost: What a budget is of, bytes or seconds.
-        seed: Of sketches and healing.
-        seconds: What the preparation took.
-        training: Which of the model's modules were in training mode.
+        runner: The copy with the calibration batches.
+        survey: The layers of the copy.
+        fits: Components and codes of the layers, with predicted losses.
+        options: The options of each layer, with the losses that determine choices.
+        cost: The cost that budgets limit, bytes or seconds.
+        seed: The seed of sketches and healing.
+        seconds: Duration of the preparation.
+        training: The training mode of each module of the original model.
         attention: The attention modules that can be replaced.
         model_fn: The user's function that returns the model, if there is one.
-        allocations: Choices of :func:`panther.compress` that were made, by budget.
+        allocations: Earlier choices of :func:`panther.compress`, by budget.
     """
 
     model: nn.Module
@@ -118,31 +120,31 @@ class Prepared:
     model_fn: Callable[[], nn.Module] | None = None
     allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
     _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
-    """Bytes and new layers by target, form and rank, those of the last trials last."""
+    """Bytes and new layers by target, form and rank, with recently used layers at the end."""
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Return the layers that can become something else."""
+        """Return the layers that can change."""
         return self.survey.targets
 
     @property
     def dense(self) -> float:
-        """Return what all layers cost as they are."""
+        """Return the cost of all unchanged layers."""
         return sum(map(self.cost.dense, self.targets))
 
     def allocation(self, budget: float) -> Allocation:
-        """Return the choice of :func:`panther.compress` for a budget, a share of what the layers cost as they are.
+        """Return the choice of :func:`panther.compress` for a budget, a share of the unchanged layers' cost.
 
-        It is made once for each budget, because it runs candidates on the held-out batches.
+        Each choice is cached, because it runs candidates on the held-out batches.
         """
         if budget in self.allocations:
             return self.allocations[budget]
         kind = "global" if self.survey.gradients else "uniform"
         with self.runner.calibrating(self.seed):
             limit = budget * self.dense
-            found = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
-        self.allocations[budget] = found
-        return found
+            allocation = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
+        self.allocations[budget] = allocation
+        return allocation
 
     def plan_of(self, choice: Choice) -> Plan:
         """Return the plan of a choice."""
@@ -155,42 +157,42 @@ class Prepared:
 
     def choice_of(self, plan: Plan) -> Choice:
         """Return the choice of a plan, with predicted losses."""
-        found: Choice = {}
+        choice: Choice = {}
         for target in self.targets:
-            wanted = plan.layers.get(target.name, {"form": DENSE})
-            found[target] = next(
+            settings = plan.layers.get(target.name, {"form": DENSE})
+            choice[target] = next(
                 (
                     option
                     for option in self.fits.options[target]
-                    if (option.form, option.rank) == (wanted["form"], wanted.get("rank"))
+                    if (option.form, option.rank) == (settings["form"], settings.get("rank"))
                 ),
                 Option(DENSE, target.dense_bytes, error=0.0),
             )
-        return found
+        return choice
 
     def trial_layers(self, plan: Plan) -> Replacement:
-        """Return the new modules of a plan for a trial; they are shared with other trials, and must not be changed."""
+        """Return the new modules of a plan for a trial; other trials share them, so they must not be changed."""
         if plan.heal:
             return self.replacement(plan)[0]
         new: Replacement = {}
         seeds = self.survey.seeds(self.seed)
         for target, option in self.choice_of(plan).items():
-            # Trials draw the same few ranks of a layer again and again: after ten trials most of them are here.
+            # Trials often draw the same ranks of a layer. After ten trials most of them are cached.
             key = target, option.form, option.rank
-            if (found := self._layers.pop(key, None)) is None:
-                found = option.bytes, convert_target(target, self.fits, option, seeds[target])
-            self._layers[key] = found
-            new |= found[1]
-        most = _KEPT * sum(target.dense_bytes for target in self.targets)
-        kept = sum(size for size, _ in self._layers.values())
+            if (cached := self._layers.pop(key, None)) is None:
+                cached = option.bytes, convert_target(target, self.fits, option, seeds[target])
+            self._layers[key] = cached
+            new |= cached[1]
+        max_bytes = _CACHED_SHARE * sum(target.dense_bytes for target in self.targets)
+        cached_bytes = sum(size for size, _ in self._layers.values())
         for key in list(self._layers):
-            if kept <= most:
+            if cached_bytes <= max_bytes:
                 break
-            kept -= self._layers.pop(key)[0]
+            cached_bytes -= self._layers.pop(key)[0]
         return new | self._attention(plan, new)
 
     def replacement(self, plan: Plan) -> tuple[Replacement, HealResult | None]:
-        """Make the new modules of a plan, healed if it says so.
+        """Return the new modules of a plan, healed if the plan has ``heal``.
 
         Raises:
             TuningError: If attention by features does not run in the model, or the model does not call it.
@@ -199,7 +201,7 @@ class Prepared:
         new |= self._attention(plan, new)
         if not plan.heal or not new:
             return new, None
-        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
+        from panther.compression import healing  # lazy: it loads the Trainer and torch.distributed
 
         shared = [old for old in new if old in self.attention_names and not isinstance(old, nn.MultiheadAttention)]
         if shared:
@@ -215,12 +217,12 @@ class Prepared:
         return new, healed
 
     def _attention(self, plan: Plan, new: Replacement) -> Replacement:
-        """Make the attention modules of a plan, which hold the new layers in the place of their own."""
+        """Return the attention modules of a plan, which contain the new layers."""
         if not plan.attention:
             return {}
         attention = replacement_of(self.attention.modules, plan.attention, self.seed)
         attention = calibrated(self.runner, attention, self.attention_names)
-        for module in attention.values():  # copies have their own table of children
+        for module in attention.values():  # Copies have their own dictionary of children.
             for name, child in children_of(module).items():
                 if child is not None and child in new:
                     children_of(module)[name] = new[child]
@@ -233,23 +235,25 @@ class Prepared:
 
     @contextmanager
     def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
-        """Have the new modules in the model."""
+        """Replace modules of the model temporarily."""
         with replace_modules(self.model, replacement):
             yield self.model
 
     @torch.inference_mode(False)
     @torch.enable_grad()
     def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
-        """Return a model of its own with the new layers, and the report of every layer."""
+        """Return a new model with the layers of a plan, and the report of every layer."""
         choice = self.choice_of(plan)
         replacement, healed = self.replacement(plan)
         with self.runner.calibrating(self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
-        model = another(self.model, self.model_fn)
+        model = copy_or_call_again(self.model, self.model_fn)
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         modules = dict(zip(self.model.modules(), model.modules(), strict=True))
-        new = {one: replace(one, modules=tuple(modules[old] for old in one.modules)) for one in self.targets}
+        new = {
+            target: replace(target, modules=tuple(modules[old] for old in target.modules)) for target in self.targets
+        }
         targets = tuple(new.values())
         report = install_layers(
             model,
@@ -290,7 +294,7 @@ def prepare(
 ) -> Prepared:
     """Fit all layers of a copied model; without ``layers``, only find its attention.
 
-    With ``timed``, budgets are of seconds in place of bytes.
+    With ``timed``, budgets limit seconds instead of bytes.
 
     Raises:
         CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
@@ -342,11 +346,11 @@ def prepare(
 def _comparable(survey: Survey, fits: Fits, allocation: Allocation) -> Options:
     """Return the options with losses that can be compared between layers.
 
-    Where the output's gradients did not give them, they are the squared relative errors of the layers' own outputs.
+    Without gradients of the model's output, the losses are the squared relative errors of the layers' outputs.
     """
     if survey.gradients:
         return allocation.options
     return {
-        target: [replace(option, loss=(option.error or 0.0) ** 2) for option in several]
-        for target, several in fits.options.items()
+        target: [replace(option, loss=(option.error or 0.0) ** 2) for option in options]
+        for target, options in fits.options.items()
     }

@@ -1,4 +1,4 @@
-"""What a search found: its trials, the best model, the Pareto front, as a table, JSON and a plot."""
+"""The result of a search: its trials, the best model and the Pareto front, as a table, JSON and a plot."""
 
 __all__ = ["Trial", "TuneResult"]
 
@@ -26,27 +26,27 @@ class Trial:
     """One trial of a search."""
 
     number: int
-    """Its number, from 0 in the order of starting."""
+    """The number, from 0 in the order in which trials began."""
     params: Mapping[str, Any]
-    """What was drawn, by the names of the space's parameters."""
+    """The drawn values, by the names of the space's parameters."""
     state: str
     """``"complete"``; ``"pruned"`` by partial metrics; or ``"failed"``, with ``reason``."""
     metric: float
-    """What ``evaluate`` returned, the last partial one of a pruned trial; NaN if the trial failed."""
+    """The result of ``evaluate``, or the last partial metric of a pruned trial, or NaN if the trial failed."""
     objective: float
-    """What is minimised; of the objective ``"metric"`` the metric itself."""
+    """The value to minimise; for the objective ``"metric"`` the metric."""
     size: int
     """Bytes of all tensors of the model, as saved."""
     latency: float | None
-    """Seconds of a batch, where models are timed."""
+    """Seconds per batch, if models are timed."""
     feasible: bool
-    """Whether the trial is complete and all constraints are met."""
+    """Whether the trial is complete and satisfies all constraints."""
     plan: Plan
-    """What was done to the model."""
+    """The changes to the model."""
     partial: tuple[float, ...] = ()
     """Metrics that ``evaluate`` yielded."""
     build_s: float = field(default=0.0, compare=False)
-    """Seconds for the new layers and what was measured besides the metric."""
+    """Seconds for making the layers and for measurements except for the metric."""
     evaluate_s: float = field(default=0.0, compare=False)
     """Seconds of ``evaluate``."""
     reason: str = ""
@@ -54,16 +54,16 @@ class Trial:
 
     @property
     def figures(self) -> Figures:
-        """Return what was measured."""
+        """Return the measured figures."""
         return Figures(self.metric, self.size, self.latency, self.objective)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult:
-    """What :func:`panther.tune` found. ``print(result)`` shows the trials."""
+    """The result of :func:`panther.tune`. ``print(result)`` shows the trials."""
 
     model: nn.Module
-    """The best model: a copy of the one that was given, with the layers of the best trial."""
+    """The best model: a copy of the original model with the layers of the best trial."""
     best: Trial
     """The best trial."""
     trials: tuple[Trial, ...]
@@ -71,9 +71,9 @@ class TuneResult:
     front: tuple[Trial, ...]
     """The complete trials such that no other is at least as good in metric and objective, and better in one."""
     unchanged: Trial
-    """The model as it was given, as trial -1."""
+    """The unchanged model, as trial -1."""
     report: CompressionReport | None
-    """What the best model's layers became; None of models that are trained from scratch."""
+    """The forms of the best model's layers; None if models are trained from scratch."""
     objective: str
     """Name of the objective that was minimised."""
     constraints: tuple[str, ...]
@@ -81,19 +81,19 @@ class TuneResult:
     higher_is_better: bool
     """Whether a larger metric is better."""
     by_metric: bool
-    """Whether the best trial is that of the best metric, and not that of the smallest objective."""
+    """Whether the best trial has the best metric, and not the smallest objective."""
     prepare_s: float
-    """Seconds that the moments and decompositions took, which all trials share."""
+    """Seconds for the moments and decompositions, which all trials share."""
     seconds: float
-    """Seconds of the search, with the preparation."""
+    """Seconds of the search, including the preparation."""
     seed: int
     """The seed of the search, drawn if none was given."""
     notes: tuple[str, ...] = ()
     """Deviations from the arguments, and why."""
     study: Any = None
-    """The study, for Optuna's own plots and importances."""
+    """The study, for Optuna's plots and importances."""
     prepared: Any = None
-    """State from which :meth:`build` makes models; internal."""
+    """Internal state from which :meth:`build` makes models."""
 
     def build(self, trial: int | Trial) -> nn.Module:
         """Return the model of another trial, such as one of the front.
@@ -105,21 +105,22 @@ class TuneResult:
             KeyError: If there is no trial of this number.
         """
         if not isinstance(trial, Trial):
-            known = {one.number: one for one in self.trials}
-            if trial not in known:
-                raise KeyError(f"there is no trial {trial}: use one of {sorted(known)}")
-            trial = known[trial]
+            trial_by_number = {candidate.number: candidate for candidate in self.trials}
+            if trial not in trial_by_number:
+                raise KeyError(f"there is no trial {trial}: use one of {sorted(trial_by_number)}")
+            trial = trial_by_number[trial]
         return self.prepared.build(trial.plan)[0]
 
     def __repr__(self) -> str:
         """Return the best trial in one line; ``str`` has the table."""
-        return f"<TuneResult: trial {self.best.number} of {len(self.trials)}, {self._shown(self.best)}>"
+        return f"<TuneResult: trial {self.best.number} of {len(self.trials)}, {self._describe(self.best)}>"
 
     def __str__(self) -> str:
         """Return the best trial, then the table."""
         states = [sum(trial.state == state for trial in self.trials) for state in ("pruned", "failed")]
         lines = [
-            f"best: trial {self.best.number}, {self._shown(self.best)} (unchanged: {self._shown(self.unchanged)})",
+            f"best: trial {self.best.number}, {self._describe(self.best)} "
+            f"(unchanged: {self._describe(self.unchanged)})",
             f"objective {self.objective}" + "".join(f", {text}" for text in self.constraints),
             f"{counted(len(self.trials), 'trial')} ({states[0]} pruned, {states[1]} failed) in "
             f"{format_seconds(self.seconds)}, with {format_seconds(self.prepare_s)} of preparation",
@@ -143,7 +144,7 @@ class TuneResult:
             )
         return "\n".join([*lines, format_table(rows)])
 
-    def _shown(self, trial: Trial) -> str:
+    def _describe(self, trial: Trial) -> str:
         latency = "" if trial.latency is None else f", {format_seconds(trial.latency)} a batch"
         return f"metric {trial.metric:.6g}, {format_bytes(trial.size)}{latency}"
 
@@ -168,12 +169,12 @@ class TuneResult:
         return pandas.DataFrame(self.rows())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it except the models as plain numbers, strings, lists and dicts; what is not finite as None."""
+        """Return everything except models as plain values, with None for numbers that are not finite."""
         plain = ("objective", "constraints", "higher_is_better", "prepare_s", "seconds", "seed", "notes")
-        found = {name: getattr(self, name) for name in plain}
-        found |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
-        found |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
-        return _finite(found | {"report": None if self.report is None else self.report.to_dict()})
+        entries = {name: getattr(self, name) for name in plain}
+        entries |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
+        entries |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
+        return _finite(entries | {"report": None if self.report is None else self.report.to_dict()})
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file."""
@@ -182,15 +183,15 @@ class TuneResult:
         return path
 
     def plot(self, path: str | os.PathLike[str], x: str | None = None) -> Path:
-        """Draw metric and objective of all trials with the front and the course of the search, to a file.
+        """Plot metric against objective of all trials, with the front, and the metric over the trials, to a file.
 
         Args:
-            path: The file, of the format that its suffix names.
-            x: A parameter of the search, such as ``"budget"``: the metric is drawn against it instead.
+            path: The file. Its suffix determines the format.
+            x: A parameter of the search, such as ``"budget"``, against which to plot the metric instead.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
-            ConfigError: If it writes no files with this suffix, or there is no such parameter.
+            ConfigError: If matplotlib cannot write files with this suffix, or there is no such parameter.
         """
         path = Path(path)
         if x is None:

@@ -1,4 +1,4 @@
-"""A search over models that are trained from scratch: sizes of sketched layers, arguments of the model, training."""
+"""A search over models that are trained from scratch: layer sizes, arguments of the model, training settings."""
 
 __all__ = ["Scratch", "ScratchSpace", "tune_from_scratch"]
 
@@ -18,10 +18,10 @@ from panther.compression.runner import Runner
 from panther.errors import CompressionError, ConfigError, TrainingError, TuningError
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
-from panther.tuning.finish import finished
+from panther.tuning.finish import finish_search
 from panther.tuning.goal import Goal, check_unchanged
 from panther.tuning.hashing import identity
-from panther.tuning.models import made
+from panther.tuning.models import call_model_fn
 from panther.tuning.prepared import Plan, Settings, TrialError
 from panther.tuning.result import TuneResult
 from panther.tuning.runners import run_trials
@@ -32,13 +32,13 @@ from panther.tuning.spaces.layers import LayerSpaceBase, Line, parse_lines
 from panther.tuning.spaces.values import Spec, as_spec, grid, suggest
 from panther.tuning.spaces.whole import middle
 
-_FIRST = 5  # random trials before the sampler has enough to learn from
+_FIRST = 5  # random trials, from which the sampler learns
 _SKETCHED = "sketched"
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What trials share: the functions that make and train a model, with the interface of ``Prepared``."""
+    """The functions that make and train a model, with the interface of ``Prepared``."""
 
     model_fn: Callable[..., nn.Module]
     train: Callable[[nn.Module, TrainConfig], Any]
@@ -48,39 +48,39 @@ class Scratch:
     attention_names: Mapping[nn.Module, str] = field(default_factory=dict)
 
     def trial_layers(self, plan: Plan) -> Replacement:
-        """Return nothing to replace: each trial has a model of its own."""
+        """Return an empty dict, because each trial trains a new model and replaces no layers."""
         return {}
 
     @contextmanager
     def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
         """Yield the trained model of a plan."""
         with preserved_generators():
-            model = self.made(plan, where)
+            model = self.make_model(plan, where)
         yield model
 
     def build(self, plan: Plan) -> tuple[nn.Module, None]:
-        """Train the model of a plan again, from the same seed."""
+        """Train the model of a plan again, with the same seed."""
         with preserved_generators():
-            return self.made(plan, "the best trial"), None
+            return self.make_model(plan, "the best trial"), None
 
-    def made(self, plan: Plan, where: str) -> nn.Module:
+    def make_model(self, plan: Plan, where: str) -> nn.Module:
         """Make, sketch and train a model.
 
         Raises:
-            TuningError: If the user's functions raise, or make no model.
+            TuningError: If the user's functions raise, or do not return a model.
         """
         seed_generators(self.seed)
-        model = made(self.model_fn, plan.model, where)
+        model = call_model_fn(self.model_fn, plan.model, where)
         for index, (name, sizes) in enumerate(sorted(plan.layers.items())):
             config = SketchConfig(num_terms=sizes["num_terms"], low_rank=sizes["low_rank"], init="random")
             try:
                 sketch_layers_(model, config, include=[name], seed=(self.seed + index) % 2**63)
-            except CompressionError:  # it would not shrink
+            except CompressionError:  # The layer would not become smaller.
                 continue
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 self.train(model, TrainConfig(**plan.train))
-        except TrainingError as error:  # it diverged
+        except TrainingError as error:  # Training diverged.
             raise TrialError(f"train raised TrainingError for {where}: {error}") from error
         except Exception as error:
             raise TuningError(f"train raised {type(error).__name__}: {error} for {where}: correct it") from error
@@ -88,9 +88,9 @@ class Scratch:
 
 
 class ScratchSpace(LayerSpaceBase):
-    """Sizes of layers that start sketched, arguments of the model's function, and settings of training."""
+    """Sizes of layers that are sketched before training, arguments of the model's function, and training settings."""
 
-    least = 0.5  # there are no choices by budget: the first trial is the middle of all
+    least = 0.5  # There are no budgets. The first trial has the middle of all values.
 
     def __init__(self, lines: Sequence[Line], model: Mapping[str, Spec], train: Mapping[str, Spec]) -> None:
         self.lines, self.model, self.train = lines, model, train
@@ -99,9 +99,9 @@ class ScratchSpace(LayerSpaceBase):
         """Draw the plan of an Optuna trial."""
         layers: dict[str, Any] = {}
         for line in self.lines:
-            drawn = {name: suggest(trial, f"{line.label}/{name}", spec) for name, spec in line.specs.items()}
-            if drawn["low_rank"]:  # else the layers stay dense
-                sizes = {"form": _SKETCHED, "num_terms": drawn.get("num_terms", 1), "low_rank": drawn["low_rank"]}
+            settings = {name: suggest(trial, f"{line.label}/{name}", spec) for name, spec in line.specs.items()}
+            if settings["low_rank"]:  # With 0 the layers stay dense.
+                sizes = {"form": _SKETCHED, "num_terms": settings.get("num_terms", 1), "low_rank": settings["low_rank"]}
                 layers |= dict.fromkeys(line.names, sizes)
         parts = {
             part: {name: suggest(trial, f"{part}/{name}", spec) for name, spec in specs.items()}
@@ -111,19 +111,19 @@ class ScratchSpace(LayerSpaceBase):
 
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the middle of all values."""
-        found = {f"{line.label}/{name}": middle(spec) for line in self.lines for name, spec in line.specs.items()}
+        params = {f"{line.label}/{name}": middle(spec) for line in self.lines for name, spec in line.specs.items()}
         for part, specs in (("model", self.model), ("train", self.train)):
-            found |= {f"{part}/{name}": middle(spec) for name, spec in specs.items()}
-        return found
+            params |= {f"{part}/{name}": middle(spec) for name, spec in specs.items()}
+        return params
 
 
 def tune_from_scratch(
     model_fn: Any, evaluate: Callable[[nn.Module], Any], train: Any, space: Any, goal: Goal, run: Run
 ) -> TuneResult:
-    """Search as :func:`panther.tune` does, where each trial trains a model of its own.
+    """Search as :func:`panther.tune` does, where each trial trains a new model.
 
     Raises:
-        ConfigError: If an argument is not understood, or not for models that are trained.
+        ConfigError: If an argument is not understood, or not allowed with ``train``.
         TuningError: As for :func:`panther.tune`, or if ``train`` or the model's function raises.
     """
     if isinstance(model_fn, nn.Module) or not callable(train):
@@ -132,48 +132,48 @@ def tune_from_scratch(
             "and a TrainConfig"
         )
     if goal.timed:
-        raise ConfigError("latency is not measured of models that are trained: use objective='size' or a function")
+        raise ConfigError("latency is not measured for models that are trained: use objective='size' or a function")
     model_specs, train_specs, layers = _parsed(space)
     middles = {name: middle(spec) for name, spec in model_specs.items()}
     plain = Plan(model=middles, train={name: middle(spec) for name, spec in train_specs.items()})
     with preserved_generators():
-        seed_generators(run.drawn)
-        fresh = made(model_fn, middles, "the space")
+        seed_generators(run.new_seed)
+        fresh = call_model_fn(model_fn, middles, "the space")
     lines = parse_lines(fresh, layers, scratch=True) if layers else []
     words = identity(fresh, None, goal, lines, Settings(Forms()), run.repeats)
-    words["model"] = type(fresh).__name__  # its values depend on the seed
+    words["model"] = type(fresh).__name__  # The weights depend on the seed.
     words["space"] += f"; model {dict(model_specs)}; train {dict(train_specs)}"
     with run.opened(goal, words) as opened, preserved_generators():
         seed = run.seed_of(opened)
         scratch = Scratch(model_fn, train, Runner(fresh, None, None, None, None, run.progress), seed)
-        unsketched = scratch.made(plain, "the unchanged model")
+        unsketched = scratch.make_model(plain, "the unchanged model")
         scratch = Scratch(model_fn, train, Runner(unsketched, None, None, None, None, run.progress), seed)
         evaluator = Evaluator(scratch.runner, seed, evaluate, goal, run.repeats, run.catch)
         unchanged, evaluate_s = evaluator.measure_unchanged()
         check_unchanged(goal, unchanged)
         check_agrees(opened, goal, unchanged, seed)
-        chosen = ScratchSpace(lines, model_specs, train_specs)
+        scratch_space = ScratchSpace(lines, model_specs, train_specs)
         first = _FIRST if run.first is None else run.first
-        search = Study(opened.study, chosen, goal, unchanged, run.sampler, seed, first)
-        shared: Any = scratch  # which has the interface of Prepared
+        search = Study(opened.study, scratch_space, goal, unchanged, run.sampler, seed, first)
+        shared: Any = scratch  # It has the interface of Prepared.
         why = run_trials(search, evaluator, shared, run.trials, run.deadline, run.parallel)
-        return finished(search, evaluator, shared, evaluate_s, run, why, seed, opened.notes)
+        return finish_search(search, evaluator, shared, evaluate_s, run, why, seed, opened.notes)
 
 
 def _parsed(space: Any) -> tuple[dict[str, Spec], dict[str, Spec], dict[Any, Any]]:
-    """Return what the arguments of the model, the settings of training and the layers may be."""
+    """Return the specifications of the model's arguments and of the training settings, and the space of the layers."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
-            f"space={space!r} must be a dict where models are trained, of layers, 'train' and 'model': there are no "
-            "spectra for 'auto'"
+            f"space={space!r} must be a dict of layers, 'train' and 'model' if models are trained, because there are "
+            "no spectra for 'auto'"
         )
     layers = dict(space)
     parts = []
     for name in ("model", "train"):
-        given = layers.pop(name, {})
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"space[{name!r}]={given!r} must be a dict of settings and what they may be")
-        parts.append({key: as_spec(f"space[{name!r}][{key!r}]", value) for key, value in given.items()})
+        settings = layers.pop(name, {})
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"space[{name!r}]={settings!r} must be a dict of settings and their values")
+        parts.append({key: as_spec(f"space[{name!r}][{key!r}]", value) for key, value in settings.items()})
     for key, spec in parts[1].items():
         for value in grid(spec):
             TrainConfig(**{key: value})

@@ -1,10 +1,10 @@
-"""Whether a model calls the layers that were put into it, and whether it still computes with the old ones' weights.
+"""Detection of whether a model calls its new layers, and whether it still uses the weights of replaced layers.
 
-Something else can hold an old layer: a list of the model's own, or a forward that a library has put aside. The old
-layer then runs on unnoticed, while the model seems to be smaller. So the tensors of all operations are looked at.
+A list in the model, or a forward that a library has stored, can reference a replaced layer. The replaced layer is then
+still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
 """
 
-__all__ = ["HELD", "Usage", "watched"]
+__all__ = ["STILL_REFERENCED", "Usage", "recording_usage"]
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from panther._torch import TorchDispatchMode, storage_key
 from panther.compression.conversion import Replacement
 
-HELD = (
-    "something else holds the old one, such as a forward that a library has put aside: remove that, or leave the layer "
-    "out of the search"
+STILL_REFERENCED = (
+    "something else references the old layer, for example a forward that a library has stored: remove the reference, "
+    "or exclude the layer from the search"
 )
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What was seen of layers that were replaced.
+    """The use of replaced layers and their replacements.
 
     Attributes:
-        called: Old layers whose new ones were called.
-        held: Old layers whose weights were used.
+        called: Replaced layers whose replacements were called.
+        held: Replaced layers whose weights were used.
     """
 
     called: set[nn.Module] = field(default_factory=set)
@@ -36,18 +36,17 @@ class Usage:
 
 
 @contextmanager
-def watched(model: nn.Module, replacement: Replacement, usage: Usage) -> Iterator[None]:
-    """Watch a model in which new layers stand in the place of old ones, and add what is seen.
+def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) -> Iterator[None]:
+    """Record in ``usage`` which new layers are called, and which replaced layers' weights are used.
 
-    A model that torch.compile has compiled runs uncompiled meanwhile. Threads that are started within are not watched
-    for weights.
+    A compiled model runs uncompiled meanwhile. The use of weights in threads that start meanwhile is not recorded.
     """
-    kept = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    used_memory = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
     old = {_memory(tensor): layer for layer in replacement for tensor in layer.parameters()}
-    old = {memory: layer for memory, layer in old.items() if memory is not None and memory not in kept}
+    old = {memory: layer for memory, layer in old.items() if memory is not None and memory not in used_memory}
 
     def calls(layer: nn.Module) -> Callable[..., None]:
-        # A function, because a copy of the model that an evaluation makes shares it; its calls count too.
+        # A deepcopy of the model shares functions, so calls of the copy count too.
         def note(*_: Any) -> None:
             usage.called.add(layer)
 
@@ -62,9 +61,9 @@ def watched(model: nn.Module, replacement: Replacement, usage: Usage) -> Iterato
 
 
 class _Weights(TorchDispatchMode):
-    """Notes the layers whose memory an operation reads.
+    """Records the layers whose memory an operation reads.
 
-    A mode of dispatch, not of functions: under one of those nn.MultiheadAttention takes another path, which rounds
+    It is a dispatch mode and not a function mode, under which nn.MultiheadAttention would take another path that rounds
     differently.
     """
 
@@ -73,15 +72,15 @@ class _Weights(TorchDispatchMode):
         self._layers, self._held = layers, held
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for given in args:
-            for one in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(one, Tensor) and (layer := self._layers.get(_memory(one))) is not None:
+        for argument in args:
+            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(tensor, Tensor) and (layer := self._layers.get(_memory(tensor))) is not None:
                     self._held.add(layer)
         return function(*args, **(kwargs or {}))
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Return what is equal for views of the same memory; None of a tensor without memory of its own."""
+    """Return a key that is equal for views of the same memory, or None for a tensor without memory."""
     try:
         return storage_key(tensor)
     except (NotImplementedError, RuntimeError, ValueError):

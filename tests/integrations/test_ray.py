@@ -262,7 +262,7 @@ def test_an_address_where_nothing_answers():
     done = waits.run([sys.executable, "-c", script], env=environment)
     said = done.stdout.splitlines()[-1]
     assert said.startswith("DistributedError no Ray cluster could be joined at '127.0.0.1:9' ("), done.stderr
-    assert said.endswith(": check that it runs and is reachable, or leave address out for this machine alone")
+    assert said.endswith(": check that it runs and is reachable, or leave address out to use only this machine")
 
 
 def test_the_script_of_the_page(tmp_path):

@@ -173,7 +173,7 @@ def test_the_automatic_space_of_some_layers_and_terms_of_another(block):
         ({"space": {"up": {"num_random_features": [8]}}}, "'up' of the space matches no attention"),
         ({"space": {"up": {"num_terms": [2]}}}, "has 'num_terms' and no rank of a term"),
         ({"heal": {"steps": [2]}}, "'steps' is not a setting of HealConfig"),
-        ({"heal": {"train": "all"}}, "heal trains the new layers alone"),
+        ({"heal": {"train": "all"}}, "heal only trains the new layers"),
         ({"heal": 3}, "heal=3 must be a HealConfig, or a dict"),
     ],
 )

@@ -151,6 +151,6 @@ def test_an_entry_is_renewed_while_the_storage_is_away_for_a_while(monkeypatch):
 
     study.set_user_attr, study.beats = set_user_attr, 0
     monkeypatch.setattr(claim, "_BEAT_S", 1e-3)
-    with claim.claimed(study, "sqlite:///x.db"):
+    with claim.exclusive_access(study, "sqlite:///x.db"):
         renewed.wait()
     assert list(study.user_attrs.values()) == [None]

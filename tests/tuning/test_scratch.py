@@ -85,12 +85,12 @@ def test_training_that_fails_is_a_failed_trial(data):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"space": "auto"}, ConfigError, "must be a dict where models are trained"),
+        ({"space": "auto"}, ConfigError, "must be a dict of layers"),
         ({"space": {"2": {"rank": [4]}}}, ConfigError, "a layer that is trained has 'low_rank'"),
         ({"space": {"train": {"lr": [1.0]}}}, ConfigError, "did you mean 'learning_rate'"),
         ({"space": {"train": 3}}, ConfigError, "must be a dict of settings"),
         ({"space": {"model": {"depth": [1]}}}, TuningError, "the model's function raised TypeError"),
-        ({"space": SPACE, "objective": "latency"}, ConfigError, "latency is not measured of models"),
+        ({"space": SPACE, "objective": "latency"}, ConfigError, "latency is not measured for models"),
         ({"space": SPACE, "train": 3}, ConfigError, "each trial trains a new model"),
         ({"space": {"train": {"max_steps": [3]}}}, TuningError, "train raised ConfigError"),
     ],

@@ -72,7 +72,7 @@ def test_trials_share_layers_which_the_results_do_not(net, accuracy, data, monke
     for old, new in fresh.items():
         state = first[old].state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in new.state_dict().items())
-    monkeypatch.setattr("panther.tuning.prepared._KEPT", 0.05)  # of the dense bytes
+    monkeypatch.setattr("panther.tuning.prepared._CACHED_SHARE", 0.05)  # of the dense bytes
     prepared.trial_layers(plan)
     assert sum(size for size, _ in prepared._layers.values()) <= 0.05 * prepared.dense
 
@@ -446,7 +446,7 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
         ({"space": {"0": {"ranks": [2]}}}, "has the setting 'ranks', and knows"),
         ({"space": {"0": {"form": ["int7"], "rank": [2]}}}, "form 'int7' is unknown"),
         ({"space": {"0": {"form": "interpolative"}}}, "has the form 'interpolative' and no rank"),
-        ({"space": {"0": {"rank": [2], "share": [0.5]}}}, "say the same"),
+        ({"space": {"0": {"rank": [2], "share": [0.5]}}}, "are alternatives"),
         ({"space": {"0": {"bits": [2]}, nn.Linear: {"bits": [4]}}}, "is in two lines of the space"),
         ({"space": {"0": {"bits": [2]}}, "forms": "int8"}, "forms= is for the space 'auto'"),
         ({"space": {"0": {"bits": [2]}}, "include": "2"}, "include= is for space='auto'"),

@@ -1,4 +1,4 @@
-"""How the trials of a search run: one after the other, in processes of this machine, or on Ray Tune."""
+"""Runners of trials: one after the other, in processes of this machine, or on Ray Tune."""
 
 __all__ = ["check_parallel", "run_trials"]
 
@@ -14,7 +14,7 @@ from panther.tuning.search.study import Study
 
 
 def check_parallel(parallel: Any) -> int | str:
-    """Return the argument of :func:`panther.tune`, or raise ConfigError if it is none.
+    """Return ``parallel`` of :func:`panther.tune`, or raise ConfigError if it is not valid.
 
     Raises:
         ConfigError: If it is neither a number of processes nor ``"ray"``.
@@ -27,10 +27,10 @@ def check_parallel(parallel: Any) -> int | str:
 def run_trials(
     search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None, parallel: int | str
 ) -> str:
-    """Run trials until there are as many; else return why they ended before.
+    """Run trials until there are ``trials``. If they end before, return why, else "".
 
     Raises:
-        TuningError: If ``evaluate`` raises or changes the model, or what it needs cannot be sent to a process.
+        TuningError: If ``evaluate`` raises or changes the model, or its data cannot be sent to a process.
     """
     if parallel == "ray":
         return run_on_ray(search, evaluator, prepared, trials, deadline)

@@ -1,7 +1,7 @@
-"""Trials in several processes of this machine, each with a copy of the model and of all that trials share.
+"""Trials in processes of this machine, each with a copy of the model and of the shared data.
 
-The search itself stays in one process, which draws plans and writes the storage. A trial whose process died is run
-again in a new one.
+The search stays in one process, which draws plans and writes the storage. If the process of a trial dies, the trial
+runs again in a new process.
 """
 
 __all__ = ["run_in_processes"]
@@ -25,27 +25,27 @@ from panther.errors import ConfigError
 from panther.tuning.evaluation import Evaluator, failed
 from panther.tuning.prepared import Prepared
 from panther.tuning.runners.serial import EXHAUSTED, OVER
-from panther.tuning.runners.work import RETRIES, packed
+from panther.tuning.runners.work import RETRIES, serialize
 from panther.tuning.search.study import Job, Study
 
-# The module is found as it is here, wherever the script itself has it from.
+# The worker has the search path of this process, so that it imports the same modules.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from panther.tuning.runners.worker import main; main()"
 )  # fmt: skip
-_END_S = 10.0  # until a process that is to end is killed
+_END_S = 10.0  # seconds after which a process that should end is killed
 
 
 def run_in_processes(
     search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None, count: int
 ) -> str:
-    """Run trials until there are as many; else return why they ended before."""
+    """Run trials until there are ``trials``. If they end before, return why, else ""."""
     if os.name != "posix":
-        raise ConfigError(f"parallel={count} needs processes as POSIX has them: use parallel='ray', or 1")
+        raise ConfigError(f"parallel={count} needs POSIX processes: use parallel='ray', or 1")
     count = min(count, max(trials - search.count, 1))
     progress = iter(prepared.runner.over(range(search.count, trials), "trials"))
-    with tempfile.TemporaryFile(prefix="panther-tune-") as work:  # without a name, so that a kill leaves none
-        work.write(packed(evaluator, prepared))
+    with tempfile.TemporaryFile(prefix="panther-tune-") as work:  # It has no name, so that a kill leaves no file.
+        work.write(serialize(evaluator, prepared))
         work.flush()
         with _Workers(work, count).running() as workers:
             return _run(search, workers, trials, deadline, progress)
@@ -53,14 +53,14 @@ def run_in_processes(
 
 def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None, progress: Iterator[int]) -> str:
     why = ""
-    again: list[Job] = []  # whose process died
+    retries: list[Job] = []  # jobs whose process died
     deaths: Counter[int] = Counter()
     next(progress, None)
     while True:
         why = ""
         while workers.idle:
-            if again:
-                workers.give(again.pop())
+            if retries:
+                workers.give(retries.pop())
                 continue
             if search.count >= trials:
                 break
@@ -68,7 +68,7 @@ def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None
                 why = OVER
                 break
             job = search.ask()
-            if job is None:  # until a trial that runs has ended
+            if job is None:  # A running trial may lead to new plans.
                 why = EXHAUSTED
                 break
             workers.give(job)
@@ -82,7 +82,7 @@ def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None
                 deaths[job.number] += 1
                 ended = workers.replace(worker)
                 if deaths[job.number] <= RETRIES:
-                    again.append(job)
+                    retries.append(job)
                     continue
                 search.tell(job, failed(f"its process died {deaths[job.number]} times ({ended})"))
             elif message[0] == "report":
@@ -97,7 +97,7 @@ def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None
 
 
 class _Worker:
-    """A process, the connection to it, and the trial that it runs."""
+    """A process, its connection, and the trial that it runs."""
 
     def __init__(self, work: IO[bytes], threads: int) -> None:
         self.connection, other = multiprocessing.Pipe()
@@ -109,12 +109,12 @@ class _Worker:
         self.job: Job | None = None
 
     def send(self, message: object) -> None:
-        """Send; of a process that died, the next :meth:`receive` tells."""
+        """Send a message. If the process died, the next :meth:`receive` returns None."""
         with suppress(ConnectionError):
             self.connection.send(message)
 
     def receive(self) -> tuple | None:
-        """Return a message; None if the process died."""
+        """Return a message, or None if the process died."""
         try:
             message: tuple = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -135,7 +135,7 @@ class _Worker:
 
 
 class _Workers:
-    """As many processes as run trials at a time."""
+    """The processes that run trials."""
 
     def __init__(self, work: IO[bytes], count: int) -> None:
         self._work, self._threads = work, max(1, torch.get_num_threads() // count)
@@ -144,7 +144,7 @@ class _Workers:
 
     @contextmanager
     def running(self) -> Iterator["_Workers"]:
-        """Start the processes, and end them whatever happens."""
+        """Start the processes, and end them afterwards, even after an exception."""
         try:
             for _ in range(self._count):
                 self._workers.append(_Worker(self._work, self._threads))
@@ -155,27 +155,29 @@ class _Workers:
 
     @property
     def idle(self) -> list[_Worker]:
-        """Return those without a trial."""
+        """Return the processes without a trial."""
         return [worker for worker in self._workers if worker.job is None]
 
     @property
     def busy(self) -> list[_Worker]:
-        """Return those with a trial."""
+        """Return the processes with a trial."""
         return [worker for worker in self._workers if worker.job is not None]
 
     def give(self, job: Job) -> None:
-        """Let an idle one run a trial."""
+        """Let an idle process run a trial."""
         worker = self.idle[0]
         worker.job = job
         worker.send((job.number, job.plan.to_json()))
 
     def ready(self) -> list[_Worker]:
-        """Wait for messages, as long as evaluations take, and return the processes that sent one or died."""
+        """Wait until a process sends a message or dies, and return all such processes."""
         by_connection: dict[Connection, _Worker] = {worker.connection: worker for worker in self.busy}
-        return [by_connection[one] for one in wait(list(by_connection)) if isinstance(one, Connection)]
+        return [
+            by_connection[connection] for connection in wait(list(by_connection)) if isinstance(connection, Connection)
+        ]
 
     def replace(self, worker: _Worker) -> str:
-        """Start another process in the place of one that died, and return how that ended."""
+        """Replace a process that died, and return how it ended."""
         ended = worker.end()
         self._workers[self._workers.index(worker)] = _Worker(self._work, self._threads)
         return ended

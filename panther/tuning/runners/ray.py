@@ -1,7 +1,7 @@
-"""Trials on Ray Tune: on all cores of a cluster, ended early by Ray's schedulers, and run again where a worker died.
+"""Trials on Ray Tune: on all cores of a cluster, ended early by Ray's schedulers, and repeated if a worker died.
 
-The search stays in this process: a searcher of Ray hands out its plans and tells it the results, so that the storage is
-the same as without Ray, and a search that was ended continues from it.
+The search stays in this process. A searcher of Ray sends its plans and returns the results to it, so that the storage
+is the same as without Ray, and a search can be resumed from it.
 """
 
 __all__ = ["join_cluster", "run_on_ray"]
@@ -25,25 +25,25 @@ from panther.tuning.evaluation import Evaluator, Outcome, failed
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan, Prepared
 from panther.tuning.runners.serial import EXHAUSTED, OVER
-from panther.tuning.runners.work import RETRIES, packed, unpacked
+from panther.tuning.runners.work import RETRIES, deserialize, serialize
 from panther.tuning.search.study import Job, Study
 
 _CONNECT_S = 10.0
-_VALUE = "panther_value"  # what schedulers compare
-_LONGEST = 10**6  # partial metrics of a trial, for a scheduler that wants a bound
-# Ray's files of results, and its wish to be told of them, which the storage of the search stands for.
+_VALUE = "panther_value"  # the value that schedulers compare
+_LONGEST = 10**6  # bound of the number of partial metrics, which ASHA needs
+# Disable Ray's files of results and its hint about them, because the search has its storage.
 _QUIET = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
-_PREFIX, _LOCK = "panther-tune-", "lock"  # of folders, and of the file in them that a running search holds
-_loaded: dict[str, Any] = {}  # in a worker: what its trials share, unpacked once
+_PREFIX, _LOCK = "panther-tune-", "lock"  # prefix of folders, and the file in them that a running search locks
+_loaded: dict[str, Any] = {}  # in a worker: the data that its trials share
 
 
 def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
-    """Run trials until there are as many; else return why they ended before."""
+    """Run trials until there are ``trials``. If they end before, return why, else ""."""
     tune: Any = require_extra("ray.tune", "ray")
     show = prepared.runner.show
     with join_cluster(None, show=show), _environment(show), _folder() as folder:
         searcher = _searcher(tune, search, trials, deadline)
-        work = packed(evaluator, prepared)
+        work = serialize(evaluator, prepared)
         left = max(trials - search.count, 0)
         if not left:
             return ""
@@ -66,13 +66,13 @@ def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: 
 
 @contextmanager
 def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
-    """Join a Ray cluster, and yield whether it is this machine alone, started here, which can get no more nodes.
+    """Join a Ray cluster, and yield whether it is a new cluster of only this machine, which cannot grow.
 
     A cluster that was joined before stays joined afterwards.
 
     Args:
-        address: The cluster, as in ``ray.init``. None is the joined cluster; else that of the variable RAY_ADDRESS;
-            else this machine alone.
+        address: The cluster, as in ``ray.init``. None is the joined cluster, or else the cluster in RAY_ADDRESS, or
+            else a new cluster of this machine.
         show: Whether a cluster that is joined here logs more than errors, and the output of its workers.
 
     Raises:
@@ -83,7 +83,7 @@ def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
     check_version("ray", ray.__version__, 2, least=(2, 60))
     if ray.is_initialized():
         if address is not None:
-            raise ConfigError(f"address={address!r}, but ray.init was called already: leave address out, or that")
+            raise ConfigError(f"address={address!r}, but ray.init was called already: leave out address, or ray.init")
         yield False
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -94,7 +94,7 @@ def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DistributedError(
             f"no Ray cluster could be joined at {address!r} ({reason}): check that it runs and is "
-            "reachable, or leave address out for this machine alone"
+            "reachable, or leave address out to use only this machine"
         ) from error
     try:
         yield address == "local"
@@ -103,7 +103,7 @@ def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError unless a process listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raise OSError unless a process listens at HOST:PORT, because Ray would retry for minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if port.isdecimal():
         socket.create_connection((host, int(port)), _CONNECT_S).close()
@@ -118,7 +118,7 @@ def _rises(search: Study) -> bool:
 
 
 def _scheduler(tune: Any, search: Study) -> Any:
-    """Return the scheduler of Ray that does what the search's pruner does."""
+    """Return Ray's scheduler that corresponds to the search's pruner."""
     from optuna import pruners
 
     pruner = search.study.pruner
@@ -130,7 +130,7 @@ def _scheduler(tune: Any, search: Study) -> Any:
 
 
 def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> Any:
-    """Return a searcher of Ray that asks the study and tells it."""
+    """Return a searcher of Ray that draws plans from the study and records their results in it."""
 
     class Searcher(tune.search.Searcher):
         def __init__(self) -> None:
@@ -158,14 +158,15 @@ def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> 
 
         def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
             step = result.get("step")
-            if step and trial_id in self.jobs:  # a trial that was run again tells the first steps again
+            if step and trial_id in self.jobs:  # A repeated trial reports its first steps again.
                 figures = Figures(*result["figures"])
                 self.partial[trial_id] = [report for report in self.partial[trial_id] if report[0] < step]
                 self.partial[trial_id].append((step, figures.metric, figures))
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
             result = result or {}
-            self.on_trial_result(trial_id, result)  # of the one at which a scheduler ends a trial nothing else tells
+            # If a scheduler ended the trial, only this call has the last result.
+            self.on_trial_result(trial_id, result)
             job = self.jobs.pop(trial_id, None)
             partial = self.partial.pop(trial_id, [])
             if job is None:
@@ -176,14 +177,14 @@ def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> 
                 search.tell(job, failed(f"its worker died {RETRIES + 1} times"))
             elif result.get("outcome") is not None:
                 search.tell(job, _outcome(result["outcome"]))
-            elif partial:  # the scheduler has ended it
+            elif partial:  # The scheduler ended it.
                 metrics = tuple(metric for _, metric, _ in partial)
                 search.tell(job, Outcome(partial[-1][2], "pruned", metrics, 0.0, 0.0))
             else:
                 search.tell(job, failed("it ended without a result"))
 
         def save(self, checkpoint_path: str) -> None:
-            """Save nothing: the storage of the search has all that is known."""
+            """Save nothing, because the storage of the search has everything."""
 
         def restore(self, checkpoint_path: str) -> None:
             """Restore nothing."""
@@ -203,7 +204,7 @@ def _stopper(tune: Any, searcher: Any) -> Any:
 
 
 def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
-    """Run one trial on a worker of Ray, which runs many."""
+    """Run a trial on a worker of Ray, which may run further trials later."""
     tune: Any = require_extra("ray.tune", "ray")
     number, plan = config["number"], Plan.from_json(config["plan"])
 
@@ -216,12 +217,12 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
 
     def report(step: int, figures: Figures) -> bool:
         tune.report({"step": step, "figures": _plain(figures), _VALUE: value(figures)})
-        return False  # Ray ends the trial itself
+        return False  # Ray ends the trial.
 
-    try:  # what is raised, another attempt would raise again
+    try:  # An exception must not lead to a retry, which would raise it again.
         if key not in _loaded:
             _loaded.clear()
-            _loaded[key] = unpacked(work)
+            _loaded[key] = deserialize(work)
         evaluator, prepared = _loaded[key]
         outcome = evaluator.run(prepared, plan, number, report)
     except PantherError as error:
@@ -235,7 +236,7 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
     last = vars(outcome) | {"figures": _plain(figures)}
     bad = -math.inf if evaluator.goal.directions[0] == "maximize" else math.inf
     is_complete = outcome.state == "complete"
-    # As a text, because Ray flattens mappings.
+    # The outcome is a text, because Ray flattens mappings.
     tune.report({"outcome": json.dumps(last), _VALUE: value(figures) if is_complete else bad})
 
 
@@ -251,12 +252,12 @@ def _outcome(text: str) -> Outcome:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """Make a folder for Ray's files, and remove those that searches have left which were killed."""
+    """Make a folder for Ray's files, and remove folders of killed searches."""
     with suppress(ImportError):  # Windows has no such locks
         import fcntl
 
         for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-            with suppress(OSError), lock.open("ab") as file:  # of a running search, or of another user
+            with suppress(OSError), lock.open("ab") as file:  # A running search has the lock, or another user the file.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, Path(folder, _LOCK).open("ab") as file:
@@ -269,7 +270,7 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _environment(show: bool) -> Iterator[None]:
-    """Keep Ray Tune quiet, and its log too unless progress is shown; put variables and levels back."""
+    """Silence Ray Tune, and also its log unless progress is shown. Restore variables and levels afterwards."""
     log = logging.getLogger("ray.tune")
     before, level = {name: os.environ.get(name) for name in _QUIET}, log.level
     os.environ.update(_QUIET)

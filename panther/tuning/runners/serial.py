@@ -10,11 +10,11 @@ from panther.tuning.prepared import Prepared
 from panther.tuning.search.study import Job, Study
 
 OVER = "the time was over"
-EXHAUSTED = "plans that were not tried are no longer found"
+EXHAUSTED = "no plan was found that was not tried before"
 
 
 def run_here(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
-    """Run trials until there are as many; else return why they ended before."""
+    """Run trials until there are ``trials``. If they end before, return why, else ""."""
     for _ in prepared.runner.over(range(search.count, trials), "trials"):
         if deadline is not None and time.perf_counter() > deadline and search.trials:
             return OVER

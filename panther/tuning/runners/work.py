@@ -1,6 +1,6 @@
-"""What a process needs to run trials, as bytes: the user's function, the prepared model, and the plan of a trial."""
+"""Serialisation of the data that processes need to run trials: the user's function and the prepared model."""
 
-__all__ = ["RETRIES", "packed", "unpacked"]
+__all__ = ["RETRIES", "deserialize", "serialize"]
 
 import importlib
 import mmap
@@ -12,22 +12,22 @@ from panther.errors import TuningError
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.prepared import Prepared
 
-RETRIES = 2  # of a trial whose process died
+RETRIES = 2  # further attempts of a trial whose process died
 
 
-def packed(evaluator: Evaluator, prepared: Prepared) -> bytes:
-    """Return both as bytes; in one pickle, because they share the model.
+def serialize(evaluator: Evaluator, prepared: Prepared) -> bytes:
+    """Return both as bytes. They share the model, so they are in one pickle.
 
     Raises:
         TuningError: If something in them cannot be pickled.
     """
     try:
-        # Sends functions of the script itself, lambdas and closures; pickle sends what a module has by name.
+        # cloudpickle supports functions of the main script, lambdas and closures. pickle only stores names in modules.
         dumps: Any = importlib.import_module("cloudpickle").dumps
     except ModuleNotFoundError:
         dumps = pickle.dumps
     if isinstance(prepared, Prepared):
-        prepared = replace(prepared, model_fn=None)  # results are built here
+        prepared = replace(prepared, model_fn=None)  # Only this process builds results.
     try:
         data: bytes = dumps((evaluator, prepared))
     except Exception as error:
@@ -38,11 +38,11 @@ def packed(evaluator: Evaluator, prepared: Prepared) -> bytes:
     return data
 
 
-def unpacked(data: bytes | mmap.mmap) -> tuple[Evaluator, Prepared]:
-    """Return what :func:`packed` was given.
+def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, Prepared]:
+    """Return the arguments of :func:`serialize`.
 
     Raises:
-        TuningError: If it cannot be loaded here.
+        TuningError: If they cannot be loaded in this process.
     """
     try:
         evaluator, prepared = pickle.loads(data)

@@ -1,7 +1,7 @@
-"""A process that runs trials: plans come through a socket, outcomes go back.
+"""A process that runs trials. It receives plans through a socket and sends outcomes.
 
-Messages to it are ``(number, plan)`` or None to end, and after each of its reports whether the trial is to end. Its own
-are ``("report", step, figures)``, ``("done", outcome)`` and ``("error", exception)``.
+It receives ``(number, plan)``, or None to end, and after each report whether the trial should end. It sends
+``("report", step, figures)``, ``("done", outcome)`` and ``("error", exception)``.
 """
 
 __all__ = ["main"]
@@ -16,18 +16,18 @@ import torch
 from panther.errors import PantherError, TuningError
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan
-from panther.tuning.runners.work import unpacked
+from panther.tuning.runners.work import deserialize
 
 
 def main() -> None:
     """Run trials until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The search ends its processes.
     number, work, threads = map(int, sys.argv[-3:])
     connection = Connection(number)
     torch.set_num_threads(threads)
     try:
         _serve(connection, work)
-    except (EOFError, ConnectionError):  # the search has ended, or was killed
+    except (EOFError, ConnectionError):  # The search has ended or was killed.
         pass
     except PantherError as error:
         connection.send(("error", error))
@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def _serve(connection: Connection, work: int) -> None:
-    with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:  # the place in the file is that of all processes
-        evaluator, prepared = unpacked(data)
+    with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:  # All processes share the position in the file, so map it.
+        evaluator, prepared = deserialize(data)
 
     def report(step: int, figures: Figures) -> bool:
         connection.send(("report", step, figures))

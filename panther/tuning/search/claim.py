@@ -1,12 +1,12 @@
-"""A study in a database is open in one search at a time: the search that has it says so in the study, again and again.
+"""Exclusive access of a search to a study in a database, by an entry in the study that the search renews.
 
-A file has a lock, which ends with its process. Several nodes may share a database, so every search writes an entry of
-its own into the study's attributes before it looks at the entries of others: of two that start together at least one
-sees the other. A search that was killed leaves its entry: on this node its process is looked for, and an entry of
-another node counts as dead once it was not renewed for a while, by the clock of the process that looks.
+A file has a lock, which ends with its process. Nodes may share a database, so every search writes an entry into the
+study's attributes before it reads the entries of other searches. If two searches start at the same time, at least one
+sees the other. The entry of a killed search remains. On the same node its process does not exist any more. An entry of
+another node expires if it is not renewed for a minute, measured by the clock of the reading process.
 """
 
-__all__ = ["claimed"]
+__all__ = ["exclusive_access"]
 
 import json
 import logging
@@ -22,20 +22,20 @@ from typing import Any
 
 from panther.errors import ConfigError
 
-_PREFIX = "panther search "  # of the attributes; the rest is the name of a search
-_BEAT_S = 5.0  # between two renewals
-_SILENT_S = 60.0  # without a renewal, after which a search of another node counts as dead
+_PREFIX = "panther search "  # prefix of the attributes, before the name of a search
+_BEAT_S = 5.0  # interval between renewals
+_SILENT_S = 60.0  # An entry of another node expires after this time without a renewal.
 _POLL_S = 0.5
 
 _logger = logging.getLogger("panther.tuning")
 
 
 @contextmanager
-def claimed(study: Any, storage: Any) -> Iterator[None]:
-    """Keep other searches from a study meanwhile.
+def exclusive_access(study: Any, storage: Any) -> Iterator[None]:
+    """Exclude other searches from a study meanwhile.
 
     Raises:
-        ConfigError: If another search has it; that search is not disturbed.
+        ConfigError: If another search uses the study. It is not disturbed.
     """
     name = _PREFIX + secrets.token_hex(8)
     entry = _place() | {"state": "claims", "beat": 0}
@@ -53,21 +53,21 @@ def claimed(study: Any, storage: Any) -> Iterator[None]:
         beating.join()
         try:
             study.set_user_attr(name, None)
-        except Exception as error:  # the error that ends the search is the one to show
+        except Exception as error:  # An error that ended the search must not be replaced.
             _logger.warning(
-                "the end of the search could not be noted in the storage (%s): on another node the next search "
-                "begins after %g s", error, _SILENT_S,
+                "the end of the search could not be written to the storage (%s): searches on other nodes will "
+                "wait for %g s", error, _SILENT_S,
             )  # fmt: skip
 
 
 def _beat(study: Any, name: str, entry: dict[str, Any], stopped: threading.Event) -> None:
-    """Renew an entry until the search has ended; a database that is away for a while is asked again."""
+    """Renew an entry until the search has ended, also if the database is temporarily unavailable."""
     while not stopped.wait(_BEAT_S):
         entry["beat"] += 1
         try:
             study.set_user_attr(name, json.dumps(entry))
         except Exception as error:
-            _logger.debug("the search could not be renewed in the storage: %s", error)
+            _logger.debug("the entry of the search could not be renewed in the storage: %s", error)
 
 
 def _wait_for_others(
@@ -77,9 +77,9 @@ def _wait_for_others(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once no other search has the study, and raise if one has it.
+    """Return once no other search uses the study, and raise if a search uses it.
 
-    Of searches that start together the one whose name comes first continues.
+    If searches start at the same time, the first one by name continues.
     """
     first_beats: dict[str, Any] = {}
     began = clock()
@@ -88,17 +88,17 @@ def _wait_for_others(
         for other, entry in _entries(study).items():
             if other == name or (alive := _is_alive(entry)) is False:
                 continue
-            # An entry of another node is of a search that lives if it is renewed.
+            # A search on another node is alive if its entry is renewed.
             if alive is None and entry.get("beat") == first_beats.setdefault(other, entry.get("beat")):
                 unclear = unclear or clock() - began < _SILENT_S
                 continue
             if entry.get("state") == "claims" and other > name:
-                unclear = True  # it will see this one, or has not seen it and holds the study in a moment
+                unclear = True  # It will see this entry and fail, or hold the study soon.
                 continue
             raise ConfigError(
                 f"storage={str(storage)!r} is open in another search, process {entry.get('process')} on "
-                f"{entry.get('machine')}: wait until that has ended, give another storage, or run the trials of one "
-                "search in several processes with parallel="
+                f"{entry.get('machine')}: wait until it has ended, use another storage, or run the trials of one "
+                "search in processes with parallel="
             )
         if not unclear:
             return
@@ -106,35 +106,35 @@ def _wait_for_others(
 
 
 def _entries(study: Any) -> dict[str, dict[str, Any]]:
-    """Return the entries of all searches that have not ended, by name."""
+    """Return the entries of searches that have not ended, by name."""
     texts = {name: text for name, text in study.user_attrs.items() if name.startswith(_PREFIX) and text is not None}
     return {name: json.loads(text) for name, text in texts.items()}
 
 
 def _place() -> dict[str, Any]:
-    """Return where this process is, so that another one can look whether it lives."""
+    """Return the machine and the identity of this process, with which other processes can check that it lives."""
     return {"machine": platform.node(), "space": _process_space(), "process": os.getpid(), "start": _start()}
 
 
 def _is_alive(entry: dict[str, Any]) -> bool | None:
-    """Return whether the process of an entry lives; None if it cannot be seen from here."""
+    """Return whether the process of an entry lives, or None if this process cannot know."""
     here, process = _place(), entry.get("process")
     is_here = all(entry.get(key) == here[key] for key in ("machine", "space"))
     if not is_here or type(process) is not int or process < 1:
         return None
-    if os.name != "posix":  # where os.kill sends no signal 0
+    if os.name != "posix":  # os.kill has no signal 0 there.
         return True if process == here["process"] else None
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         pass
-    return entry.get("start") == _start(process)  # else its number was given to another process
+    return entry.get("start") == _start(process)  # Otherwise another process has its number.
 
 
 def _process_space() -> str:
-    """Return the name of the space in which process numbers count, as of a container."""
+    """Return the namespace of process numbers, for example of a container."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -142,7 +142,7 @@ def _process_space() -> str:
 
 
 def _start(process: int | None = None) -> int | None:
-    """Return when a process began, in ticks since the machine did; None where the system does not tell."""
+    """Return when a process began, in clock ticks since the boot, or None if this is unknown."""
     try:
         text = Path(f"/proc/{process or 'self'}/stat").read_text()
     except OSError:

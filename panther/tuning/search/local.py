@@ -1,7 +1,7 @@
-"""Small steps from the best trial: the same parameters, some of them a little different, and a smaller budget.
+"""Small steps from the best trial: its parameters with small changes of some of them, and a smaller budget.
 
-With a few tens of trials there are too few to learn a whole space from. The choices of pr.compress, which are the first
-trials, are good ones already, and better ones are near them.
+A few tens of trials are too few to learn a complete space. The first trials, the choices of pr.compress, are good, and
+better choices are near them.
 """
 
 __all__ = ["near", "step_from"]
@@ -15,10 +15,13 @@ from panther.tuning.prepared import Plan
 from panther.tuning.result import Trial
 from panther.tuning.spaces.layers import LayerSpaceBase
 
-_SHARE, _MOST = 0.5, 2.0  # of the parameters that a step changes: this share, and on average so many
-_SIZE = 0.17  # of a step: standard deviation, as a share of the range of a parameter, or of the range of its logarithm
-_LOWER = 0.12  # of the logarithm of a budget below what the best trial takes, standard deviation
-_STEPS = 8  # that are tried for one with a new plan
+# A step changes at most this share of the parameters, and on average at most this number.
+_SHARE, _MOST = 0.5, 2.0
+# Standard deviation of a step, as a share of the range of a parameter or of its logarithm.
+_SIZE = 0.17
+# Standard deviation of the decrease of the budget's logarithm below the cost of the best trial.
+_LOWER = 0.12
+_STEPS = 8  # attempts to find a new plan
 
 
 def near(
@@ -29,15 +32,15 @@ def near(
     draw: random.Random,
     lower: bool,
 ) -> dict[str, Any] | None:
-    """Return parameters of a new plan near those of a trial; None if no step leads to one.
+    """Return parameters of a new plan near the parameters of a trial, or None if no step leads to a new plan.
 
     Args:
         best: The trial.
-        distributions: What it drew its parameters from, as Optuna has them.
-        space: Makes plans of parameters.
+        distributions: Optuna's distributions of its parameters.
+        space: The space, which draws plans from parameters.
         is_new: Whether a plan was not tried yet.
         draw: Random numbers.
-        lower: Whether the budget is to be below what the trial's plan takes.
+        lower: Whether the budget should be smaller than the cost of the trial's plan.
     """
     from optuna.trial import FixedTrial
 
@@ -47,7 +50,7 @@ def near(
             params = space.below(params, best.plan, abs(draw.gauss(0.0, _LOWER)))
         try:
             plan = space.draw(FixedTrial(params))
-        except ValueError:  # the form has a parameter that the best trial's has not
+        except ValueError:  # The form has a parameter that the best trial lacks.
             continue
         if is_new(plan):
             return params
@@ -57,28 +60,28 @@ def near(
 def step_from(
     params: Mapping[str, Any], distributions: Mapping[str, Any], draw: random.Random, scale: float
 ) -> dict[str, Any]:
-    """Return parameters near others: some are moved, within their ranges.
+    """Change some parameters, within their ranges.
 
     Args:
-        params: What the best trial drew.
-        distributions: What it drew from, as Optuna has them.
+        params: The parameters of the best trial.
+        distributions: Optuna's distributions of the parameters.
         draw: Random numbers.
-        scale: By what factor a step is larger than usual.
+        scale: Factor of the size of the step.
     """
-    found = dict(params)
+    moved_params = dict(params)
     names = [name for name in params if not distributions[name].single()]
     if not names:
-        return found
-    chosen = [name for name in names if draw.random() < min(_SHARE, _MOST / len(names))]
-    for name in chosen or [draw.choice(names)]:
-        found[name] = _moved(params[name], distributions[name], draw, _SIZE * scale)
-    return found
+        return moved_params
+    changed_names = [name for name in names if draw.random() < min(_SHARE, _MOST / len(names))]
+    for name in changed_names or [draw.choice(names)]:
+        moved_params[name] = _moved(params[name], distributions[name], draw, _SIZE * scale)
+    return moved_params
 
 
 def _moved(value: Any, distribution: Any, draw: random.Random, size: float) -> Any:
     choices = getattr(distribution, "choices", None)
     if choices is not None:
-        return draw.choice([one for one in choices if one != value])
+        return draw.choice([choice for choice in choices if choice != value])
     low, high, step = distribution.low, distribution.high, distribution.step
     if distribution.log:
         moved = math.exp(math.log(value) + draw.gauss(0.0, size) * math.log(high / low))
@@ -86,8 +89,8 @@ def _moved(value: Any, distribution: Any, draw: random.Random, size: float) -> A
         moved = value + draw.gauss(0.0, size) * (high - low)
     if step is None:
         return min(max(moved, low), high)
-    whole = round((moved - low) / step)
-    if low + whole * step == value:  # an integer moves by one at least
-        whole += 1 if moved > value else -1
-    moved = min(max(low + whole * step, low), high)
+    num_steps = round((moved - low) / step)
+    if low + num_steps * step == value:  # An integer changes by at least one step.
+        num_steps += 1 if moved > value else -1
+    moved = min(max(low + num_steps * step, low), high)
     return round(moved) if isinstance(value, int) else moved

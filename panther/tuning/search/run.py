@@ -1,4 +1,4 @@
-"""How a search runs: the arguments of :func:`panther.tune` that are not of the model."""
+"""The arguments of :func:`panther.tune` that control how a search runs."""
 
 __all__ = ["Run"]
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from panther.sketch import check_seed
 from panther.tuning.goal import Goal
-from panther.tuning.search.storage import Opened, opened_study
+from panther.tuning.search.storage import OpenStudy, open_study
 
 
 @dataclass(frozen=True)
 class Run:
-    """The arguments of :func:`panther.tune` by their names, and when it was called."""
+    """Arguments of :func:`panther.tune`, and the time of the call."""
 
     trials: int
     first: int | None
@@ -28,29 +28,29 @@ class Run:
     seed: int | None
     progress: bool | None
     catch: tuple[type[Exception], ...]
-    drawn: int = field(init=False)
+    new_seed: int = field(init=False)
     """The seed of a new study."""
 
     def __post_init__(self) -> None:
-        """Draw the seed that a new study has."""
-        object.__setattr__(self, "drawn", check_seed(self.seed))
+        """Draw the seed for a new study."""
+        object.__setattr__(self, "new_seed", check_seed(self.seed))
 
     @property
     def deadline(self) -> float | None:
-        """Return the time after which no trial begins."""
+        """Return the time after which no trial begins, or None."""
         return None if self.timeout_s is None else self.began + self.timeout_s
 
-    def opened(self, goal: Goal, identity: Mapping[str, str]) -> AbstractContextManager[Opened]:
-        """Make or continue the study."""
-        return opened_study(self.storage, goal, identity, self.sampler, self.pruner)
+    def opened(self, goal: Goal, identity: Mapping[str, str]) -> AbstractContextManager[OpenStudy]:
+        """Create or resume the study."""
+        return open_study(self.storage, goal, identity, self.sampler, self.pruner)
 
-    def seed_of(self, opened: Opened) -> int:
+    def seed_of(self, opened: OpenStudy) -> int:
         """Return the seed of the study.
 
         Raises:
-            ConfigError: If another one was given.
+            ConfigError: If the stored seed differs from the argument.
         """
-        known = int(opened.known.get("seed", self.drawn))
-        if self.seed is not None and known != self.drawn:
-            raise opened.other(f"seed {known} instead of {self.seed}")
-        return known
+        seed = int(opened.remembered.get("seed", self.new_seed))
+        if self.seed is not None and seed != self.new_seed:
+            raise opened.other(f"seed {seed} instead of {self.seed}")
+        return seed

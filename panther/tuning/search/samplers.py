@@ -10,7 +10,7 @@ from panther.errors import ConfigError, require_extra
 
 _SAMPLERS = ("tpe", "gp", "random")
 _PRUNERS = ("median", "asha", "none")
-_PRUNER_STARTUP = 4  # trials that are not pruned by the median of others
+_PRUNER_STARTUP = 4  # first trials, which the median pruner does not prune
 
 
 def check_sampler(sampler: Any) -> None:
@@ -23,11 +23,11 @@ def check_sampler(sampler: Any) -> None:
 
 
 def make_sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
-    """Return the sampler of a name."""
+    """Return the sampler with a name."""
     from optuna import samplers
 
     if name == "tpe":
-        # While others run, a constant in the place of their results keeps the sampler from drawing near them again.
+        # The constant liar keeps the sampler away from the plans of running trials.
         return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=others_run)
     if name == "gp":
         return samplers.GPSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
@@ -35,7 +35,7 @@ def make_sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
 
 
 def looks_at_constraints(sampler: Any) -> bool:
-    """Return whether a sampler takes constraints into account; others get values with penalties."""
+    """Return whether a sampler uses constraints. Other samplers get values with penalties."""
     from optuna import samplers
 
     looks = (samplers.TPESampler, samplers.GPSampler, samplers.NSGAIISampler, samplers.NSGAIIISampler)
@@ -43,7 +43,7 @@ def looks_at_constraints(sampler: Any) -> bool:
 
 
 def make_pruner(optuna: Any, pruner: Any) -> Any:
-    """Return the pruner of a name, or the one that was given.
+    """Return the pruner with a name, or ``pruner`` if it is one of Optuna's.
 
     Raises:
         ConfigError: If it is neither.
@@ -61,7 +61,7 @@ def make_pruner(optuna: Any, pruner: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Optuna's log off the terminal: progress is shown by the search itself."""
+    """Silence Optuna's log, because the search shows its progress."""
     from optuna import logging
 
     level = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""The study of a search: what each trial draws, and what Optuna is told of it."""
+"""The study of a search, which draws trials and reports their results to Optuna."""
 
 __all__ = ["Job", "Study", "pareto_front"]
 
@@ -22,17 +22,18 @@ from panther.tuning.search.local import near
 from panther.tuning.search.samplers import looks_at_constraints, make_sampler, quiet
 from panther.tuning.spaces.layers import LayerSpaceBase
 
-_BUDGET = "budget"  # a parameter of the automatic space
+_BUDGET = "budget"  # name of a parameter of the automatic space
 _RECORD, _REPEAT = "panther trial", "panther repeat"
 _STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
-_REDRAWS = 30  # plans in a row that were tried before, after which a space counts as exhausted
-_GLOBAL_EVERY = 3  # of the trials after the first ones, this one is the sampler's; the others are near the best
-_HALVINGS, _NARROW = 40, 0.01  # of budgets for the first trials: their number, and the least gap, in the logarithm
+_REDRAWS = 30  # The space is exhausted if this number of consecutive draws gives only known plans.
+# After the first trials, the sampler draws every third trial. The rest are steps from the best trial.
+_GLOBAL_EVERY = 3
+_HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and the least gap of their logarithms
 
 
 @dataclass(frozen=True)
 class Job:
-    """A trial to run: its number, its Optuna trial, its plan."""
+    """A trial to run: its number, its Optuna trial and its plan."""
 
     number: int
     trial: Any
@@ -40,7 +41,7 @@ class Job:
 
 
 class Study:
-    """An Optuna study, from which trials are drawn and to which they are told."""
+    """An Optuna study that draws trials and records their results."""
 
     def __init__(
         self, study: Any, space: LayerSpaceBase, goal: Goal, unchanged: Figures, sampler: Any, seed: int, first: int
@@ -48,25 +49,25 @@ class Study:
         self.study, self.space, self.goal, self.unchanged = study, space, goal, unchanged
         self._sampler, self._seed = sampler, seed
         self._looks = sampler in ("tpe", "gp") if isinstance(sampler, str) else looks_at_constraints(sampler)
-        self._first = 0 if type(sampler).__name__ == "GridSampler" else first  # which cannot count others' trials
-        self._pending: dict[int, Plan] = {}  # plans of trials that run, by number
+        self._first = 0 if type(sampler).__name__ == "GridSampler" else first  # A GridSampler must draw all trials.
+        self._pending: dict[int, Plan] = {}  # plans of running trials, by number
         self._over = False
-        study.stop = self._stop  # samplers call it when they have no more; Optuna's own is for its loop alone
+        study.stop = self._stop  # Exhausted samplers call it. Optuna's method only works in its loop.
         self._resume()
-        every = study.get_trials(deepcopy=False)
-        self.trials = [trial for trial in map(_recorded, every) if trial is not None]
-        self.uncalled = {name for trial in every for name in _record_of(trial).get("uncalled", ())}
-        self._repeats = sum(_REPEAT in trial.user_attrs for trial in every)
+        stored_trials = study.get_trials(deepcopy=False)
+        self.trials = [trial for trial in map(_recorded, stored_trials) if trial is not None]
+        self.uncalled = {name for trial in stored_trials for name in _record_of(trial).get("uncalled", ())}
+        self._repeats = sum(_REPEAT in trial.user_attrs for trial in stored_trials)
 
     @property
     def count(self) -> int:
-        """Return the number of trials that are done or run."""
+        """Return the number of finished and running trials."""
         return len(self.trials) + len(self._pending)
 
     def ask(self) -> Job | None:
-        """Draw the next trial; None if plans that were not tried are no longer found.
+        """Draw the next trial, or return None if no new plan is found.
 
-        Plans that were tried before are told to the study as they went then, and are no trials.
+        If a drawn plan was tried before, its earlier result is reported to Optuna, and it is not a trial.
         """
         for _ in range(_REDRAWS):
             if self._over:
@@ -76,16 +77,16 @@ class Study:
                 self._pending[job.number] = job.plan
                 return job
             earlier = self.tried(job.plan)
-            # One that runs on another worker has no figures yet.
+            # A trial that runs on another worker has no figures yet.
             state, figures = ("failed", self.unchanged) if earlier is None else (earlier.state, earlier.figures)
             self._tell(job, _REPEAT, {"state": state, "figures": _plain(figures)})
             self._repeats += 1
         return None
 
     def _draw(self) -> Job:
-        with quiet(), _alone():
-            # A seed for each trial, so that a study that was killed and continued draws the same ones. They are mixed,
-            # so that studies of other seeds do not draw them too, one trial later.
+        with quiet(), _refusing_other_searches():
+            # Every trial has a seed, so that a killed and resumed study draws the same trials. A hash of the seed
+            # avoids that a study with the next seed draws the same trials, shifted by one.
             seed = int(np.random.SeedSequence((self._seed, self.count + self._repeats)).generate_state(1)[0])
             params = self._first_params() if self.count < self._first else self._near_params(seed)
             if params is not None:
@@ -100,32 +101,32 @@ class Study:
                     f"{type(self.study.sampler).__name__} needs {error.name}, which is not installed: run pip install "
                     f"{error.name}"
                 ) from error
-            except (ValueError, TypeError) as error:  # of the user's sampler, which does not take every space
+            except (ValueError, TypeError) as error:  # The user's sampler may not support the space.
                 raise TuningError(f"{type(self.study.sampler).__name__} cannot draw from the space: {error}") from error
-            used = {one.number for one in self.trials} | self._pending.keys()
-            number = next(number for number in count() if number not in used)
+            used_numbers = {finished_trial.number for finished_trial in self.trials} | self._pending.keys()
+            number = next(number for number in count() if number not in used_numbers)
             return Job(number, trial, plan)
 
     def _stop(self) -> None:
         self._over = True
 
     def tried(self, plan: Plan) -> Trial | None:
-        """Return the trial of a plan, if there was one: another would have the same result."""
+        """Return the finished trial of a plan, which would have the same result again, or None."""
         return next((trial for trial in self.trials if trial.plan == plan), None)
 
     def report(self, job: Job, step: int, figures: Figures) -> bool:
-        """Tell a partial result, and return whether the trial is to end."""
+        """Report a partial result, and return whether the trial should end."""
         if len(self.goal.directions) > 1:
             return False  # Optuna has no pruning with two objectives
         value = self.goal.penalised(figures, self.unchanged)
         if not math.isfinite(value):
             return False
-        with _alone():
+        with _refusing_other_searches():
             job.trial.report(value, step)
             return bool(job.trial.should_prune())
 
     def tell(self, job: Job, outcome: Outcome) -> Trial:
-        """Record what a trial found."""
+        """Record the outcome of a trial."""
         figures, complete = outcome.figures, outcome.state == "complete"
         record = {
             "number": job.number,
@@ -142,11 +143,11 @@ class Study:
         return trial
 
     def _tell(self, job: Job, name: str, record: Mapping[str, Any]) -> None:
-        """Store how a trial ended, and tell Optuna.
+        """Store the result of a trial, and report it to Optuna.
 
-        The record is written last before that: where a kill comes between, it says what is to be told.
+        The record is written just before the report. After a kill in between, the report is made from the record.
         """
-        with quiet(), _alone():
+        with quiet(), _refusing_other_searches():
             if record["state"] == "complete" and self._looks:
                 figures = Figures(**record["figures"])
                 for index, violation in enumerate(self.goal.violations(figures, self.unchanged)):
@@ -155,7 +156,7 @@ class Study:
             self._finish(job.trial, record)
 
     def _finish(self, trial: Any, record: Mapping[str, Any]) -> None:
-        """Tell Optuna how a trial, or the one of a number, ended."""
+        """Report the result of a trial, or of Optuna's number of a trial, to Optuna."""
         from optuna.trial import TrialState
 
         if record["state"] == "complete":
@@ -164,23 +165,23 @@ class Study:
             self.study.tell(trial, state=TrialState[_STATES[record["state"]]])
 
     def _values(self, figures: Figures) -> list[float]:
-        """Return the values of a trial, penalised for a sampler that does not look at constraints."""
+        """Return the values of a trial, with penalties if the sampler does not use constraints."""
         if len(self.goal.directions) > 1 or self._looks:
             return self.goal.values(figures)
         return [self.goal.penalised(figures, self.unchanged)]
 
     def _first_params(self) -> dict[str, Any] | None:
-        """Return the parameters of pr.compress at the middle of the largest gap, in the logarithm, between budgets.
+        """Return the parameters of pr.compress at the middle of the largest gap between budgets, in the logarithm.
 
-        Gaps are between those that may be the best ones: where a constraint is met on one side and missed on the other.
-        None if all that are left are known.
+        Only gaps around the best budget count, where a constraint is satisfied on one side and violated on the other.
+        Return None if all remaining plans are known.
         """
         from optuna.trial import FixedTrial
 
         low, high = math.log(min(self.space.least, 1.0)), 0.0
         inside: list[float] = []
         for _ in range(_HALVINGS):
-            marks = sorted({low, high, *(one for one in inside if low < one < high)})
+            marks = sorted({low, high, *(mark for mark in inside if low < mark < high)})
             width, a, b = max(((b - a, a, b) for a, b in pairwise(marks)), default=(0.0, low, high))
             if width < _NARROW:
                 return None
@@ -192,17 +193,17 @@ class Study:
             trial = self.tried(plan)
             if trial is None or trial.state != "complete" or not self.goal.constraints:
                 inside.append(middle)
-            elif trial.feasible is self.goal.bounded:  # good enough, or too large
+            elif trial.feasible is self.goal.bounded:  # It is good enough, or too large.
                 high = middle
             else:
                 low = middle
         return None
 
     def _near_params(self, seed: int) -> dict[str, Any] | None:
-        """Return parameters near those of the best trial, for two of three trials; None if the sampler is to draw.
+        """Return parameters near the best trial, for two of three trials, or None if the sampler should draw.
 
-        It is for spaces with a budget. Settings of single layers, drawn near the best ones, were better in some
-        searches and worse in others.
+        This is for spaces with a budget. For settings of individual layers, steps from the best trial were better in
+        some searches and worse in others.
         """
         goal = self.goal
         fine = [trial for trial in self.trials if trial.feasible]
@@ -227,28 +228,28 @@ class Study:
         return self.tried(plan) is None and plan not in self._pending.values()
 
     def _resume(self) -> None:
-        """Finish the trials of a killed run whose result is stored; draw the remaining ones again."""
+        """Finish the trials of a killed run if their result is stored, and draw the others again."""
         from optuna.trial import TrialState
 
-        with quiet(), _alone():
+        with quiet(), _refusing_other_searches():
             for trial in self.study.get_trials(deepcopy=False):
                 if trial.state is TrialState.RUNNING:
                     self._finish(trial.number, _record_of(trial) or {"state": "failed"})
                 elif trial.state is TrialState.WAITING:
-                    self.study.tell(self.study.ask(), state=TrialState.FAIL)  # it takes those that wait first
+                    self.study.tell(self.study.ask(), state=TrialState.FAIL)  # ask() returns waiting trials first.
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Turn what Optuna raises where another search has ended this one's trials into a TuningError."""
+def _refusing_other_searches() -> Iterator[None]:
+    """Raise TuningError instead of Optuna's error if another search has ended the trials of this search."""
     from optuna.exceptions import UpdateFinishedTrialError
 
     try:
         yield
     except UpdateFinishedTrialError as error:
         raise TuningError(
-            "another search continues the study of this storage, and has ended this one's trial: run one at a time, "
-            "with parallel= for several processes"
+            "another search continues the study of this storage, and has ended a trial of this search: run one search "
+            "at a time, with parallel= for more processes"
         ) from error
 
 
@@ -259,14 +260,14 @@ def _plain(figures: Figures) -> dict[str, Any]:
 
 
 def _record_of(trial: Any) -> dict[str, Any]:
-    """Return how a trial ended, as it is stored; empty if it is not."""
+    """Return the stored result of a trial, or {} if it has none."""
     text = trial.user_attrs.get(_RECORD) or trial.user_attrs.get(_REPEAT)
-    found: dict[str, Any] = {} if text is None else json.loads(text)
-    return found
+    record: dict[str, Any] = {} if text is None else json.loads(text)
+    return record
 
 
 def _recorded(trial: Any) -> Trial | None:
-    """Return a trial of a storage; None for one that repeats another, or that a killed run left."""
+    """Return a stored trial, or None if it repeats another trial or a killed run left it."""
     return _trial(trial.params, _record_of(trial)) if _RECORD in trial.user_attrs else None
 
 
@@ -297,7 +298,9 @@ def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
     by = "size" if goal.objective == "metric" else "objective"
     complete = [trial for trial in trials if trial.state == "complete"]
     front: list[Trial] = []
-    for trial in sorted(complete, key=lambda one: (getattr(one, by), sign * one.metric, one.number)):
+    for trial in sorted(
+        complete, key=lambda candidate: (getattr(candidate, by), sign * candidate.metric, candidate.number)
+    ):
         if not front or sign * trial.metric < sign * front[-1].metric:
             front.append(trial)
     return tuple(front)

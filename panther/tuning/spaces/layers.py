@@ -1,4 +1,4 @@
-"""Spaces of what layers become: one of a budget and of emphases on groups of layers, and one of settings of layers."""
+"""Spaces of the forms of layers: a budget with weights for groups of layers, or settings of individual layers."""
 
 __all__ = ["AUTO", "AutoSpace", "LayerSpace", "LayerSpaceBase", "Line", "parse_lines", "unchanged_layers"]
 
@@ -21,24 +21,27 @@ from panther.tuning.spaces.selection import as_group, selected
 from panther.tuning.spaces.settings import OF_ATTENTION, OF_LAYERS, check_settings
 from panther.tuning.spaces.values import Float, Spec, as_spec, grid, suggest
 
-_EMPHASIS = 8.0  # most by which a group's losses count more or less than predicted
-_GROUPS = 8  # at most: trials are few
-_LEAST_DEPTH = 3  # layers of a group, from which on early and late ones are weighted differently
-_NOTED = 5  # notes of one kind
-_COMBINATIONS = 512  # of the settings of a line, that are looked at for the first trials
+# The losses of a group of layers are multiplied by a weight from 1 / MAX_WEIGHT to MAX_WEIGHT.
+_MAX_WEIGHT = 8.0
+# More groups would be more dimensions than a few dozen trials can explore.
+_MAX_GROUPS = 8
+# If a group has this many layers, there is a weight of late layers relative to early layers.
+_MIN_LAYERS_FOR_DEPTH_WEIGHT = 3
+_MAX_NOTES = 5  # notes of one kind
+_MAX_COMBINATIONS = 512  # combinations of the settings of a line that the first trials consider
 AUTO = "auto"
 
 
 class LayerSpaceBase:
-    """What a study draws plans from."""
+    """Base of the spaces from which a study draws plans."""
 
     prepared: Prepared
     notes: tuple[str, ...] = ()
-    """What of the space is not done as it was asked for."""
+    """Parts of the requested space that cannot be used, and why."""
 
     @property
     def least(self) -> float:
-        """Return the smallest budget, a share of what the layers cost as they are."""
+        """Return the smallest budget, a share of the unchanged layers' cost."""
         return self.prepared.cost.least(self.prepared.options) / self.prepared.dense
 
     def draw(self, trial: Any) -> Plan:
@@ -50,47 +53,47 @@ class LayerSpaceBase:
         raise NotImplementedError
 
     def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a budget below what a plan takes, ``by`` in the logarithm, if there is a budget."""
+        """Return parameters with a budget below the cost of a plan, by ``by`` in the logarithm, if it has one."""
         return dict(params)
 
 
 class AutoSpace(LayerSpaceBase):
-    """A budget, and by how much the loss of each group of layers counts; ranks and forms follow from the spectra.
+    """A budget, and a weight of the loss of each group of layers, from which ranks and forms follow.
 
-    Every choice is the best by the losses so weighted, so that the space has a few dimensions however many layers there
-    are. With all weights at 1 it is the choice of :func:`panther.compress`.
+    Every plan is the choice with the smallest weighted loss, so that the space has few dimensions for any number of
+    layers. If all weights are 1 it is the choice of :func:`panther.compress`.
     """
 
     def __init__(self, prepared: Prepared, names: Collection[str] | None = None, forms: Collection[str] = ()) -> None:
-        """Make the space of the named layers and forms; None is of all."""
+        """Make a space of the named layers, with these forms, or of all layers and forms if ``names`` is None."""
         self.prepared = prepared
         self.targets = [
             target for target in prepared.targets if names is None or not set(names).isdisjoint(target.names)
         ]
         self._forms = set(forms)
-        self._whole = names is None
-        self._options = {target: self._of(target) for target in self.targets}
+        self._all_layers = names is None
+        self._options = {target: self._options_of(target) for target in self.targets}
         self._dense = sum(map(prepared.cost.dense, self.targets)) or 1.0
         self._groups = _grouped(self.targets)
-        counts = [len(several) for several in self._groups.values()]
-        self._by_depth = len(counts) > 1 and max(counts) >= _LEAST_DEPTH
-        # The first group's counts as it is: only ratios matter.
+        counts = [len(group) for group in self._groups.values()]
+        self._by_depth = len(counts) > 1 and max(counts) >= _MIN_LAYERS_FOR_DEPTH_WEIGHT
+        # The weight of the first group is 1, because only ratios matter.
         names = [f"emphasis/{name}" for name in list(self._groups)[1:]]
-        self._emphases = dict.fromkeys(names, Float(1 / _EMPHASIS, _EMPHASIS, log=True))
+        self._emphases = dict.fromkeys(names, Float(1 / _MAX_WEIGHT, _MAX_WEIGHT, log=True))
         if self._by_depth:
-            self._emphases["emphasis of late layers"] = Float(1 / _EMPHASIS, _EMPHASIS, log=True)
-        # Rounded up: at the smallest budget there is one choice, the smallest forms.
+            self._emphases["emphasis of late layers"] = Float(1 / _MAX_WEIGHT, _MAX_WEIGHT, log=True)
+        # The bound is rounded up, so that at least the smallest forms fit into the smallest budget.
         self._budget = Float(min(math.ceil(1e4 * self.least) / 1e4, 1.0), 1.0, log=True)
 
     def draw(self, trial: Any) -> Plan:
         """Draw the plan of an Optuna trial."""
         budget = suggest(trial, "budget", self._budget)
-        drawn = {name: suggest(trial, name, spec) for name, spec in self._emphases.items()}
+        emphases = {name: suggest(trial, name, spec) for name, spec in self._emphases.items()}
         prepared = self.prepared
-        if self._whole and all(value == 1 for value in drawn.values()):
+        if self._all_layers and all(value == 1 for value in emphases.values()):
             return prepared.plan_of(prepared.allocation(budget).choice)
         options = {}
-        for target, factor in self._factors(drawn).items():
+        for target, factor in self._factors(emphases).items():
             options[target] = [replace(option, loss=option.loss * factor) for option in self._options[target]]
         return prepared.plan_of(choose_global(options, budget * self._dense, prepared.cost))
 
@@ -99,51 +102,51 @@ class AutoSpace(LayerSpaceBase):
         return {"budget": min(max(budget, self._budget.low), 1.0)} | dict.fromkeys(self._emphases, 1.0)
 
     def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a budget below what a plan takes."""
-        chosen = self.prepared.choice_of(plan)
-        taken = sum(self.prepared.cost.of(chosen[target]) for target in self.targets) / self._dense
-        budget = taken * math.exp(-by)
+        """Return parameters with a smaller budget than the cost of a plan."""
+        choice = self.prepared.choice_of(plan)
+        share = sum(self.prepared.cost.of(choice[target]) for target in self.targets) / self._dense
+        budget = share * math.exp(-by)
         return dict(params) | {"budget": min(max(budget, self._budget.low), 1.0)}
 
     @property
     def least(self) -> float:
-        """Return the smallest budget, a share of what the layers cost as they are."""
+        """Return the smallest budget, a share of the unchanged layers' cost."""
         return self.prepared.cost.least(self._options) / self._dense
 
-    def _of(self, target: Target) -> list[Option]:
-        several = list(self.prepared.options[target])
-        if self._whole:
-            return several
-        named = [option for option in several if option.form in self._forms or option.form == DENSE]
-        return named or [Option(DENSE, target.dense_bytes, error=0.0)]
+    def _options_of(self, target: Target) -> list[Option]:
+        options = list(self.prepared.options[target])
+        if self._all_layers:
+            return options
+        allowed = [option for option in options if option.form in self._forms or option.form == DENSE]
+        return allowed or [Option(DENSE, target.dense_bytes, error=0.0)]
 
-    def _factors(self, drawn: Mapping[str, float]) -> dict[Target, float]:
-        """Return by how much the loss of each layer counts."""
-        late = drawn.get("emphasis of late layers", 1.0)
+    def _factors(self, emphases: Mapping[str, float]) -> dict[Target, float]:
+        """Return the weight of the loss of each layer."""
+        late = emphases.get("emphasis of late layers", 1.0)
         last = max(len(self.targets) - 1, 1)
         place = {target: index / last for index, target in enumerate(self.targets)}
         return {
-            target: drawn.get(f"emphasis/{name}", 1.0) * late ** (2 * place[target] - 1)
-            for name, several in self._groups.items()
-            for target in several
+            target: emphases.get(f"emphasis/{name}", 1.0) * late ** (2 * place[target] - 1)
+            for name, targets in self._groups.items()
+            for target in targets
         }
 
 
 def _grouped(targets: Sequence[Target]) -> dict[str, list[Target]]:
-    """Return groups of layers: those whose names differ in numbers only, or runs of layers where these are too many."""
+    """Group layers whose names differ only in numbers, or consecutive layers if this gives too many groups."""
     groups: dict[str, list[Target]] = {}
     for target in targets:
         groups.setdefault(re.sub(r"\d+", "*", target.name), []).append(target)
-    if 1 < len(groups) <= _GROUPS or len(targets) <= 1:
+    if 1 < len(groups) <= _MAX_GROUPS or len(targets) <= 1:
         return groups
-    count = min(_GROUPS, len(targets))
+    count = min(_MAX_GROUPS, len(targets))
     parts = [targets[i * len(targets) // count : (i + 1) * len(targets) // count] for i in range(count)]
     return {f"{part[0].name} to {part[-1].name}" if len(part) > 1 else part[0].name: list(part) for part in parts}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a space: layers that share its settings, and what these may be."""
+    """A line of a space: layers, and the specifications of their common settings."""
 
     label: str
     names: tuple[str, ...]
@@ -151,31 +154,31 @@ class Line:
 
     @property
     def kind(self) -> str:
-        """Return what its settings are of: ``"layers"``, ``"auto"`` or ``"attention"``."""
+        """Return the kind of settings: ``"layers"``, ``"auto"`` or ``"attention"``."""
         if not self.specs:
             return AUTO
         return "attention" if not self.specs.keys().isdisjoint(OF_ATTENTION) else "layers"
 
     def draw(self, trial: Any) -> dict[str, Any]:
-        """Draw the settings of an Optuna trial; those that the form does not have are not drawn."""
-        found: dict[str, Any] = {}
+        """Draw the settings of an Optuna trial that the drawn form has."""
+        settings: dict[str, Any] = {}
         for name in (*OF_LAYERS, *OF_ATTENTION):
-            if name in self.specs and _is_used(name, found):
-                found[name] = suggest(trial, f"{self.label}/{name}", self.specs[name])
-        return found
+            if name in self.specs and _is_used(name, settings):
+                settings[name] = suggest(trial, f"{self.label}/{name}", self.specs[name])
+        return settings
 
     def values(self) -> list[dict[str, Any]]:
-        """Return all settings, or of many some that cover them."""
+        """Return all combinations of settings, or an evenly spaced selection of at most 512."""
         grids = [grid(self.specs[name]) for name in OF_LAYERS if name in self.specs]
         names = [name for name in OF_LAYERS if name in self.specs]
         total = math.prod(map(len, grids))
-        every = (dict(zip(names, several, strict=True)) for several in itertools.product(*grids))
-        step = -(-total // _COMBINATIONS)
-        found = [
-            {name: value for name, value in one.items() if _is_used(name, one)}
-            for one in itertools.islice(every, 0, None, step)
+        combinations = (dict(zip(names, values, strict=True)) for values in itertools.product(*grids))
+        step = -(-total // _MAX_COMBINATIONS)
+        settings = [
+            {name: value for name, value in combination.items() if _is_used(name, combination)}
+            for combination in itertools.islice(combinations, 0, None, step)
         ]
-        return [one for index, one in enumerate(found) if one not in found[:index]]
+        return [combination for index, combination in enumerate(settings) if combination not in settings[:index]]
 
 
 def _is_used(name: str, values: Mapping[str, Any]) -> bool:
@@ -185,9 +188,9 @@ def _is_used(name: str, values: Mapping[str, Any]) -> bool:
     return name in ("form", "bits") or form in (None, LOW_RANK, INTERPOLATIVE) or form.endswith("low_rank")
 
 
-def _asked(values: Mapping[str, Any], name: str) -> float | None:
-    """Return the rank or the share of a line's values, if they have one."""
-    if name == "rank" and "low_rank" in values:  # of an SKLinear with so many terms
+def _rank_or_share(values: Mapping[str, Any], name: str) -> float | None:
+    """Return the rank or the share of a line's values, or None."""
+    if name == "rank" and "low_rank" in values:  # the sizes of an SKLinear
         return float(2 * values.get("num_terms", 1) * values["low_rank"])
     return values.get(name)
 
@@ -199,7 +202,7 @@ def _form_of(values: Mapping[str, Any]) -> str | None:
 
 
 class LayerSpace(LayerSpaceBase):
-    """Settings of layers, one by one or jointly; layers that no line names stay as they are."""
+    """Settings of layers, individually or jointly. Layers that no line names do not change."""
 
     def __init__(self, prepared: Prepared, lines: Sequence[Line]) -> None:
         self.prepared = prepared
@@ -207,58 +210,62 @@ class LayerSpace(LayerSpaceBase):
         self._targets: dict[str, list[Target]] = {}
         notes: list[str] = []
         for line in lines:
-            found = dict.fromkeys(by_name[name] for name in line.names if name in by_name)
-            self._targets[line.label] = [target for target in found if target not in self._moved]
+            line_targets = dict.fromkeys(by_name[name] for name in line.names if name in by_name)
+            self._targets[line.label] = [target for target in line_targets if target not in self._tuned_targets]
             notes += [
-                f"{line.label!r} shares its weight with a layer of an earlier line of the space, and follows that"
-                for target in found
+                f"{line.label!r} shares its weight with a layer of an earlier line of the space, whose settings apply"
+                for target in line_targets
                 if target not in self._targets[line.label]
             ]
         self.lines = [line for line in lines if self._targets[line.label]]
-        self._options = {line.label: self._of_line(line) for line in self.lines}
+        self._options = {line.label: self._line_candidates(line) for line in self.lines}
         below = [
-            note for line in self.lines for target in self._targets[line.label] for note in self._below(line, target)
+            note
+            for line in self.lines
+            for target in self._targets[line.label]
+            for note in self._notes_about(line, target)
         ]
-        self.notes = (*notes, *_some(below))
+        self.notes = (*notes, *_first_notes(below))
 
-    def _below(self, line: Line, target: Target) -> list[str]:
-        """Return notes of forms that a layer cannot have, and of ranks and shares below its smallest.
+    def _notes_about(self, line: Line, target: Target) -> list[str]:
+        """Return notes about forms that a layer cannot have, and about ranks and shares that are too small for it.
 
         Raises:
-            ConfigError: If all values of a line are below the smallest.
+            ConfigError: If all values of a line are too small.
         """
         notes = []
-        every = line.values()
-        forms = dict.fromkeys(_form_of(values) or LOW_RANK for values in every)
+        combinations = line.values()
+        forms = dict.fromkeys(_form_of(values) or LOW_RANK for values in combinations)
         for form in forms:
-            several = [option for option in self.prepared.options[target] if option.form == form]
-            if not several and form != DENSE:
-                notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense there")
-            asked = [values for values in every if (_form_of(values) or LOW_RANK) == form]
+            options = [option for option in self.prepared.options[target] if option.form == form]
+            if not options and form != DENSE:
+                notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense with it")
+            form_values = [values for values in combinations if (_form_of(values) or LOW_RANK) == form]
             for name in ("rank", "share"):
-                wanted = [found for found in (_asked(values, name) for values in asked) if found is not None]
-                if not several or not wanted:
+                requested = [_rank_or_share(values, name) for values in form_values]
+                requested = [value for value in requested if value is not None]
+                if not options or not requested:
                     continue
-                ranks, sizes = [option.rank or 0 for option in several], [option.bytes for option in several]
+                ranks, sizes = [option.rank or 0 for option in options], [option.bytes for option in options]
                 least = min(ranks) if name == "rank" else min(sizes) / target.dense_bytes
-                if min(wanted) >= least:
+                if min(requested) >= least:
                     continue
-                what = f"the smallest {name} of {target.name!r} in the form {form!r} is {least:.4g}"
-                if max(wanted) < least and len(forms) == 1:
-                    raise ConfigError(f"{what}, and the space asks for at most {max(wanted):.4g}: ask for more")
-                notes.append(f"{what}, and is taken where the space asks for less, down to {min(wanted):.4g}")
+                smallest = f"the smallest {name} of {target.name!r} in the form {form!r} is {least:.4g}"
+                if max(requested) < least and len(forms) == 1:
+                    raise ConfigError(f"{smallest}, and the space asks for at most {max(requested):.4g}: ask for more")
+                notes.append(f"{smallest}, which is used where the space asks for less, down to {min(requested):.4g}")
         return notes
 
     @property
-    def _moved(self) -> set[Target]:
-        return {target for several in self._targets.values() for target in several}
+    def _tuned_targets(self) -> set[Target]:
+        return {target for targets in self._targets.values() for target in targets}
 
     @property
     def least(self) -> float:
-        """Return the smallest budget, a share of what the layers cost as they are."""
+        """Return the smallest budget, a share of the unchanged layers' cost."""
         cost = self.prepared.cost
-        least = sum(min(map(cost.of, (option for option, _ in several))) for several in self._options.values())
-        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._moved)
+        least = sum(min(map(cost.of, (option for option, _ in candidates))) for candidates in self._options.values())
+        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._tuned_targets)
         return (least + rest) / (self.prepared.dense or 1.0)
 
     def draw(self, trial: Any) -> Plan:
@@ -272,87 +279,89 @@ class LayerSpace(LayerSpaceBase):
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of the choice of :func:`panther.compress` among the space's values, at a budget."""
         cost = self.prepared.cost
-        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._moved)
-        options: Any = {label: [option for option, _ in several] for label, several in self._options.items()}
-        chosen: Any = choose_global(options, budget * self.prepared.dense - rest, cost)
-        found: dict[str, Any] = {}
-        for label, option in chosen.items():
-            values = next(values for one, values in self._options[label] if one is option)
-            found |= {f"{label}/{name}": value for name, value in values.items()}
-        return found
+        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._tuned_targets)
+        options: Any = {label: [option for option, _ in candidates] for label, candidates in self._options.items()}
+        choice: Any = choose_global(options, budget * self.prepared.dense - rest, cost)
+        params: dict[str, Any] = {}
+        for label, option in choice.items():
+            values = next(values for candidate, values in self._options[label] if candidate is option)
+            params |= {f"{label}/{name}": value for name, value in values.items()}
+        return params
 
-    def _of_line(self, line: Line) -> list[tuple[Option, dict[str, Any]]]:
-        """Return what a line's settings cost and lose, over all its layers."""
-        found = []
+    def _line_candidates(self, line: Line) -> list[tuple[Option, dict[str, Any]]]:
+        """Return for each combination of a line's settings its total cost and loss over all layers."""
+        candidates = []
         for values in line.values():
             picked = [self._pick(target, values) for target in self._targets[line.label]]
             times = [option.time_s for option in picked if option.time_s is not None]
             option = Option(
-                "", sum(one.bytes for one in picked), loss=sum(one.loss for one in picked),
+                "", sum(option.bytes for option in picked), loss=sum(option.loss for option in picked),
                 time_s=sum(times) if times else None,
             )  # fmt: skip
-            found.append((option, values))
-        return found
+            candidates.append((option, values))
+        return candidates
 
     def _pick(self, target: Target, values: Mapping[str, Any]) -> Option:
-        """Return what a layer becomes: of its form, the option of the largest rank or share that is not above."""
+        """Return the option of a layer with the form and the largest rank or share that the values allow."""
         form = _form_of(values) or LOW_RANK
-        several = [option for option in self.prepared.options[target] if option.form == form]
-        if not several:  # the layer cannot take the form, or would not shrink in it
+        options = [option for option in self.prepared.options[target] if option.form == form]
+        if not options:  # The layer cannot have the form, or would not become smaller.
             return Option(DENSE, target.dense_bytes, error=0.0)
-        if (rank := _asked(values, "rank")) is not None:
-            below = [option for option in several if (option.rank or 0) <= rank]
-            return max(below, key=lambda option: option.rank or 0, default=min(several, key=lambda o: o.rank or 0))
+        if (rank := _rank_or_share(values, "rank")) is not None:
+            below = [option for option in options if (option.rank or 0) <= rank]
+            return max(below, key=lambda option: option.rank or 0, default=min(options, key=lambda o: o.rank or 0))
         if "share" in values:
-            below = [option for option in several if option.bytes <= values["share"] * target.dense_bytes]
-            return max(below, key=lambda option: option.bytes, default=min(several, key=lambda o: o.bytes))
-        return several[-1]
+            below = [option for option in options if option.bytes <= values["share"] * target.dense_bytes]
+            return max(below, key=lambda option: option.bytes, default=min(options, key=lambda o: o.bytes))
+        return options[-1]
 
 
 def unchanged_layers(lines: Sequence[Line], prepared: Prepared) -> list[str]:
-    """Return a note for each layer that a line names and that stays as it is, with the reason."""
-    known = {name for target in prepared.targets for name in target.names}
+    """Return a note for each layer that a line names but that cannot change, with the reason."""
+    changeable = {name for target in prepared.targets for name in target.names}
     reasons = {entry.name: entry.reason for entry in prepared.survey.skipped}
-    left = [name for line in lines if line.kind != "attention" for name in line.names if name not in known]
-    return _some(
+    left = [name for line in lines if line.kind != "attention" for name in line.names if name not in changeable]
+    return _first_notes(
         [f"{name!r} stays as it is although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
     )
 
 
-def _some(notes: list[str]) -> list[str]:
-    return notes if len(notes) <= _NOTED else [*notes[:_NOTED], f"{len(notes) - _NOTED} more notes like the last one"]
+def _first_notes(notes: list[str]) -> list[str]:
+    more = len(notes) - _MAX_NOTES
+    return notes if more <= 0 else [*notes[:_MAX_NOTES], f"{more} more notes like the last one"]
 
 
 def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], scratch: bool = False) -> list[Line]:
-    """Return the lines of a space that a user wrote; with ``scratch``, of layers that start sketched.
+    """Return the lines of a user's space. With ``scratch``, the layers are sketched before training.
 
     Raises:
         ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
     """
     if not isinstance(space, Mapping) or not space:
-        raise ConfigError(f"space={space!r} must be 'auto', or a dict of layers and what their settings may be")
+        raise ConfigError(f"space={space!r} must be 'auto', or a dict of layers and the values of their settings")
     lines: list[Line] = []
-    taken: dict[str, Any] = {}
-    for key, given in space.items():
+    key_by_layer: dict[str, Any] = {}
+    for key, settings in space.items():
         group = as_group(key)
-        if isinstance(given, str) and given == AUTO:
-            given = {}
-        elif not isinstance(given, Mapping) or not given:
+        if isinstance(settings, str) and settings == AUTO:
+            settings = {}
+        elif not isinstance(settings, Mapping) or not settings:
             raise ConfigError(
-                f"space[{key!r}]={given!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
+                f"space[{key!r}]={settings!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
             )
-        specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in given.items()}
+        specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in settings.items()}
         check_settings(key, specs, scratch)
         line = Line(group.label, (), specs)
         names = selected(model, group, attention=line.kind == "attention")
-        if twice := next((name for name in names if name in taken), None):
+        if twice := next((name for name in names if name in key_by_layer), None):
             raise ConfigError(
-                f"layer {twice!r} is in two lines of the space, {taken[twice]!r} and {key!r}: leave it out of one"
+                f"layer {twice!r} is in two lines of the space, {key_by_layer[twice]!r} and {key!r}: remove it from one"
             )
-        taken |= dict.fromkeys(names, key)
+        key_by_layer |= dict.fromkeys(names, key)
         if group.joint or line.kind == AUTO:
-            # Lambdas, for example, all have one name; and no layer is in two lines.
-            label = group.label if group.label not in {one.label for one in lines} else f"{group.label} ({names[0]})"
+            # Labels must differ, although for example all lambdas have the same name. No layer is in two lines.
+            labels = {earlier.label for earlier in lines}
+            label = f"{group.label} ({names[0]})" if group.label in labels else group.label
             lines.append(Line(label, names, specs))
         else:
             lines += [Line(name, (name,), specs) for name in names]

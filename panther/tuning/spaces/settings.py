@@ -1,4 +1,4 @@
-"""The settings that a line of a space can have, and what their values may be."""
+"""The settings that a line of a space can have, and checks of their values."""
 
 __all__ = ["OF_ATTENTION", "OF_LAYERS", "check_settings", "used_forms"]
 
@@ -25,21 +25,22 @@ def check_settings(key: Any, specs: Mapping[str, Spec], scratch: bool) -> None:
                 f"space[{key!r}] has {sorted(specs)}: a layer that is trained has 'low_rank', and 'num_terms' if there "
                 "is more than one"
             )
-        _check_values(key, specs, _LEAST | {"low_rank": 0})  # which keeps the layer dense
+        _check_values(key, specs, _LEAST | {"low_rank": 0})  # 0 keeps the layer dense.
         return
     of_attention = not specs.keys().isdisjoint(OF_ATTENTION)
-    known = OF_ATTENTION if of_attention else OF_LAYERS
+    line_settings = OF_ATTENTION if of_attention else OF_LAYERS
     for name in specs:
-        if name not in known:
-            every = (*OF_LAYERS, *OF_ATTENTION) if not of_attention else known
-            raise ConfigError(f"space[{key!r}] has the setting {name!r}, and knows {', '.join(map(repr, every))}")
+        if name not in line_settings:
+            all_settings = (*OF_LAYERS, *OF_ATTENTION) if not of_attention else line_settings
+            names = ", ".join(map(repr, all_settings))
+            raise ConfigError(f"space[{key!r}] has the unknown setting {name!r}: use some of {names}")
     _check_values(key, specs, _LEAST)
     if of_attention:
         _check_attention(key, specs)
         return
-    for one, other in (("form", "bits"), ("rank", "share"), ("rank", "low_rank"), ("share", "low_rank")):
-        if one in specs and other in specs:
-            raise ConfigError(f"space[{key!r}] has both {one!r} and {other!r}, which say the same: leave one out")
+    for setting, other in (("form", "bits"), ("rank", "share"), ("rank", "low_rank"), ("share", "low_rank")):
+        if setting in specs and other in specs:
+            raise ConfigError(f"space[{key!r}] has both {setting!r} and {other!r}, which are alternatives: remove one")
     for form in used_forms(specs):
         if form not in KNOWN_FORMS:
             raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(KNOWN_FORMS)}")
@@ -73,7 +74,7 @@ def _check_attention(key: Any, specs: Mapping[str, Spec]) -> None:
 
 
 def used_forms(specs: Mapping[str, Spec]) -> list[str]:
-    """Return the forms that a line's layers may take."""
+    """Return the forms that the layers of a line may have."""
     if "form" in specs:
         return [str(form) for form in grid(specs["form"])]
     if "bits" in specs:

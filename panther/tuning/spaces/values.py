@@ -1,4 +1,4 @@
-"""What a setting may be: integers, floats or choices, each drawn by Optuna under a name."""
+"""Specifications of a setting's values: integers, floats or choices, which Optuna draws."""
 
 __all__ = ["Choice", "Float", "Int", "Spec", "as_spec", "grid", "suggest"]
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from panther.errors import ConfigError, check_size
 
-_PLAIN = (str, int, float, bool, type(None))  # what a storage of Optuna can hold
-_GRID = 32  # values of a range that are looked at for the first trials
+_PLAIN = (str, int, float, bool, type(None))  # types that Optuna's storages support
+_GRID = 32  # values of a range that the first trials consider
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Float:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values: texts, numbers, truth values or None. A list stands for it.
+    """One of a list of values: strings, numbers, booleans or None. A list can be used instead.
 
     Args:
         values: The values.
 
     Raises:
-        ConfigError: If there are none, or a value is of another kind.
+        ConfigError: If there is no value, or a value has another type.
 
     Example:
         >>> Choice(["dense", "int8"])
@@ -124,33 +124,38 @@ def _check_range(spec: Int | Float, stepped: bool, least: float) -> None:
 
 
 def _stepped(spec: Int | Float, count: int) -> Any:
-    """Return the value after so many steps, without the rounding of a sum of floats."""
+    """Return the value ``count`` steps above the lower bound, without accumulating rounding errors."""
     if isinstance(spec, Int):
         return spec.low + count * spec.step
     return float(Decimal(str(spec.low)) + count * Decimal(str(spec.step)))
 
 
-def as_spec(name: str, given: Any) -> Spec:
-    """Return a setting's specification: as given, of a list, of a range, of a table of a TOML file, or of one value."""
-    if isinstance(given, Int | Float | Choice):
-        return given
-    if isinstance(given, range):
-        if not given or given.step < 1:
-            raise ConfigError(f"{name}: {given} has no values in rising order")
-        return Int(given[0], given[-1], given.step)
-    if isinstance(given, Mapping):
-        table: dict[str, Any] = dict(given)
+def as_spec(name: str, value: Any) -> Spec:
+    """Return the specification for a specification, a list, a range, a table of a TOML file, or a single value."""
+    if isinstance(value, Int | Float | Choice):
+        return value
+    if isinstance(value, range):
+        if not value or value.step < 1:
+            raise ConfigError(f"{name}: {value} must be ascending and not empty")
+        return Int(value[0], value[-1], value.step)
+    if isinstance(value, Mapping):
+        table: dict[str, Any] = dict(value)
         kinds: dict[str, Any] = {"int": Int, "float": Float}
-        found = [kind for kind in kinds if kind in table]
-        bounds = table.pop(found[0], None) if found else None
-        if len(found) != 1 or not isinstance(bounds, list) or len(bounds) != 2 or not {"step", "log"}.issuperset(table):
+        range_kinds = [kind for kind in kinds if kind in table]
+        bounds = table.pop(range_kinds[0], None) if range_kinds else None
+        if (
+            len(range_kinds) != 1
+            or not isinstance(bounds, list)
+            or len(bounds) != 2
+            or not {"step", "log"}.issuperset(table)
+        ):
             raise ConfigError(
-                f"{name}: {dict(given)} is not a range: write {{int = [LOW, HIGH]}} or {{float = [LOW, HIGH]}}, with "
+                f"{name}: {dict(value)} is not a range: write {{int = [LOW, HIGH]}} or {{float = [LOW, HIGH]}}, with "
                 "step or log"
             )
-        spec: Spec = kinds[found[0]](*bounds, **table)
+        spec: Spec = kinds[range_kinds[0]](*bounds, **table)
         return spec
-    return Choice(tuple(given)) if isinstance(given, list | tuple) else Choice((given,))
+    return Choice(tuple(value)) if isinstance(value, list | tuple) else Choice((value,))
 
 
 def suggest(trial: Any, name: str, spec: Spec) -> Any:
@@ -166,7 +171,7 @@ def suggest(trial: Any, name: str, spec: Spec) -> Any:
 
 
 def grid(spec: Spec) -> list[Any]:
-    """Return the values of a specification, or of a long range some that cover it."""
+    """Return the values of a specification, or values that cover a long range."""
     if isinstance(spec, Choice):
         return list(spec.values)
     steps = 0 if spec.step is None else round((spec.high - spec.low) / spec.step)
@@ -174,9 +179,9 @@ def grid(spec: Spec) -> list[Any]:
         return [_stepped(spec, index) for index in range(steps + 1)]
     shares = [index / (_GRID - 1) for index in range(_GRID)]
     if spec.log:
-        found = [spec.low * (spec.high / spec.low) ** share for share in shares]
+        values = [spec.low * (spec.high / spec.low) ** share for share in shares]
     else:
-        found = [spec.low + share * (spec.high - spec.low) for share in shares]
-    if spec.step is not None:  # which an integer always has
-        found = [_stepped(spec, round((value - spec.low) / spec.step)) for value in found]
-    return list(dict.fromkeys(min(max(value, spec.low), spec.high) for value in found))
+        values = [spec.low + share * (spec.high - spec.low) for share in shares]
+    if spec.step is not None:  # An Int always has a step.
+        values = [_stepped(spec, round((value - spec.low) / spec.step)) for value in values]
+    return list(dict.fromkeys(min(max(value, spec.low), spec.high) for value in values))

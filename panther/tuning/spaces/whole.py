@@ -1,4 +1,4 @@
-"""The space of a search, of all that its dict names: layers, attention, and how a compressed model is healed."""
+"""The complete space of a search: layers, attention, and healing."""
 
 __all__ = ["WholeSpace", "as_heal", "middle"]
 
@@ -15,7 +15,7 @@ from panther.tuning.spaces.values import Choice, Spec, as_spec, grid, suggest
 
 
 class WholeSpace(LayerSpaceBase):
-    """Layers by the automatic space, by their own settings, attention, and healing; each part may be missing."""
+    """The automatic space, settings of layers, attention, and healing. Each part may be missing."""
 
     def __init__(
         self, prepared: Prepared, lines: Sequence[Line] | None, forms: Sequence[str], heal: Mapping[str, Spec] | None
@@ -46,7 +46,7 @@ class WholeSpace(LayerSpaceBase):
 
     @property
     def least(self) -> float:
-        """Return the smallest budget, a share of what the layers cost as they are."""
+        """Return the smallest budget, a share of the unchanged layers' cost."""
         return min((part.least for part in self._parts), default=1.0)
 
     def draw(self, trial: Any) -> Plan:
@@ -63,67 +63,67 @@ class WholeSpace(LayerSpaceBase):
         if attention:
             plan = replace(plan, attention=attention)
         if self._heal is not None:
-            drawn = {name: suggest(trial, f"heal/{name}", spec) for name, spec in self._heal.items()}
-            if drawn.get("max_steps", 1) and (layers or attention):
-                plan = replace(plan, heal=drawn)
+            heal_settings = {name: suggest(trial, f"heal/{name}", spec) for name, spec in self._heal.items()}
+            if heal_settings.get("max_steps", 1) and (layers or attention):
+                plan = replace(plan, heal=heal_settings)
         return plan
 
     def at_budget(self, budget: float) -> dict[str, Any]:
-        """Return the parameters of :func:`panther.compress` at a budget; attention stays exact if it may."""
-        found: dict[str, Any] = {}
+        """Return the parameters of :func:`panther.compress` at a budget; attention is exact if this is a choice."""
+        params: dict[str, Any] = {}
         for part in self._parts:
-            found |= part.at_budget(budget)
+            params |= part.at_budget(budget)
         for line in self._attention:
             kernel = line.specs.get("kernel_fn")
             exact = kernel is not None and EXACT in grid(kernel)
             for name, spec in line.specs.items():
-                found[f"{line.label}/{name}"] = EXACT if exact and name == "kernel_fn" else middle(spec)
+                params[f"{line.label}/{name}"] = EXACT if exact and name == "kernel_fn" else middle(spec)
         for name, spec in (self._heal or {}).items():
-            found[f"heal/{name}"] = middle(spec)
-        return found
+            params[f"heal/{name}"] = middle(spec)
+        return params
 
     def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a budget below what a plan takes, if a part of the space has a budget."""
+        """Return parameters with a smaller budget than the cost of a plan, if a part of the space has a budget."""
         for part in self._parts:
             params = part.below(params, plan, by)
         return dict(params)
 
 
 def middle(spec: Spec) -> Any:
-    """Return the middle of a specification's values; of a choice the first one."""
+    """Return the middle of a specification's values, or the first value of a choice."""
     values = grid(spec)
     return values[0] if isinstance(spec, Choice) else values[len(values) // 2]
 
 
-def as_heal(given: Any) -> Mapping[str, Spec] | None:
+def as_heal(heal: Any) -> Mapping[str, Spec] | None:
     """Return the specifications of the argument ``heal``: a HealConfig, a dict of its settings, or None.
 
     Raises:
         ConfigError: If a setting is unknown, or a value is not allowed.
     """
-    if given is None:
+    if heal is None:
         return None
-    if isinstance(given, HealConfig):
+    if isinstance(heal, HealConfig):
         default = HealConfig()
-        given = {
-            one.name: getattr(given, one.name)
-            for one in fields(HealConfig)
-            if getattr(given, one.name) != getattr(default, one.name)
-        } | {"max_steps": given.max_steps}
-    if not isinstance(given, Mapping) or not given:
-        raise ConfigError(f"heal={given!r} must be a HealConfig, or a dict of its settings and what they may be")
-    specs = {name: as_spec(f"heal[{name!r}]", value) for name, value in given.items()}
+        heal = {
+            setting.name: getattr(heal, setting.name)
+            for setting in fields(HealConfig)
+            if getattr(heal, setting.name) != getattr(default, setting.name)
+        } | {"max_steps": heal.max_steps}
+    if not isinstance(heal, Mapping) or not heal:
+        raise ConfigError(f"heal={heal!r} must be a HealConfig, or a dict of its settings and their values")
+    specs = {name: as_spec(f"heal[{name!r}]", value) for name, value in heal.items()}
     for name, spec in specs.items():
         for value in grid(spec):
             if name == "train" and value != "factors":
-                raise ConfigError("heal trains the new layers alone in a search: leave 'train' out")
+                raise ConfigError("heal only trains the new layers in a search: remove 'train'")
             if name == "max_seconds" and value is not None:
                 raise ConfigError(
-                    "heal in a search has no max_seconds, because trials would then depend on how busy the machine is: "
+                    "heal in a search has no max_seconds, because trials would then depend on the machine's load: "
                     "use max_steps"
                 )
             if name in ("checkpoint_dir", "trackers"):
-                raise ConfigError(f"heal in a search keeps no {name}: leave it out")
-            if not (name == "max_steps" and value == 0):  # which is without healing
+                raise ConfigError(f"heal in a search has no {name}: remove it")
+            if not (name == "max_steps" and value == 0):  # 0 steps are no healing
                 HealConfig(**{name: value})
     return specs
