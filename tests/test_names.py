@@ -25,7 +25,7 @@ LIMITS = {
     "panther/cli": 64,
     "panther/compression": 172,
     "panther/distributed": 308,
-    "panther/integrations": 59,
+    "panther/integrations": 57,
     "panther/linalg": 0,
     "panther/nn": 0,
     "panther/sketch": 0,

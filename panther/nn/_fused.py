@@ -61,7 +61,7 @@ class FusibleModule(SketchedModule):
     def why_not_fused(self) -> str | None:
         """Return why :meth:`fuse_` refuses this layer, with the remedy; None if it does not."""
         if self.packed:
-            return "this layer are_views its signs as bits: call unpack_() first"
+            return "the signs of this layer are packed: call unpack_() first"
         held = {**buffers_of(self), **parameters_of(self)}
         if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in ("S1", "U1", "S2", "U2")):
             return (

@@ -288,7 +288,7 @@ def test_a_shared_layer_and_tied_factors():
     tied.S1 = layer.S1
     model = nn.Sequential(layer, tied, layer)
     expected = model(x)
-    with pytest.warns(pr.errors.PerformanceWarning, match=r"left 2 of 2 .*'0'.*share"):
+    with pytest.warns(pr.errors.PerformanceWarning, match=r"did not fuse 2 of 2 .*'0'.*share"):
         pr.fuse_(model)
     assert layer.S1 is tied.S1
     layer.fuse_()
