@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from panther.errors import ShapeError
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 # Coefficients of Muon's polynomial a s + b s^3 + c s^5, whose slope at 0 is steep: five rounds bring the singular
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.

@@ -26,7 +26,7 @@ from panther.errors import PerformanceWarning
 from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
 from panther.nn._fitting import split_factors
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 from panther.nn.quantized.grid import round_factors
 
 Replacement = dict[nn.Module, nn.Module]

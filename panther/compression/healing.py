@@ -38,7 +38,7 @@ from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimizer import learning_rate_factor

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, storage_key
 from panther.errors import CompressionError
-from panther.nn._sketched import CompressedModule, SketchedModule
+from panther.nn.base import CompressedModule, SketchedModule
 
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from panther._torch import buffers_of, parameters_of
 from panther.errors import FormatError
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 

@@ -15,7 +15,7 @@ import panther as pr
 from panther.compression.forms.arguments import check_options, checked_forms
 from panther.compression.runner import check_calibration
 from panther.errors import ConfigError
-from panther.nn._sketched import CompressedModule, SketchedModule
+from panther.nn.base import CompressedModule, SketchedModule
 
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
 _CHECKED = ("method", "allocate", "loss_fn", "sequential", "calibration", "heal", "measure_speed", "allow_slower")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from panther.errors import check_version, require_extra
 from panther.nn import QuantizedLinear
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 from panther.nn.linears import LinearsReport, ReplacedLayer, to_linears_
 
 torchao: Any = require_extra("torchao", "torchao")

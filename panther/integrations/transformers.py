@@ -24,9 +24,9 @@ from panther.integrations._model_card import write_model_card
 from panther.integrations._saved_weights import SavedWeights, read_saved_weights
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn._sketch_record import read_record
-from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
+from panther.nn.base import CompressedModule, SketchedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair

@@ -22,7 +22,7 @@ from panther.errors import (
 )
 from panther.nn._fitting import fittable, interpolated_rows, leading_factors
 from panther.nn._sketch_record import has_values
-from panther.nn._sketched import CompressedModule, is_autocasting
+from panther.nn.base import CompressedModule, is_autocasting
 
 _INDEX_BYTES = 4
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from panther._text import counted, format_table
 from panther._torch import buffers_of, parameters_of
-from panther.nn._sketched import CompressedModule, keep_own_forward
 from panther.nn._specs import note_in_config_
+from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear

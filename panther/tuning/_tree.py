@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from panther._text import counted, format_bytes, format_table
 from panther.errors import check_size
 from panther.nn import LearnedLinearAttention
-from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
 from panther.nn.attention._feature_map import FeatureMap
 from panther.nn.attention.linearized import CHILD
 from panther.nn.attention.record import is_attention_record
+from panther.nn.base import CompressedModule, SketchedModule, arguments_of
 
 _MODEL = "(the model)"
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import panther as pr
 from panther.errors import CompressionError, ConfigError, FormatError
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra

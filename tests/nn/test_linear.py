@@ -213,7 +213,7 @@ def test_signs_are_drawn_once_and_only_those_that_stay(monkeypatch):
         drawn.append(len(rows) * len(cols))
         return signs(seed, stream, rows, cols, **options)
 
-    for place in ("_sketched", "_fitting"):
+    for place in ("base", "_fitting"):
         monkeypatch.setattr(f"panther.nn.{place}.signs", counted)
     SKLinear(64, 48, 4)
     assert drawn == [4 * 48, 64 * 4]

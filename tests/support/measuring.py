@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from panther.distributed import CommunicationCounter
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 
 def local(tensor):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._torch import FLAT_WEIGHTS, buffers_of, parameters_of, storage_key, version_of
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
 # torch derives from the parameters. Calibration changes them on purpose from one forward to the next.

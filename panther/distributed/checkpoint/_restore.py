@@ -16,7 +16,7 @@ from panther._torch import loading_code_of
 from panther.distributed.checkpoint import _state as states
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn._sketch_record import read_record
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 # States of torch's optimizers that have the shape of their parameter.
 _LIKE_PARAMETER = {
@@ -25,7 +25,7 @@ _LIKE_PARAMETER = {
 }  # fmt: skip
 
 # Modules whose methods and hooks take whatever passed the checks. Sketched layers refuse a record, which is checked.
-_TRUSTED = ("torch.", "panther.nn._sketched", "panther.distributed.tensor.")
+_TRUSTED = ("torch.", "panther.nn.base", "panther.distributed.tensor.")
 
 
 def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], where: str) -> None:

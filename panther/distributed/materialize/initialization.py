@@ -17,7 +17,7 @@ from panther.distributed.checkpoint._storage import placed
 from panther.distributed.pipeline._modules import source_of
 from panther.distributed.sync.sketches import sketch_ids
 from panther.errors import ConfigError
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 
 def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:

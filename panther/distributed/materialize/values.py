@@ -15,7 +15,7 @@ from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline._modules import source_of
 from panther.errors import CheckpointError
 from panther.nn._sketch_record import read_record
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 
 def with_layers_of(stored: StoredWeights, model: Any) -> Any:

@@ -16,7 +16,7 @@ from panther._torch import buffers_of, forward_pre_hooks_of, has_hooks, paramete
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops._library import autocast
 from panther.nn import SKLinear
-from panther.nn._sketched import CompressedModule, keep_own_forward
+from panther.nn.base import CompressedModule, keep_own_forward
 from panther.sketch import signs
 
 

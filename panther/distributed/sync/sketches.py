@@ -20,7 +20,7 @@ from panther.distributed.comm._agreement import LAYER, agree
 from panther.distributed.comm._ranks import is_fake, ranks_of, transport
 from panther.errors import DistributedError
 from panther.nn import RandMultiHeadAttention, sinSRPE
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 _FITTED = -1
 _ODD = 0x1E3779B97F4A7C15  # an odd number without a pattern of bits, below 2^63

@@ -44,7 +44,7 @@ from panther._torch import (
 )
 from panther.distributed.comm.collectives import sum_together_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
-from panther.nn._sketched import SketchedModule, keep_own_forward
+from panther.nn.base import SketchedModule, keep_own_forward
 
 # Their own forward reads the parameters of their children.
 _READS_CHILDREN = (nn.MultiheadAttention,)

@@ -23,7 +23,7 @@ from panther.distributed.tensor._transformers import Block, declared_blocks, is_
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 
 # Layers of one module that take the same input, by their names. Their outputs meet in one loss: of layers that only
 # look alike, as the heads for several tasks, each may have a backward pass of its own.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ConfigError, require_extra
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair

@@ -13,7 +13,7 @@ from torch import nn
 
 from panther.errors import ConfigError, require_extra
 from panther.integrations.peft.layers import LoraCompressedLinear
-from panther.nn._sketched import CompressedModule
+from panther.nn.base import CompressedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther._torch import MODULE_DICTIONARIES
-from panther.nn._sketched import keep_own_forward
 from panther.nn.attention._features import is_causal_mask
 from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
 from panther.nn.attention.learned import LearnedLinearAttention
+from panther.nn.base import keep_own_forward
 
 CHILD = "linear_attention"
 

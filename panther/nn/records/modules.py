@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of, plain_name
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
-from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
 from panther.nn.attention.record import attention_records
+from panther.nn.base import CompressedModule, SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear

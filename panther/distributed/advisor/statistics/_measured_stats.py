@@ -31,7 +31,7 @@ from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_,
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning
 from panther.nn import SKLinear
-from panther.nn._sketched import SketchedModule
+from panther.nn.base import SketchedModule
 
 
 def measure_transformer(
