@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.nn._sizes import check_padding, divisible, per_dim
 from panther.nn.base import is_autocasting
+from panther.nn.sketch_sizes import check_padding, divisible, per_dim
 
 _VECTOR = 16  # channels in a vector of oneDNN's blocked layout
 # Flops that take as long as writing and reading a number of the intermediate result (measured).

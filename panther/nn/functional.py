@@ -15,7 +15,7 @@ from panther.kernels import causal_linear_attention, sketched_matmul, unpack_sig
 from panther.kernels.ops._library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
 from panther.nn._conv import convolve
-from panther.nn._sizes import check_padding, per_dim
+from panther.nn.sketch_sizes import check_padding, per_dim
 
 
 def sketched_linear(

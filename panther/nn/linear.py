@@ -15,8 +15,8 @@ from panther.errors import PerformanceWarning, ShapeError, check_flag, check_siz
 from panther.kernels import pack_signs, sketched_matmul, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._fused import FusibleModule
-from panther.nn._sizes import default_low_rank, terms_and_rank
 from panther.nn.functional import sketched_linear
+from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs
 
 _BLOCK = 1 << 18  # signs that are drawn at a time for packing

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from panther.errors import check_size, require_extra
 from panther.integrations.keras.layer import SketchedLayer
 from panther.nn import SKConv2d
-from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim
+from panther.nn.sketch_sizes import check_padding, default_low_rank, divisible, per_dim
 
 keras: Any = require_extra("keras", "keras")
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 from panther.errors import check_size, require_extra
 from panther.integrations.keras.layer import SketchedLayer
 from panther.nn import SKLinear
-from panther.nn._sizes import default_low_rank
+from panther.nn.sketch_sizes import default_low_rank
 
 keras: Any = require_extra("keras", "keras")
 
