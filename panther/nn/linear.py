@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from panther._torch import buffers_of, parameters_of
 from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, sketched_matmul, unpack_signs
-from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._fused import FusibleModule
+from panther.nn.factors import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn.functional import sketched_linear
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs

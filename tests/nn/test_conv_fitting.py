@@ -9,8 +9,8 @@ from covering import all_pairs
 from tolerances import assert_close, factorisation
 from torch import nn
 
-from panther.nn import SKConv1d, SKConv2d, SKConv3d, _fitting
-from panther.nn._fitting import lstsq_by_groups
+from panther.nn import SKConv1d, SKConv2d, SKConv3d, factors
+from panther.nn.factors import lstsq_by_groups
 from panther.sketch import signs
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -45,8 +45,8 @@ def test_svd_of_a_large_kernel_is_as_good_as_the_truncated_one(monkeypatch):
     """Randomized here, as for SKLinear."""
     dense = conv(64, 512, bias=False, dtype=torch.float32)
     calls = []
-    leading = _fitting.randomized_svd
-    monkeypatch.setattr(_fitting, "randomized_svd", lambda *a, **k: calls.append(a) or leading(*a, **k))
+    leading = factors.randomized_svd
+    monkeypatch.setattr(factors, "randomized_svd", lambda *a, **k: calls.append(a) or leading(*a, **k))
     layer = SKConv2d.from_conv(dense, 1, 8, seed=0)
     assert len(calls) == 1
     least = torch.linalg.svdvals(dense.weight.flatten(1))[16:].norm()

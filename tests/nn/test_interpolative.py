@@ -11,7 +11,7 @@ from torch import nn
 import panther as pr
 from panther.errors import DTypeError, ShapeError, SketchMismatchError
 from panther.nn import InterpolativeLinear
-from panther.nn._fitting import interpolated_rows
+from panther.nn.factors import interpolated_rows
 from panther.nn.interpolative import stored_bytes
 
 SIZES = [(64, 48), (48, 64), (50, 50)]  # rows kept, columns kept, columns kept

@@ -13,7 +13,7 @@ from torch import nn
 
 from panther.errors import DTypeError, PerformanceWarning, ShapeError
 from panther.nn import SKLinear
-from panther.nn._fitting import split_factors
+from panther.nn.factors import split_factors
 from panther.sketch import SignSketch, signs
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -213,7 +213,7 @@ def test_signs_are_drawn_once_and_only_those_that_stay(monkeypatch):
         drawn.append(len(rows) * len(cols))
         return signs(seed, stream, rows, cols, **options)
 
-    for place in ("base", "_fitting"):
+    for place in ("base", "factors"):
         monkeypatch.setattr(f"panther.nn.{place}.signs", counted)
     SKLinear(64, 48, 4)
     assert drawn == [4 * 48, 64 * 4]

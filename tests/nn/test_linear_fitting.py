@@ -9,8 +9,8 @@ from covering import all_pairs
 from tolerances import assert_close, factorisation
 from torch import nn
 
-from panther.nn import SKLinear, _fitting
-from panther.nn._fitting import lstsq_factors
+from panther.nn import SKLinear, factors
+from panther.nn.factors import lstsq_factors
 from panther.sketch import signs
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -50,8 +50,8 @@ def test_svd_of_a_large_weight_is_as_good_as_the_truncated_one(decay, monkeypatc
     dense = nn.Linear(300, 400, bias=False)
     dense.weight.data = (Q * sigma) @ P.T
     calls = []
-    randomized = _fitting.randomized_svd
-    monkeypatch.setattr(_fitting, "randomized_svd", lambda *a, **k: calls.append(a) or randomized(*a, **k))
+    randomized = factors.randomized_svd
+    monkeypatch.setattr(factors, "randomized_svd", lambda *a, **k: calls.append(a) or randomized(*a, **k))
     layer = SKLinear.from_linear(dense, 1, 16, seed=0)
     assert len(calls) == 1
     least = sigma[32:].norm()

@@ -5,7 +5,7 @@ __all__ = ["MAXIMUM_CODE", "quantization_grid", "quantize", "round_factors", "sp
 import torch
 from torch import Tensor
 
-from panther.nn._fitting import fittable
+from panther.nn.factors import fittable
 
 MAXIMUM_CODE = 127  # The codes of factors are symmetric about zero.
 _SMALLEST_STEP = 1e-38  # about the least normal number of bfloat16

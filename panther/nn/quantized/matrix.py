@@ -12,7 +12,7 @@ from panther.errors import DTypeError, ShapeError, check_device, check_flag, che
 from panther.kernels._torch import are_transforms_active, is_differentiated_forward
 from panther.kernels.ops._library import is_exporting
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
-from panther.nn._fitting import fittable, leading_factors
+from panther.nn.factors import fittable, leading_factors
 from panther.nn.quantized.form import checked_form
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState
