@@ -24,8 +24,8 @@ from panther.compression.runner import Runner
 from panther.compression.targets import Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
 from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
-from panther.nn._conv import is_channels_last
 from panther.nn.base import CompressedModule
+from panther.nn.convolution import is_channels_last
 from panther.nn.factors import split_factors
 from panther.nn.quantized.grid import round_factors
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther.errors import ShapeError
-from panther.nn._conv import ConvGeometry, convolve, dense_kernel, is_channels_last
 from panther.nn.base import SketchedModule
+from panther.nn.convolution import ConvGeometry, convolve, dense_kernel, is_channels_last
 from panther.nn.factors import check_init, fittable, lstsq_by_groups, svd_by_groups
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 

@@ -14,7 +14,7 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.kernels.ops._library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
-from panther.nn._conv import convolve
+from panther.nn.convolution import convolve
 from panther.nn.sketch_sizes import check_padding, per_dim
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from panther.compression.targets import Target
 from panther.linalg._operand import driver
-from panther.nn._conv import pad_input
+from panther.nn.convolution import pad_input
 
 _CHUNK = 2**22  # entries of unfolded input at a time
 # Rows of a block: float32 rounds a sum of so many squares by less than the products themselves.

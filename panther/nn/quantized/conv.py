@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from panther.kernels._cpu.quantized import expanded
 from panther.kernels.ops._library import autocast
-from panther.nn._conv import ConvGeometry, check_input, convolve, convolve_dense
+from panther.nn.convolution import ConvGeometry, check_input, convolve, convolve_dense
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 
