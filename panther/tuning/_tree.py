@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from panther._text import counted, format_bytes, format_table
 from panther.errors import check_size
 from panther.nn import LearnedLinearAttention
-from panther.nn.attention._feature_map import FeatureMap
+from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.linearized import CHILD
 from panther.nn.attention.record import is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule, arguments_of

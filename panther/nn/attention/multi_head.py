@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn.attention._check import ApproximationError, errors_of_layer_and_mean, is_plain, sample, warn_if_worse
-from panther.nn.attention._feature_map import KERNELS, FeatureMap
 from panther.nn.attention._features import (
     check_inputs,
     is_causal_mask,
     key_exponent,
 )
 from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention.feature_map import KERNELS, FeatureMap
 from panther.nn.base import keep_own_forward
 from panther.sketch import check_seed
 

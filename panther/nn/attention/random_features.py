@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from panther.errors import check_size
-from panther.nn.attention._feature_map import KERNELS, FeatureMap
 from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention.feature_map import KERNELS, FeatureMap
 from panther.nn.attention.interface import UnsupportedCallError
 from panther.sketch import check_seed
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from panther._torch import children_of
 from panther.errors import FormatError
-from panther.nn.attention._feature_map import KERNELS
+from panther.nn.attention.feature_map import KERNELS
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.learned import RECORD, LearnedLinearAttention
 from panther.nn.attention.linearized import CHILD, convert_attention

@@ -7,7 +7,7 @@ from typing import Any
 
 from panther.compression.forms.options import INTERPOLATIVE, KNOWN_FORMS, LOW_RANK
 from panther.errors import ConfigError
-from panther.nn.attention._feature_map import KERNELS
+from panther.nn.attention.feature_map import KERNELS
 from panther.tuning.attention import EXACT
 from panther.tuning.spaces.values import Spec, grid
 
