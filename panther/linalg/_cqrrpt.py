@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from panther.linalg._operand import (
+from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.operand import (
     as_dense,
     as_operand,
     check_finite,
@@ -26,7 +27,6 @@ from panther.linalg._operand import (
     summed_product,
     times_two_to,
 )
-from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
 # The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther.linalg._operand import Operand
+from panther.linalg.operand import Operand
 from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
 
 # n_iter="auto" takes at least three blocks, because the estimate compares the last two, and at most nine.

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from panther._torch import number_of_entries
 from panther.errors import DTypeError, NumericalWarning, ShapeError
-from panther.linalg._operand import (
+from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
+from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
+from panther.linalg.error import ErrorEstimate
+from panther.linalg.operand import (
     SAFE_POWER,
     Operand,
     as_dense,
@@ -31,9 +34,6 @@ from panther.linalg._operand import (
     tensor_of,
     times_two_to,
 )
-from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
-from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
-from panther.linalg.error import ErrorEstimate
 from panther.sketch import SignSketch, SparseSketch, check_seed
 
 # Cost of reading an entry of A for one right-hand side, in units of its cost in QR for each column (measured).

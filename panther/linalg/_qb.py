@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._operand import SAFE_POWER, Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.operand import SAFE_POWER, Operand, as_operand, driver
 from panther.linalg.orthogonal import add_to_basis, rotate
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
-from panther.linalg._operand import Operand, as_operand, check_number, driver
 from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.operand import Operand, as_operand, check_number, driver
 from panther.linalg.orthogonal import add_to_basis
 from panther.sketch import check_seed
 

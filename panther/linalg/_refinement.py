@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther.linalg._operand import Operand
 from panther.linalg._preconditioner import Preconditioner
+from panther.linalg.operand import Operand
 from panther.sketch import GaussianSketch
 
 # Bytes of a panel for each thread. It is still in the cache when its transpose multiplies. For several right-hand sides

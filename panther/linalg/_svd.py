@@ -16,7 +16,6 @@ from torch import Tensor
 
 from panther.errors import check_size
 from panther.linalg._krylov import KrylovSpace, grow, iterate, whole_space
-from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import (
     SearchOptions,
     check_n_iter,
@@ -26,6 +25,7 @@ from panther.linalg._rangefinder import (
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.operand import Operand, as_operand, driver
 from panther.linalg.orthogonal import fix_signs
 from panther.sketch import GaussianSketch, check_seed
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.linalg._operand import Operand, as_operand, check_number, driver, tensor_of
+from panther.linalg.operand import Operand, as_operand, check_number, driver, tensor_of
 from panther.sketch import GaussianSketch
 
 # No driver draws from this stream, so the same seed can be used here.

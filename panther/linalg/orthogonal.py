@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import as_dense, check_finite, driver
+from panther.linalg.operand import as_dense, check_finite, driver
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
 _NEAR_IDENTITY = 0.5

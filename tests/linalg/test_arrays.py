@@ -11,7 +11,7 @@ import torch
 
 from panther.errors import DTypeError, ShapeError
 from panther.linalg import cqrrpt, estimate_error, qb, randomized_svd, rangefinder, sketch_lstsq
-from panther.linalg._operand import as_dense, as_operand
+from panther.linalg.operand import as_dense, as_operand
 
 A = np.random.default_rng(0).standard_normal((60, 8))
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.targets import Target
-from panther.linalg._operand import driver
+from panther.linalg.operand import driver
 from panther.nn.convolution import pad_input
 
 _CHUNK = 2**22  # entries of unfolded input at a time
