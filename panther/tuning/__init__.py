@@ -4,8 +4,8 @@
 runs one trial, ``runners`` runs trials in turn or side by side, ``study`` is Optuna's part, ``result`` the result.
 """
 
-from ._tree import ModuleTree, TreeComparison, TreeRow, tree
 from ._tune import tune
+from .module_tree import ModuleTree, TreeComparison, TreeRow, tree
 from .prepared import Plan
 from .result import Trial, TuneResult
 from .spaces.selection import Group
