@@ -187,7 +187,7 @@ def test_the_scan_objects(source):
     [
         "import torch\nfrom torch import nn\ntorch.nn.Linear.__init__(self)",
         "from panther._torch import tree_map, version_of\nversion_of(x)",
-        "from ._library import define\nfrom panther.nn.base import CompressedModule",
+        "from .library import define\nfrom panther.nn.base import CompressedModule",
         "entry._asdict()",
         "def _apply(self, fn):\n    return super()._apply(fn)",
         "_, b = torch.linalg.qr(A)",

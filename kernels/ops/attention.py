@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from .._backend import use_triton
 from ..reference.attention import attention_backward, attention_forward, attention_inference
-from ._library import autocast, check_one_device, define, needs_torch
+from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "causal_linear_attention"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

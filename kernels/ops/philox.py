@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from .._backend import interpreting, use_triton
-from ._library import define
+from .library import define
 
 
 def sign_block(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from .._backend import use_triton
-from ._library import define
+from .library import define
 
 _NAME = "quantized_matmul"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

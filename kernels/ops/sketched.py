@@ -12,7 +12,7 @@ from .._backend import use_triton
 from .._cpu import sketched as torch_orders
 from .._torch import are_transforms_active
 from ._crossover import choose_path
-from ._library import autocast, check_one_device, define, needs_torch
+from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "sketched_matmul"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

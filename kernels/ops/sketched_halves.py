@@ -12,7 +12,7 @@ from .. import reference
 from .._backend import use_triton
 from .._cpu import sketched_halves as joined
 from ._crossover import choose_path
-from ._library import check_one_device, define, needs_torch
+from .library import check_one_device, define, needs_torch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

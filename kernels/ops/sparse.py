@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from .. import reference
 from .._backend import use_triton
 from .._torch import is_differentiated_forward
-from ._library import define
+from .library import define
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INDEX, _VALUE = (torch.int64, torch.int32), (torch.float32, torch.float64)

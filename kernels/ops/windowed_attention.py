@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import reference
 from .._backend import use_triton
 from ..reference.windowed_attention import windowed_backward, windowed_forward
-from ._library import autocast, check_one_device, define, needs_torch
 from .attention import _DTYPES, _WIDEST, _flat
+from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "windowed_linear_attention"
 

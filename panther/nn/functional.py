@@ -12,7 +12,7 @@ from torch import Tensor
 from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
-from panther.kernels.ops._library import autocast, is_exporting
+from panther.kernels.ops.library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.convolution import convolve
 from panther.nn.sketch_sizes import check_padding, per_dim

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from panther._torch import buffers_of, forward_pre_hooks_of, has_hooks, parameters_of, unsafe_view
 from panther.kernels import sketched_inner, sketched_outer
-from panther.kernels.ops._library import autocast
+from panther.kernels.ops.library import autocast
 from panther.nn import SKLinear
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.sketch import signs

@@ -44,7 +44,7 @@ from panther.distributed.tensor._module import (
 )
 from panther.distributed.tensor._shared_input import SharedInput
 from panther.kernels import sketched_inner, sketched_outer
-from panther.kernels.ops._library import autocast
+from panther.kernels.ops.library import autocast
 from panther.nn import SKLinear
 from panther.sketch import signs
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
 from panther.kernels._torch import are_transforms_active, is_differentiated_forward
-from panther.kernels.ops._library import is_exporting
+from panther.kernels.ops.library import is_exporting
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
 from panther.nn.factors import fittable, leading_factors
 from panther.nn.quantized.form import checked_form
