@@ -22,7 +22,6 @@ __all__ = [
 # With the checkout on sys.path, code that looks for Hugging Face's package `kernels`, as transformers does, finds and
 # imports this folder under that name. It then stays empty, because a process can register operators only once.
 if __name__ != "kernels":
-    from ._backend import backend
     from .ops.attention import causal_linear_attention
     from .ops.hadamard import hadamard_transform
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
@@ -32,3 +31,4 @@ if __name__ != "kernels":
     from .ops.sparse import csr_matmul
     from .ops.windowed_attention import windowed_linear_attention
     from .reference import pack_signs, philox_4x32, unpack_signs
+    from .selection import backend

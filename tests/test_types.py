@@ -9,7 +9,7 @@ import waits
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = """
 from panther.kernels import sketched_matmul
-from panther.kernels._backend import backend
+from panther.kernels.selection import backend
 
 reveal_type(backend())
 sketched_matmul(1)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._backend import interpreting
+from ..selection import interpreting
 
 INTERPRETED = tl.constexpr(interpreting())
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._backend import use_triton
 from ..reference.attention import attention_backward, attention_forward, attention_inference
+from ..selection import use_triton
 from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "causal_linear_attention"

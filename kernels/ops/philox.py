@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._backend import interpreting, use_triton
+from ..selection import interpreting, use_triton
 from .library import define
 
 

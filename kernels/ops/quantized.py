@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._backend import use_triton
+from ..selection import use_triton
 from .library import define
 
 _NAME = "quantized_matmul"

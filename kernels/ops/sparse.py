@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import reference
-from .._backend import use_triton
 from .._torch import is_differentiated_forward
+from ..selection import use_triton
 from .library import define
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

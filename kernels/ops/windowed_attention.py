@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._backend import use_triton
 from ..reference.windowed_attention import windowed_backward, windowed_forward
+from ..selection import use_triton
 from .attention import _DTYPES, _WIDEST, _flat
 from .library import autocast, check_one_device, define, needs_torch
 

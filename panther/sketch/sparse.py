@@ -26,8 +26,8 @@ from torch import Tensor
 from panther._torch import number_of_entries
 from panther.errors import ShapeError, check_size
 from panther.kernels import csr_matmul, word_block
-from panther.kernels._backend import use_triton
 from panther.kernels.reference import csr_tensor
+from panther.kernels.selection import use_triton
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 

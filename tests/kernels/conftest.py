@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from panther.kernels import _backend
+from panther.kernels import selection
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +18,7 @@ def _interpret_faster():
     are remembered here. Of each sum and product of integers, it computes whether they overflow, and does not look at
     the result, because its option ``debug`` is off: the check is turned off here.
     """
-    if not (find_spec("triton") and _backend.interpreting()):
+    if not (find_spec("triton") and selection.interpreting()):
         yield
         return
     from triton.language.core import is_builtin
@@ -45,9 +45,9 @@ def _interpret_faster():
 def device(request, monkeypatch):
     """A device on which ``PANTHER_KERNELS=triton`` holds during the test."""
     pytest.importorskip("triton")
-    if request.param == "cpu" and not _backend.interpreting():
+    if request.param == "cpu" and not selection.interpreting():
         pytest.skip("kernels run on the CPU only in the interpreter: set TRITON_INTERPRET=1")
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     yield torch.device(request.param)
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()

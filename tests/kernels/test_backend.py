@@ -1,13 +1,13 @@
 import pytest
 import torch
-from panther.kernels import _backend, backend, sketched_matmul
+from panther.kernels import backend, selection, sketched_matmul
 
 
 @pytest.fixture(autouse=True)
 def _forget():
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     yield
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "torch"])
@@ -30,7 +30,7 @@ def test_an_explicit_triton_that_cannot_run_raises(monkeypatch):
 
 def test_an_explicit_triton_that_is_not_installed_raises(monkeypatch):
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
-    monkeypatch.setattr(_backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(selection, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'panther-sketch\[triton\]'"):
         backend()
 
@@ -38,16 +38,16 @@ def test_an_explicit_triton_that_is_not_installed_raises(monkeypatch):
 def test_auto_takes_triton_on_a_gpu_unless_interpreting(monkeypatch):
     monkeypatch.delenv("PANTHER_KERNELS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_backend, "find_spec", lambda name: object())
+    monkeypatch.setattr(selection, "find_spec", lambda name: object())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend() == "torch"
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET")
     assert backend() == "triton"
-    assert not _backend.use_triton("it", torch.device("cpu"))
-    assert _backend.use_triton("it", torch.device("cuda"))
-    assert not _backend.use_triton("it", torch.device("cuda"), "takes none")
-    assert not _backend.use_triton("it", torch.device("meta"))
+    assert not selection.use_triton("it", torch.device("cpu"))
+    assert selection.use_triton("it", torch.device("cuda"))
+    assert not selection.use_triton("it", torch.device("cuda"), "takes none")
+    assert not selection.use_triton("it", torch.device("meta"))
 
 
 def test_a_refusal_says_which_rule_failed_when_triton_is_demanded(monkeypatch):
@@ -55,9 +55,9 @@ def test_a_refusal_says_which_rule_failed_when_triton_is_demanded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="the kernel of it takes float32, not float64: use PANTHER_KERNELS=auto"):
-        _backend.use_triton("it", torch.device("cuda"), "takes float32, not float64")
+        selection.use_triton("it", torch.device("cuda"), "takes float32, not float64")
     with pytest.raises(RuntimeError, match="the kernel of it runs on a GPU, and the operands are on 'cpu'"):
-        _backend.use_triton("it", torch.device("cpu"))
+        selection.use_triton("it", torch.device("cpu"))
 
 
 def test_unknown_backend_names_the_known(monkeypatch):

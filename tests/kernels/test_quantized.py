@@ -80,15 +80,15 @@ def test_the_operator_takes_the_reference_on_a_cpu_and_has_a_fake():
 
 def test_demanded_triton_refuses_float64(monkeypatch):
     pytest.importorskip("triton")
-    from panther.kernels import _backend
+    from panther.kernels import selection
 
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     try:
         args, _ = operands(3, 70, 13, 32, 2, 3, torch.float64)
         with pytest.raises(RuntimeError, match="takes float32, float16 and bfloat16, not"):
             quantized_matmul(*args)
     finally:
         monkeypatch.undo()
-        _backend.backend.cache_clear()
+        selection.backend.cache_clear()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from panther.kernels import _backend, normal_block, reference, sign_block, uniform_block, word_block
+from panther.kernels import normal_block, reference, selection, sign_block, uniform_block, word_block
 
 CASES = [
     (0, 0, 0, range(1), range(1)),
@@ -54,7 +54,7 @@ def test_draws_compile_whole_and_soon(backend):
         reals = uniform_block(*place, scale=2.0, **options) + normal_block(*place, scale=3.0, **options)
         return x + signs * reals, word_block(*place, device="cpu")
 
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     x = torch.randn(3, 200)
     compiled = torch.compile(draw, fullgraph=True, backend=counted if backend == "counted" else backend)
     for ours, theirs in zip(compiled(x), draw(x), strict=True):
@@ -67,9 +67,9 @@ def test_layers_may_be_built_on_the_cpu_where_triton_is_demanded(monkeypatch):
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     drawn = sign_block(5, 0, 1, range(3), range(200), dtype=torch.float32, device="cpu")
-    _backend.backend.cache_clear()
+    selection.backend.cache_clear()
     assert torch.equal(
         drawn, reference.random_block("sign", 5, 0, 1, range(3), range(200), dtype=torch.float32, device="cpu")
     )

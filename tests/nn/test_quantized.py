@@ -335,7 +335,7 @@ def test_sparse_inputs():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_of_a_gpu_in_the_interpreter(dtype, monkeypatch):
     pytest.importorskip("triton")
-    from panther.kernels import _backend
+    from panther.kernels import selection
 
     torch.manual_seed(0)
     layers = [
@@ -349,12 +349,12 @@ def test_kernel_of_a_gpu_in_the_interpreter(dtype, monkeypatch):
         expected = [formula(layer, x) for layer, x in zip(layers, inputs, strict=True)]
         monkeypatch.setenv("PANTHER_KERNELS", "triton")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        _backend.backend.cache_clear()
+        selection.backend.cache_clear()
         try:
             outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
             assert layers[0](inputs[0][:0]).shape == (0, 3, 40)
         finally:
             monkeypatch.undo()
-            _backend.backend.cache_clear()
+            selection.backend.cache_clear()
     for output, exact in zip(outputs, expected, strict=True):
         assert_close(output, exact, output.dtype)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels._backend import backend, use_triton
 from panther.kernels._cpu.integers import integer_matmul, multiplies_integers, rounded_rows
 from panther.kernels._cpu.quantized import quantized_matmul
 from panther.kernels._torch import int_mm
 from panther.kernels.ops.library import autocast
+from panther.kernels.selection import backend, use_triton
 from panther.nn.base import is_autocasting
 from panther.nn.quantized.activations import check_activations, rounded_input, rounded_weight
 from panther.nn.quantized.frozen import FrozenProduct
