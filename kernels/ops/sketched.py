@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._cpu import sketched as torch_orders
 from .._torch import are_transforms_active
+from ..cpu import sketched as torch_orders
 from ..selection import use_triton
 from ._crossover import choose_path
 from .library import autocast, check_one_device, define, needs_torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._cpu import sketched_halves as joined
+from ..cpu import sketched_halves as joined
 from ..selection import use_triton
 from ._crossover import choose_path
 from .library import check_one_device, define, needs_torch

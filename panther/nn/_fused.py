@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
-from panther.kernels._cpu.sketched import product_of_joined
+from panther.kernels.cpu.sketched import product_of_joined
 from panther.kernels.ops.sketched import prefers_joined
 from panther.nn.base import SketchedModule
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from panther.kernels import reference, sketched_matmul
-from panther.kernels._cpu.sketched import JoinedProduct
+from panther.kernels.cpu.sketched import JoinedProduct
 from tolerances import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -206,7 +206,7 @@ def test_packing_is_undone_by_unpacking():
 
 
 def test_words_without_triton_are_unpacked_block_by_block(monkeypatch):
-    monkeypatch.setattr("panther.kernels._cpu.sketched._UNPACKED", 32 * 4 * 2)
+    monkeypatch.setattr("panther.kernels.cpu.sketched._UNPACKED", 32 * 4 * 2)
     for rows, bias in [(1, True), (9, False)]:
         args = operands(rows, 200, 130, 4, form="words", bias=bias)
         assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float32]

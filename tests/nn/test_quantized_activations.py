@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from covering import all_pairs
-from panther.kernels._cpu import integers
+from panther.kernels.cpu import integers
 from tolerances import assert_close
 from torch import nn
 

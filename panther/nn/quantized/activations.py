@@ -5,7 +5,7 @@ __all__ = ["ACTIVATIONS", "check_activations", "rounded_input", "rounded_weight"
 import torch
 from torch import Tensor
 
-from panther.kernels._cpu.integers import requantized_steps, rounded_rows
+from panther.kernels.cpu.integers import requantized_steps, rounded_rows
 
 ACTIVATIONS = (None, "int8")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.kernels._cpu.quantized import expanded
+from panther.kernels.cpu.quantized import expanded
 from panther.kernels.ops.library import autocast
 from panther.nn.convolution import ConvGeometry, check_input, convolve, convolve_dense
 from panther.nn.quantized.matrix import QuantizedMatrix

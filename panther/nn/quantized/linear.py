@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels._cpu.integers import integer_matmul, multiplies_integers, rounded_rows
-from panther.kernels._cpu.quantized import quantized_matmul
 from panther.kernels._torch import int_mm
+from panther.kernels.cpu.integers import integer_matmul, multiplies_integers, rounded_rows
+from panther.kernels.cpu.quantized import quantized_matmul
 from panther.kernels.ops.library import autocast
 from panther.kernels.selection import backend, use_triton
 from panther.nn.base import is_autocasting

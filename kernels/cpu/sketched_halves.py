@@ -28,15 +28,18 @@ class InnerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: float, *factors: Tensor) -> Tensor:  # all S1, then all U2
+        """Return ``scale x [factors]``."""
         return joined_inner(x, factors, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands."""
         x, ctx.scale, *factors = inputs
         ctx.save_for_backward(x, *factors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands that need one."""
         x, *factors = ctx.saved_tensors
         needed = ctx.needs_input_grad
         d = grad if ctx.scale == 1.0 else grad * ctx.scale
@@ -60,14 +63,17 @@ class OuterProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``inner [U1 ; S2] + bias``."""
         return joined_outer(inner, U1, S2, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands without the bias."""
         ctx.save_for_backward(*inputs[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands that need one."""
         inner, U1, S2 = ctx.saved_tensors
         need_inner, need_U1, need_S2, need_bias = ctx.needs_input_grad
         R = len(U1)

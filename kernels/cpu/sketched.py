@@ -118,10 +118,12 @@ class JoinedProduct(torch.autograd.Function):
     def forward(
         x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Return the output and ``scale x [S1 | U2]``."""
         return joined_matmul(x, S1, U1, S2, U2, bias, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        """Save the operands and the inner product."""
         *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors, outputs[1])
         # Only where it can be read. Activation checkpointing ends a recomputation by an exception, after which torch
@@ -131,6 +133,7 @@ class JoinedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands that need one."""
         x, S1, U1, S2, U2, inner = ctx.saved_tensors
         need_x, need_S1, need_U1, need_S2, need_U2, need_bias, _ = ctx.needs_input_grad
         R = S1.shape[1]
@@ -149,6 +152,7 @@ class JoinedProduct(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dx: Any, dS1: Any, dU1: Any, dS2: Any, dU2: Any, dbias: Any, _: Any) -> tuple[Tensor, Tensor]:
+        """Return the tangents of both outputs."""
         x, S1, U1, S2, U2, inner = ctx.saved_tensors
         d_in = _concatenate_tangents(1, (dS1, S1), (dU2, U2))
         d_out = _concatenate_tangents(0, (dU1, U1), (dS2, S2))
