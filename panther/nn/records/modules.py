@@ -85,8 +85,8 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
 
     def load(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
         prefix = name + "." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        return _load_module(name, spec, old, own)
+        layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return _load_module(name, spec, old, layer_state)
 
     built = _for_each(specs, model, load)
     for name, spec in specs.items():
@@ -157,8 +157,8 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         raise FormatError(f"module {name!r} cannot be built from the folder: {text.rstrip('.')}") from error
     dtypes, mode = _dtypes_of(module), _mode_of(module)
     if mode != spec.get("mode") or dtypes != {dtype}:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {names}")
     return _finished(module, spec, old)
 
 
@@ -214,8 +214,8 @@ def _is_size(value: Any, optional: bool) -> bool:
 
 def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None:
     module.check_record()
-    own = {key for key, tensor in parameters_of(module).items() if tensor is not None}
-    own |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
+    saved_names = {key for key, tensor in parameters_of(module).items() if tensor is not None}
+    saved_names |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
@@ -224,10 +224,10 @@ def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None
             f"module {name!r} holds its scales in {module.scales_dtype()}, and a file would hold different ones, in "
             "bfloat16: call hold_scales_(torch.bfloat16) first"
         )
-    extra = sorted(module.state_dict().keys() ^ own)
+    extra = sorted(module.state_dict().keys() ^ saved_names)
     if extra:
         raise FormatError(
-            f"module {name!r} is saved as its {', '.join(sorted(own))}, but its state_dict differs by "
+            f"module {name!r} is saved as its {', '.join(sorted(saved_names))}, but its state_dict differs by "
             f"{', '.join(extra)}: remove the parametrization or pruning first"
         )
 
