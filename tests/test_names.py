@@ -23,7 +23,6 @@ LIMITS = {
     "kernels": 0,
     "panther": 0,
     "panther/cli": 64,
-    "panther/compression": 172,
     "panther/distributed": 308,
     "panther/integrations": 57,
     "panther/linalg": 0,

@@ -1,4 +1,4 @@
-"""The two functions of the package: compress a model to a budget, or just sketch its layers."""
+"""Compress a trained model to a budget, or sketch the layers of a model that will be trained."""
 
 __all__ = ["compress", "sketch_layers_"]
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded
-from panther.compression.forms.allocation import Allocation, allocated, allocated_fast, byte_limit
+from panther.compression.forms.allocation import Allocation, allocate_fast_forms, allocate_forms, byte_limit
 from panther.compression.forms.arguments import CALIBRATED, check_adapters, check_model, check_options, checked_forms
 from panther.compression.forms.fitting import Fits, fit_targets
-from panther.compression.forms.latency import check_wish, choose_in_time
+from panther.compression.forms.latency import check_speed_target, choose_in_time
 from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Option, total_loss
-from panther.compression.forms.ridge import DOUBTFUL, fitted_with_care
-from panther.compression.forms.timing import timed_layers
+from panther.compression.forms.ridge import SUSPICIOUS_ERROR, fit_and_allocate
+from panther.compression.forms.timing import time_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import Measured, measure
 from panther.compression.report import CompressionReport
@@ -31,10 +31,10 @@ from panther.compression.targets import Selector, replace_modules, select_target
 from panther.errors import NumericalWarning, check_size
 from panther.sketch import check_seed
 
-# Times the predicted error from which on the batches are doubted.
-_FAR = 10.0
-# Relative difference of two outputs of one model up to which they are called the same: GPUs sum in varying order.
-_SAME = 1e-5
+# Warn about the calibration batches if the held-out error exceeds the predicted one by this factor.
+_SUSPICIOUS_RATIO = 10.0
+# Two outputs of one model for one batch are equal up to this relative difference, because GPUs sum in varying order.
+_REPEATABLE = 1e-5
 
 
 def compress(
@@ -80,55 +80,61 @@ def compress(
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
-            full, biases do not count. Give this, or one of the next five.
+            full, biases do not count. Exactly one of ``budget``, ``bits``, ``max_bytes``, ``max_error``, ``speedup``
+            and ``max_latency_ms`` must be given.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
             is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
             which it may change, and starts from the same random numbers, buffers and attributes.
-        bits: The same as an average of bits for each eligible weight, scales and factors included.
+        bits: The size as an average number of bits for each eligible weight, scales and factors included.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
         speedup: Required speed-up of the whole model on the first held-out batch. Each form of each layer is timed on
             the layer's input in this batch; the forms with the smallest loss are chosen, whatever their bytes.
-        max_latency_ms: The same as milliseconds of that batch, with torch's present number of threads.
+        max_latency_ms: Largest time of the model for the first held-out batch, in milliseconds, with torch's present
+            number of threads.
         forms: Forms that a layer may take. Each layer gets the form with the largest gain per byte or per second.
-            ``"dense"``: it stays as it is. ``"low_rank"``: factors in its dtype. ``"interpolative"``: the same matrix
-            as some of its rows or columns and the others' coefficients, in fewer numbers. ``"int8_low_rank"``: factors
-            in 8 bits. ``"int8"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits,
-            rounded with error feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction
-            of their error. Convolutions are never interpolative, and those in groups take ``"dense"``,
-            ``"low_rank"`` and plain widths only. None is these three kinds and ``"interpolative"``.
-        allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. None: those
-            that ``forms`` names; without ``forms``, all of them where the size cannot be reached without them, or where
-            they halve the held-out error, or the bytes for ``max_error``, which is a note in the report. False: never.
-            Without batches or ``measure_speed`` nothing is timed, and None is True.
+            ``"dense"``: the layer does not change. ``"low_rank"``: factors in the layer's dtype. ``"interpolative"``:
+            a matrix of low rank, stored as some rows or columns of it and the coefficients of the remaining ones, which
+            takes fewer numbers than factors. ``"int8_low_rank"``: factors in 8 bits. ``"int8"``, ``"int6"``,
+            ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of 8 to 2 bits, rounded with error feedback in the
+            norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction of their error. Convolutions are
+            never interpolative, and grouped convolutions take only ``"dense"``, ``"low_rank"`` and widths without a
+            correction. None allows ``"dense"``, ``"low_rank"``, ``"interpolative"`` and all widths without a
+            correction.
+        allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. True: they
+            may. False: never. None: if ``forms`` is given, they may; if it is not, they may only where the size cannot
+            be reached otherwise, or where slower forms halve the held-out error (the bytes, with ``max_error``), and
+            the report has a note. Without batches or ``measure_speed`` nothing is timed, and None is True.
         rank_multiple: Ranks are multiples of this even number, because aligned products are faster; a weight with room
             for fewer than eight such ranks has even ranks.
-        group_size: Columns of a quantized weight that share a scale; None is a whole row.
+        group_size: Columns of a quantized weight that share a scale; None is an entire row.
         activations: ``"int8"``: quantized linear layers round their inputs to 8 bits and multiply integers, which is
-            faster from tens of rows on and adds about 1 % of error to each layer's output, which the measured errors
-            and times include and the predicted ones do not; see :class:`~panther.nn.QuantizedLinear`.
-        include: Only layers that match: a type (which also admits subclasses), a glob of names, or a function of the
-            module and its name; or several.
+            faster from tens of rows on and adds about 1 % of error to each layer's output. Measured errors and times
+            include this error, and predicted errors do not; see :class:`~panther.nn.QuantizedLinear`.
+        include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
+            module and its name, or a sequence of these.
         exclude: No layers that match.
-        method: ``"two_sided"``, in the norm above. ``"activation"``, with G the identity. ``"svd"``, with both.
-            ``"random"``: seeded sketches and the unbiased estimator, which destroys a trained model; for comparison.
+        method: ``"two_sided"``: the norm above. ``"activation"``: the norm with G the identity. ``"svd"``: the norm
+            with A and G the identity. ``"random"``: seeded sketches and the unbiased estimator, which destroys a
+            trained model; for comparison.
         allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
-            others. Where global does worse than uniform on the held-out batches, uniform is used, and the report says
-            so.
-        sequential: Fit every layer to its input in the model whose earlier layers are compressed, and to the mean of
-            its own output there and of the original's. Keeps more, with two partial forwards over the batches for each
-            set of layers with one input: 2.5 times the time for a transformer of four blocks.
-        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. Of a mapping
-            ``logits``, ``sentence_embedding`` or ``last_hidden_state`` is kept, else the first floating tensor that is
-            not a single number, such as a loss; the report's ``output`` names it.
+            remaining methods. Where global does worse than uniform on the held-out batches, uniform is used, and the
+            report says so.
+        sequential: Fit every layer to its input in the model whose earlier layers are compressed. The layer's target is
+            the mean of its output on this input and the original layer's output. This gives a smaller error, and takes
+            two partial forwards over the batches for each set of layers with one input: 2.5 times the time for a
+            transformer of four blocks.
+        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. If the output is
+            a mapping, ``logits``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it is the
+            first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
         loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
             ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where
             a batch has them. One or two forwards of a shorter batch show which layers have which positions.
         heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
         statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
-            of what is free on the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
-        group: Ranks that each hold the same model and their own batches; moments and errors are summed over them.
+            of the free memory of the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
+        group: Ranks that each hold the same model and different batches; moments and errors are summed over the ranks.
             With ``heal`` it must have all ranks.
         seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.
         measure_speed: Whether to time the layers and the model before and after.
@@ -152,10 +158,10 @@ def compress(
     Cost: forward and backward over the batches for each pass, and with global forms a forward of one batch for each
     layer; for times a fraction of a second for each form of each shape of layer; n^2 and m^2 numbers in float64 for an
     (m, n) weight within a pass, one SVD a weight, and for each of up to four widths ``2 m n (m + n)`` flops a weight.
-    Fitting is done twice, with a larger ridge, where the error on the held-out batches is over three times that of the
-    fits.
-    Peak memory, with that of the model's own forward and backward, which are run once for it on the largest batch, is
-    logged beforehand (logger ``panther.compression``, level INFO) and in the report, by phases.
+    Weights are fitted a second time, with a larger ridge, where the error on the held-out batches is over three times
+    the predicted error.
+    The predicted peak memory of each phase is logged beforehand (logger ``panther.compression``, level INFO) and is in
+    the report. It includes the memory of the model's forward and backward, which is measured on the largest batch.
 
     Example:
         >>> import torch, panther as pr
@@ -183,9 +189,9 @@ def compress(
     size: dict[str, Any] = {"budget": budget, "bits": bits, "max_bytes": max_bytes}
     sizes = {**size, "max_error": max_error, "speedup": speedup, "max_latency_ms": max_latency_ms}
     check_options(sizes, method, allocate, loss_fn, sequential, calibration, heal, measure_speed, allow_slower)
-    known = checked_forms(forms, rank_multiple, group_size, method, activations)
-    in_time = speedup is not None or max_latency_ms is not None
-    wary = allow_slower is None and forms is None
+    eligible_forms = checked_forms(forms, rank_multiple, group_size, method, activations)
+    by_time = speedup is not None or max_latency_ms is not None
+    avoid_slower = allow_slower is None and forms is None
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     if heal is not None:
@@ -200,39 +206,41 @@ def compress(
         runner = Runner(
             model, calibration, forward_fn, mask_fn, group, progress, loss_fn, forward_device=forward_device
         )
-        seed = runner.agreed(check_seed(seed))
+        seed = runner.shared_seed(check_seed(seed))
         healed, write_ = None, None
         with runner.calibrating(seed):
-            linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(known.names) or known.widths
-            smallest = known.smallest_bytes if linear_only else None
+            linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(eligible_forms.names) or eligible_forms.widths
+            smallest = eligible_forms.smallest_bytes if linear_only else None
             survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
             if method in CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
-            # Losses of different layers can be compared through the output's gradients alone.
+            # Only with gradients of the output are the losses of different layers in the same unit.
             allocate = (allocate or "global") if survey.gradients else "uniform"
             for target in survey.targets:
-                known.options(target)  # raises before anything is timed, if the weight can take none of the forms
-            wish = None
-            if in_time or allow_slower is False or (wary and measure_speed and runner.held_out):
-                known = replace(
-                    known, times=timed_layers(runner, survey.targets, known), slower=allow_slower is not False
+                eligible_forms.options(target)  # raises, before anything is timed, if the weight can take no form
+            speed_target = None
+            if by_time or allow_slower is False or (avoid_slower and measure_speed and runner.held_out):
+                eligible_forms = replace(
+                    eligible_forms,
+                    times=time_layers(runner, survey.targets, eligible_forms),
+                    slower=allow_slower is not False,
                 )
-            if in_time:
-                known = replace(known, by_time=True)
-                wish = check_wish(runner, survey, known, speedup, max_latency_ms)
-            options = {target: known.options(target) for target in survey.targets}
-            limit = byte_limit(model, options, slower=known.slower, **size)
+            if by_time:
+                eligible_forms = replace(eligible_forms, by_time=True)
+                speed_target = check_speed_target(runner, survey, eligible_forms, speedup, max_latency_ms)
+            options = {target: eligible_forms.options(target) for target in survey.targets}
+            limit = byte_limit(model, options, slower=eligible_forms.slower, **size)
 
             def allocation_of(fits: Fits) -> Allocation:
-                if wish is not None:
-                    return choose_in_time(runner, survey, fits, known, allocate, wish, seed)
-                if wary and known.times:
-                    return allocated_fast(runner, survey, fits, known, allocate, limit, max_error, seed)
-                return allocated(runner, survey, fits, allocate, limit, max_error, seed)
+                if speed_target is not None:
+                    return choose_in_time(runner, survey, fits, eligible_forms, allocate, speed_target, seed)
+                if avoid_slower and eligible_forms.times:
+                    return allocate_fast_forms(runner, survey, fits, eligible_forms, allocate, limit, max_error, seed)
+                return allocate_forms(runner, survey, fits, allocate, limit, max_error, seed)
 
-            def fitted(ridge: float) -> Fits:
+            def fit_with_ridge(ridge: float) -> Fits:
                 return fit_targets(
-                    runner, survey, known, limit, memory=statistics_memory_bytes, keep=sequential,
+                    runner, survey, eligible_forms, limit, memory=statistics_memory_bytes, keep=sequential,
                     heal=heal, seed=seed, ridge=ridge,
                 )  # fmt: skip
 
@@ -240,7 +248,7 @@ def compress(
                 fits = Fits(options=options)
                 allocation = allocation_of(fits)
             else:
-                fits, allocation = fitted_with_care(fitted, allocation_of)
+                fits, allocation = fit_and_allocate(fit_with_ridge, allocation_of)
             replacement = convert_all(survey, fits, allocation.choice, seed)
             notes = [*survey.notes, *allocation.notes]
             if sequential:
@@ -254,15 +262,15 @@ def compress(
                         f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
                     )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
-            if wish is not None and measured.speedup is not None and measured.speedup < wish.speedup:
+            if speed_target is not None and measured.speedup is not None and measured.speedup < speed_target.speedup:
                 notes.append(
-                    f"{wish.setting} was met when forms were chosen, and missed when the model was timed again"
+                    f"the model met {speed_target.setting} when forms were chosen, and missed it when timed again"
                 )
-            notes += _habits(runner)
-            notes += (doubts := _doubts(fits, allocation, measured))
-            if doubts:
-                warnings.warn("; ".join(doubts), NumericalWarning, stacklevel=2)
-        fits = replace(fits, fits={}, quantized={}, moments={})  # the memory is for healing
+            notes += _model_notes(runner)
+            notes += (batch_notes := _calibration_notes(fits, allocation, measured))
+            if batch_notes:
+                warnings.warn("; ".join(batch_notes), NumericalWarning, stacklevel=2)
+        fits = replace(fits, fits={}, quantized={}, moments={})  # healing needs the memory
         if heal is not None and replacement:
             healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
             if healed.diverged:
@@ -296,18 +304,18 @@ def sketch_layers_(
 ) -> CompressionReport:
     """Replace layers by sketched ones of one size, without data, in place.
 
-    For models that will be trained afterwards; :func:`compress` keeps the outputs of a trained one.
+    This is for models that will be trained afterwards; :func:`compress` preserves the outputs of a trained model.
 
     Args:
-        model: Any module with nn.Linear, nn.Conv2d or transformers' Conv1D in it.
-        config: Size and start of every layer.
+        model: Any module that contains nn.Linear, nn.Conv2d or transformers' Conv1D.
+        config: Size and initialization of every layer.
         include: Only layers that match, as for :func:`compress`.
         exclude: No layers that match.
-        seed: Seed of the sketches, from which each layer's own is derived; None draws one from torch's default CPU
-            generator.
+        seed: Seed from which the seeds of all layers are derived; None draws one from torch's default CPU generator.
 
     Returns:
-        The layers replaced, and those kept dense with the reason: layers that would not shrink are among them.
+        A report of the replaced layers, and of the layers that stay dense with the reason, such as that a layer would
+        not shrink.
 
     Raises:
         CompressionError: If no layer is eligible, or layers have adapters of PEFT.
@@ -326,8 +334,8 @@ def sketch_layers_(
     seed = check_seed(seed)
     survey = select_targets(model, include, exclude, rank=config.rank, seeded=config.init != "svd").check()
     replacement: Replacement = {}
-    for target, own in survey.seeds(seed).items():
-        replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
+    for target, target_seed in survey.seeds(seed).items():
+        replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, target_seed)
     choice = {target: Option(LOW_RANK, target.bytes(config.rank), config.rank) for target in survey.targets}
     allocation, notes = Allocation(choice, "fixed"), list(survey.notes)
     return install_layers(
@@ -335,30 +343,30 @@ def sketch_layers_(
     )
 
 
-def _habits(runner: Runner) -> list[str]:
-    """Return what the user should know of the original: that it differs from itself, or writes its parameters."""
+def _model_notes(runner: Runner) -> list[str]:
+    """Return notes for the report if the original model is not deterministic or writes its parameters."""
     notes = []
-    if runner.difference is not None and runner.difference > _SAME:
+    if runner.difference is not None and runner.difference > _REPEATABLE:
         notes.append(
-            f"two outputs of the original model for one batch differ by {runner.difference:.2g}, with the same random "
-            "numbers of torch, NumPy and Python: the measured errors contain this difference"
+            f"two outputs of the original model for one batch differ by {runner.difference:.2g}, although torch, NumPy "
+            "and Python drew the same random numbers: the measured errors contain this difference"
         )
     if written := runner.written_parameters():
         notes.append(
-            f"forwards of the model write its parameters in place ({', '.join(written[:3])}), as Panther does not: the "
-            "values are those after the calibration"
+            f"forwards of the model write its parameters in place ({', '.join(written[:3])}): these parameters now "
+            "have the values that the calibration left, because Panther does not restore parameters"
         )
     return notes
 
 
-def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
-    """Return why the calibration batches may not suffice."""
-    doubts = list(fits.doubts)
+def _calibration_notes(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
+    """Return the reasons, for the report and a warning, why the calibration batches may not suffice."""
+    notes = list(fits.calibration_notes)
     predicted = total_loss(allocation.choice) ** 0.5 if fits.comparable else None
     error = measured.error
-    if predicted is not None and error is not None and error > max(DOUBTFUL, _FAR * predicted):
-        doubts.append(
-            f"the error of the output is {error:.2g} on the held-out batches, where {predicted:.2g} was predicted from "
-            "the others: give more batches, in random order"
+    if predicted is not None and error is not None and error > max(SUSPICIOUS_ERROR, _SUSPICIOUS_RATIO * predicted):
+        notes.append(
+            f"the error of the output is {error:.2g} on the held-out batches, and {predicted:.2g} was predicted from "
+            "the remaining batches: give more batches, in random order"
         )
-    return doubts
+    return notes

@@ -11,9 +11,9 @@ from panther._settings import Settings
 from panther.errors import ConfigError, check_size
 from panther.train.config import TrainConfig
 
-_WARM_UP = 0.1  # of all steps of healing
-_CHECKS = 0.05  # of the cost of healing are for checks on the held-out batches
-_SOON = 25  # steps: the first ones can be worse than none without being divergence
+_WARM_UP = 0.1  # share of the steps in which the learning rate rises
+_CHECKS = 0.05  # share of the cost of healing that goes into checks on the held-out batches
+_FIRST_CHECK = 25  # steps; an earlier check could take the loss of the warm-up for divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SketchConfig(Settings):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("num_terms", "low_rank"):  # which may be NumPy's integers, as sizes of layers
+        for name in ("num_terms", "low_rank"):  # sizes of layers may be NumPy integers; they are converted to int
             object.__setattr__(self, name, check_size(name, getattr(self, name), least=1))
         super().__post_init__()
 
@@ -62,7 +62,7 @@ class HealConfig(Settings):
     """
 
     max_steps: int = 300
-    """Optimizer steps, one batch each (one on every rank of a group)."""
+    """Optimizer steps; each step takes one batch (on every rank of a group)."""
 
     max_seconds: float | None = None
     """Seconds that healing may take, checks and the runs that it continues included; it can exceed them by a step.
@@ -71,11 +71,11 @@ class HealConfig(Settings):
     None bounds the steps only."""
 
     learning_rate: float | None = None
-    """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine.
+    """Peak of the schedule: the rate rises during a tenth of the steps, and then falls to zero along a cosine.
 
-    None gives each parameter a rate of its own, relative to its root mean square: 0.01 of it for the factors of
-    SKLinear, and 0.003 for everything else, such as the scales of quantized weights (of a bias at least 3e-5). A
-    number is the rate of all parameters."""
+    A number is the peak for all parameters. None sets the peak of each parameter relative to the parameter's root mean
+    square: 0.01 times it for the factors of SKLinear, and 0.003 times it for all other parameters, such as the scales
+    of quantized weights (for a bias at least 3e-5)."""
 
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
@@ -90,18 +90,19 @@ class HealConfig(Settings):
     """``"hidden"``: the outputs of the blocks and of the model. ``"output"``: the model's output only."""
 
     train: Literal["factors", "all"] = "factors"
-    """``"factors"``: only the parameters of the new layers. ``"all"``: also every other one that requires grad.
+    """``"factors"``: only the parameters of the new layers. ``"all"``: also every other parameter that requires grad.
 
-    The new layers' are trained also where the model is frozen; the flags are put back afterwards."""
+    The parameters of the new layers are trained even if the model is frozen; ``requires_grad`` is restored
+    afterwards."""
 
     validate_every_n_steps: int | None = None
-    """Steps between two checks on the held-out batches, from which the best point is kept.
+    """Steps between two checks on the held-out batches; the parameters of the best check are kept.
 
-    None is as many as make checks a twentieth of the cost, and at most a quarter of ``max_steps``, or 25. The last step
-    is always checked."""
+    None chooses the number with which checks are a twentieth of the cost, but at most a quarter of ``max_steps`` or 25,
+    whichever is larger. The last step is always checked."""
 
     checkpoint_dir: str | os.PathLike[str] | None = None
-    """Folder for checkpoints, written at each check, and the log; if it holds this run already, it is continued."""
+    """Folder for checkpoints, written at each check, and for the log; if the folder holds this run, it is resumed."""
 
     trackers: tuple[Literal["jsonl", "tensorboard", "mlflow"], ...] = ("jsonl",)
     """Where records go besides the report; they need ``checkpoint_dir``."""
@@ -121,20 +122,20 @@ class HealConfig(Settings):
         return max(1, round(_WARM_UP * self.max_steps))
 
     def check_interval(self, held_out: int) -> int:
-        """Return the steps between two checks on so many held-out batches."""
+        """Return the number of steps between validations, given ``held_out`` batches."""
         if self.validate_every_n_steps is not None:
             return self.validate_every_n_steps
         # A check takes a forward for each batch, and a step about three: its backward takes two.
-        return min(math.ceil(held_out / (3 * _CHECKS)), max(_SOON, math.ceil(self.max_steps / 4)))
+        return min(math.ceil(held_out / (3 * _CHECKS)), max(_FIRST_CHECK, math.ceil(self.max_steps / 4)))
 
     def train_config(self, *, seed: int, progress: bool, scaled: bool = False, held_out: int = 1) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
         settings = {entry.name: getattr(self, entry.name) for entry in fields(TrainConfig) if hasattr(self, entry.name)}
-        every = settings["validate_every_n_steps"] = self.check_interval(held_out)
+        interval = settings["validate_every_n_steps"] = self.check_interval(held_out)
         if self.max_seconds is None:
             settings |= {"schedule": "cosine", "warmup_steps": self.warmup_steps}
         else:
-            settings |= {"schedule": "callback", "warmup_steps": 0}  # the time is known to healing alone
+            settings |= {"schedule": "callback", "warmup_steps": 0}  # only healing measures the elapsed time
         if scaled:
             settings["mixed_precision"] = "fp16"
         return TrainConfig(
@@ -143,7 +144,7 @@ class HealConfig(Settings):
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
             on_nonfinite="skip",
             log_every_n_steps=1,
-            checkpoint_every_n_steps=None if self.checkpoint_dir is None else every,
+            checkpoint_every_n_steps=None if self.checkpoint_dir is None else interval,
             checkpoint_asynchronously=False,
             run_name="healing",
             progress=progress,

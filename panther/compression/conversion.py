@@ -1,4 +1,4 @@
-"""Sketched and quantized layers in the place of dense ones: from fits, in sequence, or from a seed alone."""
+"""Make sketched and quantized layers that replace dense layers: from fits, in sequence, or from a seed alone."""
 
 __all__ = [
     "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_interpolative", "convert_quantized",
@@ -30,51 +30,50 @@ from panther.nn.factors import split_factors
 from panther.nn.quantized.grid import round_factors
 
 Replacement = dict[nn.Module, nn.Module]
-"""New layers by the old ones."""
+"""The new layer of each old layer."""
 
 
 def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
     """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted."""
     new: Replacement = {}
-    for target, own in survey.seeds(seed).items():
-        new |= convert_target(target, fits, choice[target], own)
+    for target, target_seed in survey.seeds(seed).items():
+        new |= convert_target(target, fits, choice[target], target_seed)
     return new
 
 
 def convert_target(target: Target, fits: Fits, option: Option, seed: int) -> Replacement:
-    """Make the new layers of one weight; ``seed`` is its own."""
+    """Make the new layers of one weight; ``seed`` is the seed of this weight, not the call's."""
     new: Replacement = {}
     if target in fits.fits:
-        found = None if option.bits is None else fits.quantized[target][option.bits]
-        new = _convert_fitted(target, option, fits.fits[target], found, fits.group_size, seed)
+        quantized_fit = None if option.bits is None else fits.quantized[target][option.bits]
+        new = _convert_fitted(target, option, fits.fits[target], quantized_fit, fits.group_size, seed)
     elif option.rank is not None:
         new = convert_seeded(target, 1, option.rank // 2, "random", seed)
     return _rounding_inputs(new, fits.activations)
 
 
 def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
-    """Make the new layers, each fitted to its input in the model whose earlier layers are replaced already."""
+    """Make the new layers one after another, each fitted to its input in the model with the earlier new layers."""
     seeds = survey.seeds(seed)
     new: Replacement = {}
-    for number, several in enumerate(fits.inputs):
-        chosen = [(target, option) for target in several if (option := choice[target]).form != DENSE]
-        if not chosen:
+    for number, targets in enumerate(fits.inputs):
+        choices = [(target, option) for target in targets if (option := choice[target]).form != DENSE]
+        if not choices:
             continue
         compressed = partial(replace_modules, runner.model, dict(new))
         description = f"sequential {number + 1}/{len(fits.inputs)}"
-        drift = gather_drift(runner, several, fits.moments, compressed, description)
-        for target, option in chosen:
-            metric, own = (
-                metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge),
-                seeds[target],
-            )
-            rank, dtype = option.rank or 0, wide_dtype(target)
-            quantized, wanted = None, rank
+        drift = gather_drift(runner, targets, fits.moments, compressed, description)
+        for target, option in choices:
+            metric = metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge)
+            target_seed, rank, dtype = seeds[target], option.rank or 0, wide_dtype(target)
+            quantized, components = None, rank
             if option.bits is not None:
-                found = fit_quantized(metric, [option.bits], fits.group_size, most=rank, seed=own, dtype=dtype)
-                quantized, wanted = found[option.bits], 0
-            fit = factor(metric.source, metric, most=wanted, seed=own, dtype=dtype)
-            new |= _convert_fitted(target, option, fit, quantized, fits.group_size, own)
+                quantized_fits = fit_quantized(
+                    metric, [option.bits], fits.group_size, most=rank, seed=target_seed, dtype=dtype
+                )
+                quantized, components = quantized_fits[option.bits], 0
+            fit = factor(metric.source, metric, most=components, seed=target_seed, dtype=dtype)
+            new |= _convert_fitted(target, option, fit, quantized, fits.group_size, target_seed)
     return _rounding_inputs(new, fits.activations)
 
 
@@ -97,13 +96,13 @@ def _convert_fitted(
     )
 
 
-def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
-    """Make a fitted layer of even rank for each of the target's, which share their factors."""
-    left, right = _balanced(found.left[..., :rank], found.right[..., :rank, :])
+def convert(target: Target, fit: Fit, rank: int, seed: int) -> Replacement:
+    """Make a fitted layer of even rank for each layer of the target; the new layers share their factors."""
+    left, right = _balanced(fit.left[..., :rank], fit.right[..., :rank, :])
     change: Tensor | float = 0.0
-    if found.means is not None:
-        mean, exact = found.means
-        # In float64: the bias is exact for the factors as they are rounded.
+    if fit.means is not None:
+        mean, exact = fit.means
+        # In float64, and from the rounded factors, so that the bias also corrects for their rounding.
         change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
 
     def make(module: nn.Module) -> SKLinear | SKConv2d:
@@ -112,16 +111,16 @@ def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
     return _replacement(target, make, change)
 
 
-def convert_interpolative(target: Target, found: Fit, rank: int) -> Replacement:
-    """Make an interpolative layer for each of the target's, which share skeleton, coefficients and order."""
-    # One is made first, because the bias is to be exact for its numbers as they are rounded.
+def convert_interpolative(target: Target, fit: Fit, rank: int) -> Replacement:
+    """Make an interpolative layer for each layer of the target; they share skeleton, coefficients and order."""
+    # The bias is computed from the rounded numbers of this layer, so that it also corrects for their rounding.
     like = target.weight
     first = InterpolativeLinear(target.inner, target.outer, rank, bias=False, device=like.device, dtype=like.dtype)
-    first.set_factors_(found.left[0, :, :rank], found.right[0, :rank])
+    first.set_factors_(fit.left[0, :, :rank], fit.right[0, :rank])
     change: Tensor | float = 0.0
-    if found.means is not None:
+    if fit.means is not None:
         left, right = copy.deepcopy(first).double().factors()
-        change = (found.means[1][0] - left @ (right @ found.means[0][0])).detach()
+        change = (fit.means[1][0] - left @ (right @ fit.means[0][0])).detach()
 
     def make(module: nn.Module) -> InterpolativeLinear:
         biased = getattr(module, "bias", None) is not None
@@ -134,19 +133,19 @@ def convert_interpolative(target: Target, found: Fit, rank: int) -> Replacement:
 
 
 def convert_quantized(
-    target: Target, rank: int, found: Fit, weight: QuantizedWeight | None, bits: int | None, group_size: int | None
+    target: Target, rank: int, fit: Fit, weight: QuantizedWeight | None, bits: int | None, group_size: int | None
 ) -> Replacement:
-    """Make a quantized layer for each of the target's: the codes, if any, and ``rank`` components in int8."""
-    # The components as they are: their errors in the metric are then the errors that the fit predicted.
-    factors = round_factors(found.left[0, :, :rank], found.right[0, :rank]) if rank else None
+    """Make a quantized layer for each layer of the target, of ``weight`` if given, and ``rank`` components in int8."""
+    # The components are not balanced, because the fit predicted the rounding errors of these components.
+    factors = round_factors(fit.left[0, :, :rank], fit.right[0, :rank]) if rank else None
     change: Tensor | float = 0.0
-    if found.means is not None:
-        mean, exact = found.means
+    if fit.means is not None:
+        mean, exact = fit.means
         change = exact.flatten()
         if weight is not None:
             matrices = weight.dense().unflatten(0, exact.shape)
             change = change - (matrices @ mean[..., None]).flatten()
-        if factors is not None:  # not in groups
+        if factors is not None:  # a grouped convolution has no factors
             left, right, scales = (part.double() for part in factors)
             change = change - left @ (scales * (right @ mean[0]))
 
@@ -162,7 +161,10 @@ def convert_quantized(
 
 
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:
-    """Make a layer for each of the target's by ``from_linear`` or ``from_conv``; ``low_rank`` counts in every group."""
+    """Make a new layer for each layer of the target, by ``from_linear`` or ``from_conv``.
+
+    ``low_rank`` is the rank in every group of a convolution.
+    """
 
     def make(module: nn.Module) -> SKLinear | SKConv2d:
         if isinstance(module, nn.Conv2d):
@@ -173,7 +175,7 @@ def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, see
 
 
 def random_layer(target: Target, module: nn.Module, option: Option, forms: Forms) -> nn.Module:
-    """Make a layer of random numbers in a form, as fast as a fitted one, and with outputs as large as its inputs."""
+    """Make a layer of random numbers in a form: as fast as a fitted layer, with outputs as large as its inputs."""
     like, rank, dtype = target.weight, option.rank or 0, wide_dtype(target)
     if option.form == LOW_RANK:
         left = torch.randn(target.groups, target.outer, rank, dtype=dtype, device=like.device) / rank**0.5
@@ -187,7 +189,7 @@ def random_layer(target: Target, module: nn.Module, option: Option, forms: Forms
 
 
 def _rounding_inputs(new: Replacement, activations: str | None) -> Replacement:
-    """Let the quantized linear layers round their inputs."""
+    """Set ``activations`` of the quantized linear layers, in place, and return the layers."""
     for layer in new.values():
         if isinstance(layer, QuantizedLinear):
             layer.activations = activations
@@ -208,9 +210,12 @@ def _quantized(
 def _replacement(
     target: Target, make: Callable[[nn.Module], CompressedModule], change: Tensor | float = 0.0
 ) -> Replacement:
-    """Make the layers, each with its own bias, to which ``change`` is added, and all with the first one's factors."""
+    """Make a new layer for each layer of the target.
+
+    Each new layer has the bias of its old layer plus ``change``. All share the factors and codes of the first one.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # the report has the speed of every layer
+        warnings.simplefilter("ignore", PerformanceWarning)  # the report lists the speed of every layer
         new = {module: make(module) for module in target.modules}
     first = new[target.modules[0]]
     for module, layer in new.items():
@@ -245,7 +250,7 @@ def _as_linear(module: nn.Module) -> nn.Linear:
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors of the same product with left^T left = right right^T, diagonal and falling: they train best."""
+    """Return factors of the same product with left^T left = right right^T, a falling diagonal: these train best."""
     Q, R = torch.linalg.qr(left)
     P, T = torch.linalg.qr(right.mT)
     U, sigma, Vt = torch.linalg.svd(R @ T.mT, full_matrices=False)
@@ -254,7 +259,10 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
-    """Return which components are not zero to rounding; they are sorted, with the root of a singular value as norm."""
+    """Return which components are not zero to rounding.
+
+    The components are sorted, and the norm of each is the root of a singular value.
+    """
     norms = left.square().sum(1)
     return norms > norms[:, :1] * max(left.shape[1:]) * torch.finfo(left.dtype).eps
 
@@ -262,11 +270,11 @@ def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
 def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear:
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None) is not None
     inner, out, R = right.shape[2], left.shape[1], -(-left.shape[2] // 2)
-    # Made without values, which would only be drawn and then replaced.
+    # On the meta device, because values would be drawn only to be replaced below.
     layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device="meta", seed=seed)
     # Columns that stay zero would never learn; split_factors gives them zero S and random signs in U.
-    kept = _nonzero(left)[0]
-    S1, U1, S2, U2 = split_factors(right[0, kept].mT, left[0][:, kept].mT, R, seed)
+    nonzero = _nonzero(left)[0]
+    S1, U1, S2, U2 = split_factors(right[0, nonzero].mT, left[0][:, nonzero].mT, R, seed)
     layer.S1, layer.S2 = nn.Parameter(S1.to(weight.dtype)), nn.Parameter(S2.to(weight.dtype))
     if bias:
         layer.bias = nn.Parameter(weight.new_zeros(out))
@@ -282,11 +290,12 @@ def _conv(module: nn.Conv2d, left: Tensor, right: Tensor, seed: int) -> SKConv2d
         module.groups, module.bias is not None, module.padding_mode, sketch_size=rows * module.groups // 2,
         seed=seed, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
-    kept = _nonzero(left)[..., None]
+    nonzero = _nonzero(left)[..., None]
     level = left.square().mean().sqrt()
-    U = torch.where(kept, left.mT, level * layer.U.unflatten(0, (module.groups, -1)))  # signs, which can learn
+    # Rows of zeros in both factors would never learn, so those of U get random signs.
+    U = torch.where(nonzero, left.mT, level * layer.U.unflatten(0, (module.groups, -1)))
     with torch.no_grad():
-        layer.S.copy_(torch.where(kept, right, 0).reshape(layer.S.shape))
+        layer.S.copy_(torch.where(nonzero, right, 0).reshape(layer.S.shape))
     layer.set_fitted_({"U": U.flatten(0, 1).to(weight.dtype)})
     if is_channels_last(weight):
         layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

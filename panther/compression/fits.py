@@ -18,19 +18,22 @@ from panther.compression.targets import Target
 from panther.linalg import randomized_svd
 from panther.nn.quantized.grid import MAXIMUM_CODE
 
-# Added to the diagonal of a moment, relative to its mean: directions that the batches do not show keep some weight.
+# Added to the diagonal of a moment, relative to the diagonal's mean, so that directions that do not occur in the
+# batches keep some weight.
 RIDGE = 1e-4
-# Share of a layer's own output, on its input in the compressed model, in what it is fitted to in sequence; the rest is
-# the original's output. With the original's alone, later layers make up for what earlier ones lost, and overfit.
+# Fitting in sequence maps a layer's input in the compressed model to a mixture of two outputs: with this share the
+# output of the original weight on this input, and otherwise the output of the original model. With the latter alone,
+# later layers would compensate for the errors of earlier layers, and overfit.
 _ANCHOR = 0.5
-# From this size on the randomized SVD, where the rank is at most a quarter of it: in float64 at 1536 it takes 0.17 and
-# 0.6 of LAPACK's time at an eighth and a quarter, more beyond; its error is 3 to 6 in 10,000 above the least.
+# From this size on, the randomized SVD is used if the rank is at most a quarter of the size. In float64 at 1536 it
+# takes 0.17 (an eighth) and 0.6 (a quarter) of LAPACK's time, and more beyond; its error is 3 to 6 in 10,000 above the
+# least.
 _LARGE = 1024
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The norm in which a target's weight is approximated; everything by groups, in float64.
+    """The norm in which a target's weight is approximated: float64 tensors whose first dimension is the group.
 
     Attributes:
         source: The weight to approximate, (groups, outer, inner).
@@ -62,10 +65,10 @@ class Fit:
     Attributes:
         left: (groups, outer, components), float32 or wider.
         right: (groups, components, inner).
-        tails: Squared effect on the output, summed over groups, that is lost at each rank from 0 on, (components + 1,),
-            float64; also of components that are not stored.
-        local_tails: The same for the layer's own output.
-        rounding: What rounding as many components to int8 is expected to add, in the units of ``tails``.
+        tails: Loss at each rank from 0 on, as a squared effect on the model's output summed over groups, in float64,
+            (components + 1,). It includes the components that are not stored.
+        local_tails: Squared effect on the layer's own output that is lost at each rank, (components + 1,).
+        rounding: Expected increase of ``tails`` at each rank if the components are rounded to int8.
         means: Mean of the layer's input, (groups, inner), and of its output without the bias, (groups, outer); None
             where there is no bias to take up a change, or no calibration.
     """
@@ -86,35 +89,35 @@ class Fit:
 
 
 def _tails(energy: Tensor, total: Tensor) -> Tensor:
-    kept = torch.cat((energy.new_zeros(1), energy.cumsum(0)))
-    return (total - kept).clamp_min(0)
+    kept_energy = torch.cat((energy.new_zeros(1), energy.cumsum(0)))
+    return (total - kept_energy).clamp_min(0)
 
 
 def metric_of(target: Target, moments: Moments | None, drift: Moments | None = None, ridge: float = RIDGE) -> Metric:
-    """Return the metric of a target's moments, or the plain one without them.
+    """Return the metric of a target's moments; without moments, A and G are the identity.
 
-    ``drift`` holds the moments of the layer's input once the layers before it are compressed; the weight is then the
-    one that best maps that input to the mean of its own and the original's output. ``ridge`` is added to the
-    diagonals, relative to their mean.
+    ``drift`` holds the moments of the layer's input once the layers before it are compressed. The ``source`` of the
+    metric is then the weight that best maps this input to the mean of two outputs: that weight's output on the input,
+    and the original layer's output. ``ridge`` is added to the diagonals, relative to their mean.
     """
     W = target.matrices()
     if moments is None:
         return Metric(W, None, None, None)
-    read = moments if drift is None else drift
-    A, mean, cross, source, wanted = read.A, read.mean, read.cross, W, moments.mean
+    input_moments = moments if drift is None else drift
+    A, mean, cross, source, target_mean = input_moments.A, input_moments.mean, input_moments.cross, W, moments.mean
     if cross is not None:
-        cross, wanted = cross.lerp(A, _ANCHOR), wanted.lerp(mean, _ANCHOR)
+        cross, target_mean = cross.lerp(A, _ANCHOR), target_mean.lerp(mean, _ANCHOR)
     # Only a bias in every layer that shares the weight can take up a change of the mean.
     biased = all(getattr(module, "bias", None) is not None for module in target.modules)
     if biased:
         A = A - _outer(mean, mean)
-        cross = None if cross is None else cross - _outer(wanted, mean)
-    # Cholesky factors rather than symmetric roots: a triangular solve is cheap and accurate, and any root will do.
+        cross = None if cross is None else cross - _outer(target_mean, mean)
+    # Any root gives the same fit. Cholesky factors make the solves triangular, which is cheap and accurate.
     L = _root(A, ridge)
     if cross is not None:  # the regression of the original's output on the new input: W C A^-1
         source = torch.cholesky_solve((W @ cross).mT, L).mT
     R = None if moments.G is None else _root(moments.G, ridge).mT
-    return Metric(source, L, R, (mean, (W @ wanted[..., None])[..., 0]) if biased else None)
+    return Metric(source, L, R, (mean, (W @ target_mean[..., None])[..., 0]) if biased else None)
 
 
 def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Moments | None = None) -> Fit:
@@ -131,7 +134,7 @@ def factor(
     seed: int,
     dtype: torch.dtype,
 ) -> Fit:
-    """Split a matrix into its ``most`` leading components in a metric; 0 only measures it."""
+    """Split a matrix into its ``most`` leading components in a metric; with 0, only the tails are computed."""
     L, R = metric.L, metric.R
     ML = matrix if L is None else matrix @ L
     M = ML if R is None else R @ ML
@@ -139,10 +142,11 @@ def factor(
     left = left * sigma[:, None, :]
     if R is not None:
         left = torch.linalg.solve_triangular(R, left, upper=True)
-    energy, local = sigma.square(), left.square().sum((0, 1))  # the right factors are orthonormal in the metric of A
+    # The right factors are orthonormal in the metric of A, so that `left` alone has the effect on the layer's output.
+    energy, local = sigma.square(), left.square().sum((0, 1))
     if L is not None:
         right = torch.linalg.solve_triangular(L, right, upper=False, left=False)
-    # An entry rounded to a step s is off by s^2 / 12 in the mean square, each on its own.
+    # Rounding to multiples of a step s gives each entry an independent error with the mean square s^2 / 12.
     a, g = metric.traces
     rounded = (_steps(left, 1) * g + _steps(right, 2) * a * energy).sum(0)
     return Fit(
@@ -160,15 +164,15 @@ def _steps(factors: Tensor, dim: int) -> Tensor:
 
 
 def wide_dtype(target: Target) -> torch.dtype:
-    """Return the dtype of a target's components: float32, or its own if that is wider."""
+    """Return the dtype of a target's components: float32, or the dtype of the weight if that is wider."""
     return torch.promote_types(target.weight.dtype, torch.float32)
 
 
 def leading_components(target: Target, largest: int, uniform: float) -> int:
-    """Return how many of at most ``largest`` components to store where a uniform rank would be ``uniform``."""
+    """Return how many components to store, at most ``largest``, if a uniform rank would be ``uniform``."""
     if min(target.inner, target.outer) < _LARGE:
         return largest
-    # Twice as many as a uniform rank needs: the randomized SVD, which is faster, can be used for up to a quarter.
+    # A global choice rarely needs more than twice the uniform rank, and a small rank allows the randomized SVD.
     return min(largest, int(2 * uniform) // 2 * 2)
 
 
@@ -177,7 +181,7 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _root(A: Tensor, ridge: float) -> Tensor:  # (groups, n, n)
-    """Return the lower triangular L with L L^T = A and a ridge; the identity where A is zero."""
+    """Return the lower triangular L with L L^T = A + ridge; where A is zero, L L^T is ``ridge`` times the identity."""
     diagonal = A.diagonal(dim1=-2, dim2=-1)
     level = diagonal.mean(-1, keepdim=True)
     level = torch.where(level > 0, level, 1.0)
@@ -187,7 +191,7 @@ def _root(A: Tensor, ridge: float) -> Tensor:  # (groups, n, n)
         L, info = torch.linalg.cholesky_ex(lifted)
         if not info.any():
             return L
-        ridge *= 10  # rounding made an eigenvalue negative by more than the ridge
+        ridge *= 10  # because rounding made an eigenvalue more negative than the ridge
 
 
 def _leading(M: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

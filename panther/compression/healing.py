@@ -1,12 +1,12 @@
 """Healing: a short run of the Trainer that distils the original into a compressed model, on unlabelled batches.
 
-The best point by the held-out loss is kept, the one before the first step included. Healing ends early where it
-diverges, at a loss that is not finite or a held-out loss above twice the best, and where its time is used up. The
-learning rate falls with the larger of two shares: of the steps, and of the time.
+The parameters with the smallest held-out loss are kept, the ones before the first step included. Healing ends early if
+it diverges (at a loss that is not finite, or a held-out loss above twice the best one) or if its time is used up. The
+learning rate falls with the larger of two shares: the share of the steps and the share of the time.
 
-Parameters differ in size by orders of magnitude, and AdamW moves every entry by about its rate. So each parameter has a
-rate relative to its size unless the user gives one, as in N. Shazeer and M. Stern, "Adafactor", ICML 2018,
-arXiv:1804.04235. Scales of quantized weights are trained as logarithms, whose rate is relative to the scale already.
+Parameters differ in size by orders of magnitude, and AdamW moves every entry by about its learning rate. Unless the
+user gives a rate, each parameter therefore has a rate relative to its size, as in N. Shazeer and M. Stern, "Adafactor",
+ICML 2018, arXiv:1804.04235. Scales of quantized weights are trained as logarithms, so that their rate is relative too.
 """
 
 __all__ = ["check_ranks", "heal", "shuffled"]
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
 from panther.compression.distillation import Distillation
-from panther.compression.memory import KEPT
+from panther.compression.memory import KEPT_OUTPUT_BYTES
 from panther.compression.report import HealResult
 from panther.compression.runner import Runner
 from panther.distributed import get_world_size
@@ -43,33 +43,34 @@ from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimizer import learning_rate_factor
 
-_BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
-# Of a parameter's root mean square, in low-rank factors and in all others. A sentence encoder in half of its parameters
-# went from a loss of 0.431 to 0.356 in 40 steps with 0.01 for all, and to 0.472 with 0.03; in 3 bits, from 0.0961 to
-# 0.0887 in 60 steps with 0.003 and to 0.0903 with 0.01: a scale moves a whole group of weights. The form
-# "interpolative" in half of the parameters diverges at first with 0.01, from a loss of 0.298 to 0.464.
+_BETAS = (0.9, 0.95)  # after 200 steps, the loss was 2 to 6 % smaller than with 0.999 as the second number
+# Learning rates relative to a parameter's root mean square, of low-rank factors and of all other parameters. The loss
+# of a sentence encoder in half of its parameters went from 0.431 to 0.356 in 40 steps with 0.01 for all parameters, and
+# to 0.472 with 0.03. In 3 bits it went from 0.0961 to 0.0887 in 60 steps with 0.003, and to 0.0903 with 0.01, because a
+# scale moves an entire group of weights. With the form "interpolative" in half of the parameters and 0.01, healing
+# diverges at first, from a loss of 0.298 to 0.464.
 _FACTOR_RATE, _OTHER_RATE = 0.01, 0.003
-_LEAST_BIAS = 0.01  # taken for the root mean square of a smaller bias, which may be zero
-_DIVERGED = 2.0  # times the best held-out loss
+_LEAST_BIAS = 0.01  # smallest root mean square that the rate of a bias is relative to; a bias may be zero
+_DIVERGED = 2.0  # a held-out loss above this multiple of the best one is divergence
 _log = logging.getLogger(__name__)
 
 
 def heal(
     runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int
 ) -> tuple[HealResult, Callable[[], None]]:
-    """Train new layers until the model's outputs are near those with its old ones.
+    """Train the new layers so that the compressed model's outputs approach the original's.
 
     Returns:
-        What happened, as a function of the arguments, and a function that writes the best values to the parameters:
-        until then the model, its flags and torch's generators are as they were.
+        The result of healing, and a function that writes the best values to the parameters. Before this function is
+        called, the model, its flags and torch's generators are unchanged.
 
-    Cost: a step costs a forward and backward of the compressed model, and for each batch, or each step where memory
-    does not suffice, a forward of the original. Extra memory: five times the trained parameters (values, gradients, two
-    moments, best point), a copy of those of half precision, the hidden states of one batch, twice, and the original's
-    outputs and hidden states of all batches: up to a gigabyte, and at most half of what is free.
+    Cost: each step takes a forward and backward of the compressed model. The original takes a forward for each batch,
+    or for each step where memory does not suffice. Extra memory: five times the trained parameters (values, gradients,
+    two moments, best values), a copy of the parameters of half precision, the hidden states of one batch, twice, and
+    the original's outputs and hidden states of all batches: up to a gigabyte, and at most half of the free memory.
     """
     began = time.perf_counter()
-    # Before the calibration turns off the flags by which it chooses what to train.
+    # Made before the calibration turns off `requires_grad`, by which the distillation chooses the trained parameters.
     distillation = Distillation(runner, replacement, config, seed)
     held_out = max(gather_objects(len(runner.held_out), None))
     settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled, held_out=held_out)
@@ -77,32 +78,32 @@ def heal(
     gpu = torch.cuda.device(runner.device) if runner.device.type == "cuda" else nullcontext()
     with runner.calibrating(seed), gpu:
         training, total = len(runner.batches), len(distillation.batches)
-        # Without a batch size, because an index stands for a whole batch.
+        # Without a batch size, because each index stands for an entire batch.
         batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)
         checked = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
         _check_identity(distillation, config)
-        distillation.keep(runner.spare_bytes(KEPT))
+        distillation.keep(runner.spare_bytes(KEPT_OUTPUT_BYTES))
         _log.info(
             "healing: at most %d steps%s, a check every %d; outputs of the original kept: %.0f MB, of %d batches",
             config.max_steps, "" if config.max_seconds is None else f" and {config.max_seconds:g} s",
             settings.validate_every_n_steps, distillation.kept_bytes / 1e6, total,
         )  # fmt: skip
         groups = _groups(distillation, replacement, config)
-        course = _Course(distillation, checked, config, [group["lr"] for group in groups], began)
+        progress = _Progress(distillation, checked, config, [group["lr"] for group in groups], began)
         optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=config.weight_decay)
-        trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
+        trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress])
         try:
             trainer.fit(batches, checked)
         finally:
             distillation.place(student=False)
-        course.restore_()
+        progress.restore_()
         (error,) = runner.errors([distillation.student], "error, healed")
-    return course.result(trainer, error), distillation.write_
+    return progress.result(trainer, error), distillation.write_
 
 
 def check_ranks(group: dist.ProcessGroup | None) -> None:
-    """Raise DistributedError unless the group is that of all ranks, on which the Trainer works."""
-    # Under torchrun the Trainer would start a process group by itself.
+    """Raise DistributedError unless the group has all ranks, because the Trainer trains on all ranks."""
+    # Under torchrun, where no process group exists yet, the Trainer would start one with all ranks.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     members = 1 if group is None else dist.get_world_size(group)
     if members != world:
@@ -113,7 +114,7 @@ def check_ranks(group: dist.ProcessGroup | None) -> None:
 
 
 def _groups(distillation: Distillation, replacement: Replacement, config: HealConfig) -> list[dict[str, Any]]:
-    """Return the parameters with their learning rates."""
+    """Return the optimizer's parameter groups, with their learning rates."""
     if config.learning_rate is not None:
         return [{"params": list(distillation.values), "lr": config.learning_rate}]
     factors = {
@@ -137,7 +138,8 @@ def _groups(distillation: Distillation, replacement: Replacement, config: HealCo
 
 
 class _Stream(IterableDataset[Tensor]):
-    # Every rank has its own batches, and of a map-style dataset the Trainer would give each rank a share.
+    # Iterable, because the Trainer would divide a map-style dataset among the ranks, and every rank has its own
+    # batches.
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
 
@@ -146,13 +148,13 @@ class _Stream(IterableDataset[Tensor]):
 
 
 def shuffled(count: int, steps: int, seed: int) -> Tensor:
-    """Return the index of the batch of each step: one seeded permutation after another."""
+    """Return the index of the batch of each step: a sequence of seeded permutations."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.randperm(count, generator=generator) for _ in range(-(-steps // count))])[:steps]
 
 
-class _Course(Callback):
-    """The state of healing: the best point, whether it diverged, and the time it took."""
+class _Progress(Callback):
+    """The state of healing: the best values, whether the run diverged, and the time it took."""
 
     def __init__(
         self,
@@ -170,15 +172,15 @@ class _Course(Callback):
         self.loss_before = self.best_loss = math.nan
         self.best_step = 0
         self.diverged = False
-        self.earlier_s = 0.0  # by the runs that this one continues
-        self.start_s = self.reserved_s = 0.0  # before the first step, and for what follows the last one
+        self.earlier_s = 0.0  # time of the runs that this run continues
+        self.start_s = self.reserved_s = 0.0  # time before the first step, and time needed after the last step
 
     def elapsed_s(self) -> float:
         """Return the seconds since healing began."""
         return self.earlier_s + time.perf_counter() - self._began
 
     def on_start(self, trainer: Trainer) -> None:
-        if math.isnan(self.loss_before):  # else the run is resumed
+        if math.isnan(self.loss_before):  # a resumed run has this loss already
             begin = time.perf_counter()
             self.loss_before = self.best_loss = trainer.evaluate(self._held_out)["loss"]
             if not math.isfinite(self.loss_before):
@@ -187,7 +189,7 @@ class _Course(Callback):
                     "look for NaN or infinite values in the model's output, or in float16 that overflows"
                 )
             self.start_s = self.elapsed_s()
-            # A last check, and the error, for which the original runs again as it did now.
+            # After the last step, a check and the measurement of the error each take as long as this evaluation.
             self.reserved_s = 2 * (time.perf_counter() - begin)
         trainer.stop = self.diverged
         self._advance(trainer)
@@ -196,7 +198,7 @@ class _Course(Callback):
         self._advance(trainer)
 
     def _advance(self, trainer: Trainer) -> None:
-        """Set the learning rate of the next step by the time, or stop, where the time is bounded."""
+        """If the time is bounded, set the learning rate of the next step by the elapsed time, or stop."""
         config = self._config
         if config.max_seconds is None:
             return
@@ -235,12 +237,12 @@ class _Course(Callback):
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Go back to the best point."""
+        """Restore the values with the smallest held-out loss."""
         for value, best in zip(self._values, self.best, strict=True):
             value.copy_(best)
 
     def result(self, trainer: Trainer, error: float) -> HealResult:
-        """Return the figures of the run, once it is over."""
+        """Return the figures of the finished run."""
         checked = {record["step"]: record.get("validation_loss") for record in trainer.history}
         steps = [(record["step"], record["loss"]) for record in trainer.history if "loss" in record]
         return HealResult(
@@ -257,7 +259,7 @@ class _Course(Callback):
 
 
 def _check_identity(distillation: Distillation, config: HealConfig) -> None:
-    """Raise on every rank unless all ranks, and the run in the folder for checkpoints, are the same."""
+    """Raise on every rank unless all ranks, and the run in the checkpoint folder, have the same arguments and model."""
     runner, settings = distillation.runner, asdict(config) | {"seed": distillation.seed}
     folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
     identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()}
@@ -275,8 +277,8 @@ def _check_identity(distillation: Distillation, config: HealConfig) -> None:
 def _check_folder(folder: Path, identity: dict[str, str]) -> None:
     path = folder / "healing.json"
     try:
-        known = dict(read_json(path))
-    except (OSError, ValueError, TypeError) as error:  # no run began here, or one was killed as it began
+        stored = dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:  # no run began here, or a run was killed while it wrote the file
         if any(folder.glob("step-*")):
             raise FormatError(
                 f"checkpoint_dir={folder} has checkpoints of an unknown run ({error}): give a new folder"
@@ -284,10 +286,10 @@ def _check_folder(folder: Path, identity: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, identity)
         return
-    differing = [name for name in identity | known if known.get(name) != identity.get(name)]
+    differing = [name for name in identity | stored if stored.get(name) != identity.get(name)]
     if differing:
-        shown = ", ".join(f"{n.rstrip('=')} {known.get(n)} instead of {identity.get(n)}" for n in differing[:3])
+        differences = ", ".join(f"{n.rstrip('=')} {stored.get(n)} instead of {identity.get(n)}" for n in differing[:3])
         raise FormatError(
-            f"checkpoint_dir={folder} holds a different run ({shown}): give a new folder, or delete it to start from "
-            "the beginning"
+            f"checkpoint_dir={folder} holds a different run ({differences}): give a new folder, or delete this one to "
+            "start from the beginning"
         )

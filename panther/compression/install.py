@@ -1,4 +1,4 @@
-"""New layers put into the model, and the report of what was done."""
+"""Put the new layers into the model, and make the report."""
 
 __all__ = ["install_layers"]
 
@@ -26,9 +26,9 @@ def install_layers(
 ) -> CompressionReport:  # fmt: skip
     """Put the new layers into the model, and return the report."""
     notes += [
-        f"torch reads the dense weights of {name + '.' if name else ''}layers.0 where padding is masked, and they are "
-        f"computed anew for each forward: use_nested_tensor=False of {name or 'the model'} avoids that, and changes "
-        "the outputs at padded positions"
+        f"torch reads the dense weights of {name + '.' if name else ''}layers.0 if padding is masked, and computes "
+        f"them again for each forward: use_nested_tensor=False of {name or 'the model'} avoids this, and changes the "
+        "outputs at padded positions"
         for name, module in model.named_modules()
         if isinstance(module, nn.TransformerEncoder)
         and module.use_nested_tensor
@@ -65,7 +65,8 @@ def install_layers(
             PerformanceWarning,
             stacklevel=3,
         )
-    # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
+    # The model is changed last, and only by assignments, so that any earlier failure (including a warning turned into
+    # an error) leaves it unchanged.
     with deferred_interrupts():
         if write_ is not None:
             write_()

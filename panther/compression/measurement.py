@@ -1,4 +1,4 @@
-"""Errors and speed of new layers against the ones they replace, on the held-out batches."""
+"""Measure errors and speed of new layers against the layers they replace, on the held-out batches."""
 
 __all__ = ["Measured", "measure", "model_speed"]
 
@@ -15,13 +15,13 @@ from panther._torch import tree_leaves
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import counted
 from panther.compression.conversion import Replacement
-from panther.compression.forms.timing import compared
+from panther.compression.forms.timing import compare_speed
 from panther.compression.runner import Runner, relative_error, squares
 from panther.compression.survey import hooked
 from panther.compression.targets import Target, replace_modules
 from panther.errors import CompressionError
 
-_MODEL_S = 2.0  # for the speed of the model, but three rounds at least
+_MODEL_S = 2.0  # time for measuring the speed of the model, unless three rounds take longer
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Measured:
 
     Attributes:
         error: Relative error of the model's output.
-        errors: That of each target's own output; None where it was never called.
+        errors: Relative error of the output of each target's layers; None for a target that was never called.
         speedup: How many times faster the model is.
-        latency_s: Seconds that it takes for the first held-out batch.
-        speedups: How many times faster each new layer is.
-        times: Seconds that it takes for its input in the first held-out batch.
+        latency_s: Seconds of the new model for the first held-out batch.
+        speedups: How many times faster each target's new layer is.
+        times: Seconds of each target's new layer for its input in the first held-out batch.
     """
 
     error: float | None = None
@@ -46,7 +46,7 @@ class Measured:
 
 
 def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
-    """Measure errors, and speed if asked for; nothing without held-out batches."""
+    """Measure errors, and speed if ``speed``, on the held-out batches; without such batches, nothing is measured."""
     if not runner.held_out:
         return Measured()
     replaced = [target for target in targets if target.modules[0] in replacement]
@@ -66,11 +66,11 @@ def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement,
 
 @contextmanager
 def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Replacement) -> Iterator[None]:
-    """Put the new layers into the model, and raise if an old one is called all the same."""
+    """Put the new layers into the model within the block, and raise if an old layer is still called."""
 
     def refuse(target: Target, *_: Any) -> None:
         raise CompressionError(
-            f"layer {target.name!r} is called also from where it is not registered, such as a plain list, and "
+            f"layer {target.name!r} is also called from a place where it is not registered, such as a plain list, and "
             "cannot be replaced there: use an nn.ModuleList, or exclude the layer"
         )
 
@@ -82,19 +82,23 @@ def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Repl
 def _measure_layers(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
 ) -> tuple[dict[Target, float | None], dict[Target, tuple[float, float]]]:
-    """Run the original on the held-out batches, give each new layer the old one's input, and return both figures."""
+    """Run the original model on the held-out batches, and compare each new layer with its old layer on the same input.
+
+    Returns:
+        The relative error of each target, and its speed-up and seconds, for targets that were called.
+    """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
-    sums_of = dict(zip(targets, sums, strict=True))  # lost, and whole
+    sums_of = dict(zip(targets, sums, strict=True))  # squares of the error and of the output
     timings: dict[Target, tuple[float, float]] = {}
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
         new = replacement[module]
-        of = masks if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
+        of = masks if not isinstance(module, nn.Conv2d) else None  # masks apply to sequences, not to images
         sums_of[target][0] += squares(counted(new(x) - output, of, module))
         sums_of[target][1] += squares(counted(output, of, module))
         if speed and target not in timings:
             # `forward`, because calling the module would call this hook again.
-            old_s, speedup = compared(lambda: module.forward(x), lambda: new(x), x.device)
+            old_s, speedup = compare_speed(lambda: module.forward(x), lambda: new(x), x.device)
             timings[target] = speedup, old_s / speedup
 
     with hooked(targets, hook):
@@ -103,7 +107,7 @@ def _measure_layers(
             runner.output(batch)
     runner.sum_([sums])
     figures = zip(targets, sums.tolist(), strict=True)
-    return {target: relative_error(lost, whole) if whole else None for target, (lost, whole) in figures}, timings
+    return {target: relative_error(lost, total) if total else None for target, (lost, total) in figures}, timings
 
 
 @torch.no_grad()
@@ -115,22 +119,22 @@ def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]
     before = runner.held_out[0]
     batch = copy_batch(before)
     runner.plain_output(batch)
-    # A copy for each run takes time, so that only forwards that write their batch get one.
-    writes = not _is_same(batch, before)
+    # A copy for each run takes time, so that copies are made only if the forward writes to its batch.
+    writes = not _is_equal_batch(batch, before)
 
     def run() -> None:
         runner.plain_output(copy_batch(before) if writes else batch)
 
     with runner.fast_paths():
-        figures = compared(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
+        figures = compare_speed(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
     table = torch.tensor(figures, dtype=torch.float64)
     runner.mean_([table])
     dense_s, speedup = table.tolist()
     return dense_s, speedup
 
 
-def _is_same(first: Any, second: Any) -> bool:
-    """Return whether a batch has the same tensors in the same places as its copy."""
+def _is_equal_batch(first: Any, second: Any) -> bool:
+    """Return whether two batches have equal tensors in the same places."""
     leaves, other_leaves = tree_leaves(first), tree_leaves(second)
     return len(leaves) == len(other_leaves) and all(
         not isinstance(leaf, Tensor) or (leaf.shape == other.shape and torch.equal(leaf, other))

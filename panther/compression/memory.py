@@ -1,10 +1,10 @@
-"""How much memory compressing will take at most, predicted phase by phase before it begins.
+"""Predict the peak memory of compressing, phase by phase, before it begins.
 
-What the model itself takes is measured on the largest batch: bytes of tensors are counted while it runs. All else
-follows from the sizes of the weights.
+The memory of the model's forward and backward is measured on the largest batch, by counting the bytes of tensors while
+the model runs. The remaining memory follows from the sizes of the weights.
 """
 
-__all__ = ["KEPT", "LiveBytes", "foresee"]
+__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "predict_peak_bytes"]
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +21,24 @@ from panther.compression.fits import wide_dtype
 from panther.compression.forms.options import Forms
 from panther.compression.moments.batch import Call, run_batch
 from panther.compression.moments.gather import moments_bytes
-from panther.compression.moments.sums import Shifted, input_rows
+from panther.compression.moments.sums import ShiftedSum, input_rows
 from panther.compression.runner import Runner, floating_tensor, resident_bytes
 from panther.compression.survey import blocks_of
 from panther.compression.targets import Survey, Target
 
-KEPT = 2**30  # bytes for the original's outputs while healing, where twice as many are free
+KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at least twice as many bytes are free
 _DOUBLE = torch.float64.itemsize
-_PLANNED = 4  # widths of a weight that are fitted, at most: those next to two choices
-_TRAINED = 5  # times the trained numbers: values, gradients, two moments and the best point
+_PLANNED = 4  # largest number of widths of a weight that are usually fitted: the widths next to two choices
+_TRAINED = 5  # tensors per trained parameter: value, gradient, two moments and best value
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that are made within, until they are freed: ``now``, and ``peak`` of it.
+    """Count the bytes of tensors that are made within the block and not freed yet.
 
-    Of every device; not the workspace within an operation. ``grown`` is by how much the process's memory rose at most
-    over ``before``, or over what it is at first, on Linux: glibc's heap keeps what was freed, and can be half as large
-    again as the tensors in it, because an aligned block does not fit where its like was.
+    ``now`` is the present number of bytes on all devices, and ``peak`` the largest one; the workspace within an
+    operation is not counted. ``grown`` is the largest increase of the process's memory over ``before`` (or over the
+    memory at the start) on Linux. It exceeds the bytes of tensors, because glibc's heap keeps freed memory: the heap
+    can be half as large again as the tensors in it, as an aligned block does not fit where a block of its size was.
     """
 
     def __init__(self, before: int | None = None) -> None:
@@ -48,15 +49,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = {storage_key(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        new_tensors = {storage_key(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):  # a view, or written to in place
-                made.pop(storage_key(leaf), None)
-        for key, tensor in made.items():
+                new_tensors.pop(storage_key(leaf), None)
+        for key, tensor in new_tensors.items():
             if key not in self._known:
                 storage = tensor.untyped_storage()
                 self.now += storage.nbytes()
-                # torch keeps the Python object of a storage as long as the storage, so that it ends with the memory.
+                # torch keeps the Python object of a storage alive as long as the storage, so that the weak reference
+                # ends when the memory is freed.
                 self._known[key] = weakref.ref(storage, self._freed(key, storage.nbytes()))
         self.peak = max(self.peak, self.now)
         self.grown = max(self.grown, resident_bytes() - self._before)
@@ -70,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         return freed
 
 
-def foresee(
+def predict_peak_bytes(
     runner: Runner,
     survey: Survey,
     forms: Forms,
@@ -81,34 +83,37 @@ def foresee(
     keep: bool,
     heal: HealConfig | None,
 ) -> dict[str, int]:
-    """Return the most memory of each phase in bytes, over what is held before.
+    """Return the predicted peak memory of each phase, in bytes on top of the present memory.
 
-    ``most`` has how many components of each target are stored, and ``limit`` the bytes that all of them may take.
+    ``most`` is the number of components of each target that are stored. ``limit`` is the number of bytes that all new
+    layers may take.
 
     Cost: a forward and backward of the largest batch, and a forward of the largest held-out one.
     """
     dense = sum(target.dense_bytes for target in most)
     new = dense if limit is None else limit
     stored = {target: _stored_bytes(forms, target, count) for target, count in most.items()}
-    kept = keep * sum(_DOUBLE * target.groups * (target.inner**2 + target.outer**2) for target in most)
+    kept_bytes = keep * sum(_DOUBLE * target.groups * (target.inner**2 + target.outer**2) for target in most)
     backward = forward = hidden = 0
     stated: dict[str, int] = {}
     if runner.batches:
-        sizes = [sum(moments_bytes(several, survey.gradients) for several in one) for one in passes]
+        sizes = [sum(moments_bytes(targets, survey.gradients) for targets in inputs) for inputs in passes]
         if passes:
             largest = max(range(len(passes)), key=sizes.__getitem__)
             backward, grown = _backward_bytes(runner, passes[largest], gradients=survey.gradients)
-            stated["moments"] = max(sizes) + max(backward, grown) + sum(stored.values()) * (len(passes) > 1) + kept
+            stated["moments"] = (
+                max(sizes) + max(backward, grown) + sum(stored.values()) * (len(passes) > 1) + kept_bytes
+            )
         forward, hidden = _forward_bytes(runner, survey, heal)
-    stated["fits"] = kept + max(
-        _fitting_bytes(one, stored, survey.gradients, forms) for one in passes or [[list(most)]]
+    stated["fits"] = kept_bytes + max(
+        _fitting_bytes(inputs, stored, survey.gradients, forms) for inputs in passes or [[list(most)]]
     )
-    # Three choices are compared; a layer's weight is made of its codes while it runs.
+    # Up to three choices are compared. While a quantized layer runs, its dense weight is computed.
     widest = max(target.dense_numbers * wide_dtype(target).itemsize for target in most)
-    stated["choice"] = kept + sum(stored.values()) + (3 if runner.held_out else 1) * new + forward + 2 * widest
+    stated["choice"] = kept_bytes + sum(stored.values()) + (3 if runner.held_out else 1) * new + forward + 2 * widest
     if heal is not None:
         numbers = max(wide_dtype(target).itemsize / target.weight.itemsize for target in most) * new
-        copied = dense  # of quantized weights, in the form in which they are trained
+        copied = dense  # copies of quantized weights, in the form in which they are trained
         stated["healing"] = int(new + _TRAINED * numbers + copied + backward + hidden)
     return stated
 
@@ -122,40 +127,42 @@ def _stored_bytes(forms: Forms, target: Target, count: int) -> int:
 
 
 def _work_bytes(target: Target, forms: Forms) -> int:
-    """Return the bytes of the metric of a weight and of what is computed in it."""
+    """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
-    squares = 4 if forms.quantizes(target) else 3  # of each moment; six products or factors of the weight
+    # The number of matrices of each moment's size. Six products and factors have the weight's size.
+    squares = 4 if forms.quantizes(target) else 3
     return _DOUBLE * target.groups * (squares * (n**2 + m**2) + 6 * n * m)
 
 
 def _fitting_bytes(
     inputs: Sequence[Sequence[Target]], stored: Mapping[Target, int], gradients: bool, forms: Forms
 ) -> int:
-    """Return the most bytes while the weights of a pass are fitted one by one, each set free with its moments."""
-    before = sum(stored.values()) - sum(stored[target] for several in inputs for target in several)
-    left = sum(moments_bytes(several, gradients) for several in inputs)
+    """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed."""
+    before = sum(stored.values()) - sum(stored[target] for targets in inputs for target in targets)
+    left = sum(moments_bytes(targets, gradients) for targets in inputs)
     largest = 0
-    for several in inputs:
-        for target in several:
+    for targets in inputs:
+        for target in targets:
             largest = max(largest, before + left + _work_bytes(target, forms))
-            left -= moments_bytes([target], gradients) if gradients or target is several[-1] else 0
+            left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest
 
 
 def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool) -> tuple[int, int]:
-    """Return the most bytes of tensors in a forward and backward of the largest batch as moments take it.
+    """Return the peak bytes of tensors in a forward and backward of the largest batch that gathers moments.
 
-    And by how much the process has grown by then on the CPU, with what malloc keeps, which later batches use again.
+    The second number is the growth of the process on the CPU. It includes freed memory that malloc keeps, which later
+    batches use again.
     """
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
         for rows in input_rows(call.module, call.x, target.groups):
             roots = None if slope is None else rows.new_ones(rows.shape[:2])
-            Shifted(target.groups, target.inner, rows.device).add(rows, roots)
+            ShiftedSum(target.groups, target.inner, rows.device).add(rows, roots)
 
-    targets = [target for several in inputs for target in several]
-    compared = {target for several in inputs if len(several) > 1 for target in several}
+    targets = [target for group in inputs for target in group]
+    compared = {target for group in inputs if len(group) > 1 for target in group}
     number, batch = max(enumerate(runner.batches), key=lambda pair: entries_of(pair[1]))
     with LiveBytes(runner.resident_bytes) as live:
         run_batch(runner, batch, targets, compared, add, number=number, seed=0, gradients=gradients)
@@ -164,7 +171,7 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
 
 @torch.no_grad()
 def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> tuple[int, int]:
-    """Return the most bytes in a forward of the largest held-out batch, and those that healing keeps of all batches."""
+    """Return the peak bytes in a forward of the largest held-out batch, and the bytes of outputs that healing keeps."""
     batch = max(runner.held_out, key=entries_of)
     sizes = []
 
@@ -178,10 +185,10 @@ def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> t
         for block in {parent.get_submodule(name) for parent, name in places}:
             hooks.callback(block.register_forward_hook(observe).remove)
         output = runner.output(batch)
-    # Convolutions take workspace beside their tensors: in a forward of EfficientNet-lite0 four times as much.
+    # Convolutions also need workspace: in a forward of EfficientNet-lite0 four times the bytes of the tensors.
     peak = max(live.peak, live.grown) if runner.device.type == "cpu" else live.peak
     if heal is None:
         return peak, 0
-    every = sum(map(entries_of, (*runner.batches, *runner.held_out)))
-    hidden = (output.nbytes + sum(sizes)) * every // max(entries_of(batch), 1)
-    return peak, min(hidden, runner.spare_bytes(KEPT))
+    entries = sum(map(entries_of, (*runner.batches, *runner.held_out)))
+    hidden = (output.nbytes + sum(sizes)) * entries // max(entries_of(batch), 1)
+    return peak, min(hidden, runner.spare_bytes(KEPT_OUTPUT_BYTES))

@@ -21,47 +21,47 @@ from panther.files import write_json
 
 @dataclass(frozen=True)
 class HealResult:
-    """What healing did.
+    """The result of healing.
 
-    Losses are shares of variance lost: 0 is the original, and 1 to 2 means that nothing of it remains.
+    Losses are shares of variance that are lost: 0 is the original, and at 1 to 2 nothing of the original remains.
     """
 
     steps: int
-    """Steps done: fewer than asked for only where healing diverged, or its time was used up."""
+    """Number of steps: fewer than ``max_steps`` only if healing diverged or its time was used up."""
 
     loss_before: float
-    """Mean loss on the held-out batches before the first step; on ranks with fewer of them, as many on each."""
+    """Mean loss on the held-out batches before the first step; each rank counts the same number of batches."""
 
     loss_after: float
-    """The same for the model as it is now: never above ``loss_before``."""
+    """Mean loss of the healed model on the held-out batches: never above ``loss_before``."""
 
     error: float
-    """Relative error of the model's output on the held-out batches, as it is now."""
+    """Relative error of the healed model's output on the held-out batches."""
 
     best_step: int
-    """The step whose parameters the model now has; 0 is the start."""
+    """The step from which the model has its parameters; 0 is the start."""
 
     diverged: bool
     """Whether healing ended early, at a loss that was not finite or a held-out loss above twice the best: the learning
     rate is too large."""
 
     history: tuple[tuple[int, float, float | None], ...]
-    """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it; a step that
-    was skipped because it was not finite is not in it."""
+    """For each step: its number, the loss on its batch before the step, and the loss on the held-out batches after it
+    (None if the step was not checked). Steps that were skipped because they were not finite are not listed."""
 
     seconds: float = field(compare=False)
-    """What healing took, with the runs that this one continues."""
+    """Seconds that healing took, including the runs that this run continued."""
 
     kept_bytes: int = field(compare=False)
-    """Bytes for outputs of the original, kept in place of computing them in every step, as logged beforehand."""
+    """Bytes of the original's outputs that were kept instead of computing them in every step, as logged beforehand."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One weight, which several names can share."""
+    """One weight, which more than one module can share."""
 
     names: tuple[str, ...]
-    """The names of the modules that have it."""
+    """The names of the modules that have this weight."""
     kind: str
     """Class of the dense layer."""
     shape: tuple[int, ...]
@@ -74,26 +74,26 @@ class LayerReport:
     rank: int | None
     """Rank of a low-rank weight, in every group of a convolution, or of a correction; None if there is neither."""
     low_rank: int | None
-    """The ``low_rank`` of the new layer, which has that rank."""
+    """The ``low_rank`` argument of the new layer, which gives it this rank."""
     bytes_before: int
     """Bytes of the dense weight."""
     bytes_after: int
     """Bytes of the new weight, as saved."""
     predicted_error: float | None
-    """Relative error of the layer's own output, on the calibration batches' moments."""
+    """Relative error of the layer's own output, predicted from the moments of the calibration batches."""
     measured_error: float | None
-    """The same, measured on the held-out batches."""
+    """Relative error of the layer's own output, measured on the held-out batches."""
     share: float | None
     """This layer's share of the predicted squared error of the model's output."""
     speedup: float | None = None
-    """How many times faster the layer is than the dense one, measured."""
+    """Measured ratio of the dense layer's time to this layer's time."""
     time_s: float | None = None
-    """Seconds that the layer takes for its input in the first held-out batch, measured."""
+    """Measured seconds of the layer for its input in the first held-out batch."""
 
 
 def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured: Measured) -> tuple[LayerReport, ...]:
     """Return the report of each target."""
-    whole = total_loss(choice)
+    total = total_loss(choice)
     return tuple(
         LayerReport(
             names=target.names,
@@ -107,7 +107,7 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
             bytes_after=option.bytes,
             predicted_error=option.error,
             measured_error=measured.errors.get(target),
-            share=option.loss / whole if whole > 0 else None,
+            share=option.loss / total if total > 0 else None,
             speedup=measured.speedups.get(target),
             time_s=measured.times.get(target),
         )
@@ -117,7 +117,7 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompressionReport:
-    """What :func:`panther.compress` did. ``print(report)`` shows the table."""
+    """The result of :func:`panther.compress`. ``print(report)`` shows the table."""
 
     layers: tuple[LayerReport, ...]
     """The eligible layers."""
@@ -130,50 +130,50 @@ class CompressionReport:
     notes: tuple[str, ...]
     """Deviations from the arguments, and why."""
     bytes_before: int
-    """Bytes of all tensors of the whole model, as saved."""
+    """Bytes of all tensors of the entire model, as saved, before compression."""
     bytes_after: int
-    """The same after compression."""
+    """Bytes of all tensors of the entire model, as saved, after compression."""
     predicted_error: float | None = None
-    """Relative error of the model's output, to first order."""
+    """Relative error of the model's output, predicted to first order."""
     measured_error: float | None = None
-    """The same on the held-out batches, before healing."""
+    """Relative error of the model's output on the held-out batches, before healing."""
     uniform_error: float | None = None
-    """The same with uniform forms and ranks, where both were tried."""
+    """Relative error with uniform forms and ranks; None if only one choice was tried."""
     healed: HealResult | None = None
     """The result of healing; None without it."""
     measured_speedup: float | None = None
-    """Speed-up of the whole model, on the first held-out batch."""
+    """Speed-up of the entire model on the first held-out batch."""
     measured_latency_s: float | None = None
-    """Seconds that the compressed model takes for it."""
+    """Seconds that the compressed model takes for the first held-out batch."""
     passes: int = 0
-    """Passes over the calibration batches that the moments took."""
+    """Number of passes over the calibration batches in which moments were gathered."""
     output: str = ""
     """The tensor of the model's output that was compared, as an expression; empty without calibration."""
     memory: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Predicted peak memory of each phase, in bytes over what was held before: ``"moments"`` of the
-    batches, ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. What the model itself takes was
-    measured on the largest batch; the code of libraries that load on first use comes on top."""
+    """Predicted peak memory of each phase, in bytes on top of the memory before the call: ``"moments"`` of the batches,
+    ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. The memory of the model's own forward and
+    backward was measured on the largest batch. Code of libraries that load on first use is not included."""
     seed: int = 0
     """The seed of the call, drawn if none was given."""
 
     @property
     def extra_bytes(self) -> int:
-        """Return the most of all phases, as logged before the first one."""
+        """Return the largest predicted peak memory of all phases in bytes, as logged before the first phase."""
         return max(self.memory.values(), default=0)
 
     @property
     def eligible_bytes_before(self) -> int:
-        """Return the bytes of the layers that could be compressed."""
+        """Return the bytes of the eligible layers' weights before compression."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
     def eligible_bytes_after(self) -> int:
-        """Return the bytes of their weights afterwards."""
+        """Return the bytes of the eligible layers' weights after compression."""
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
     def slower(self) -> tuple[LayerReport, ...]:
-        """Return the layers that were measured and are slower than the dense ones, by however little."""
+        """Return the layers whose measured speed is below the dense layer's, by any amount."""
         return tuple(layer for layer in self.layers if layer.speedup is not None and layer.speedup < 1)
 
     @property
@@ -183,12 +183,12 @@ class CompressionReport:
 
     @property
     def ratio(self) -> float:
-        """Return the bytes of the whole model after, as a fraction of those before."""
+        """Return the bytes of the entire model after compression, as a fraction of the bytes before."""
         return self.bytes_after / self.bytes_before if self.bytes_before else 1.0
 
     @property
     def eligible_ratio(self) -> float:
-        """Return the same for the layers that could be compressed."""
+        """Return the bytes of the eligible layers after compression, as a fraction of the bytes before."""
         return self.eligible_bytes_after / self.eligible_bytes_before if self.eligible_bytes_before else 1.0
 
     def __repr__(self) -> str:
@@ -206,9 +206,9 @@ class CompressionReport:
         ]
         errors = [("predicted", self.predicted_error), ("measured", self.measured_error), ("healed", self.healed_error)]
         if any(error is not None for _, error in errors):
-            found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
+            errors_text = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
             place = "" if self.output in ("", "the output") else f" ({self.output})"
-            lines.append(f"relative error of the output{place}  {found}")
+            lines.append(f"relative error of the output{place}  {errors_text}")
         if self.measured_speedup is not None:
             slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
             latency = "" if self.measured_latency_s is None else f", {1e3 * self.measured_latency_s:.3g} ms a batch"
@@ -245,7 +245,7 @@ class CompressionReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers, strings, lists and dicts."""
+        """Return the report as plain numbers, strings, lists and dicts."""
         properties = (
             "ratio",
             "eligible_ratio",
@@ -266,26 +266,26 @@ class CompressionReport:
         return path
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw bytes kept and error of every layer, to a file of the format that its suffix names.
+        """Draw the bytes kept and the error of every layer, to a file in the format of its suffix.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
         """
         Figure = require_extra("matplotlib.figure", "demo").Figure
         figure = Figure(figsize=(9.0, 1.6 + 0.22 * len(self.layers)), layout="constrained")
-        kept, errors = figure.subplots(1, 2, sharey=True)
+        sizes, errors = figure.subplots(1, 2, sharey=True)
         names = [layer.names[0] for layer in self.layers]
-        bars = kept.barh(names, [layer.bytes_after / layer.bytes_before for layer in self.layers])
-        kept.bar_label(bars, [_label(layer) for layer in self.layers], padding=2, fontsize=7)
-        kept.axvline(self.eligible_ratio, color="black", linestyle="--", linewidth=1)
-        kept.set(xlabel="bytes kept", xlim=(0, 1))
+        bars = sizes.barh(names, [layer.bytes_after / layer.bytes_before for layer in self.layers])
+        sizes.bar_label(bars, [_label(layer) for layer in self.layers], padding=2, fontsize=7)
+        sizes.axvline(self.eligible_ratio, color="black", linestyle="--", linewidth=1)
+        sizes.set(xlabel="bytes kept", xlim=(0, 1))
         for label, attribute, marker in (("predicted", "predicted_error", "|"), ("held-out", "measured_error", "o")):
-            found = [getattr(layer, attribute) for layer in self.layers]
-            errors.plot([math.nan if error is None else error for error in found], names, marker, label=label)
+            values = [getattr(layer, attribute) for layer in self.layers]
+            errors.plot([math.nan if error is None else error for error in values], names, marker, label=label)
         errors.set(xlabel="relative error of the layer's output")
         errors.legend(frameon=False)
         errors.grid(alpha=0.3, axis="x")
-        kept.invert_yaxis()
+        sizes.invert_yaxis()
         figure.suptitle(f"whole model {self.ratio:.0%} of {format_bytes(self.bytes_before)}", fontsize=11)
         path = Path(path)
         figure.savefig(path)

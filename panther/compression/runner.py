@@ -1,7 +1,7 @@
-"""Running a model on calibration batches: its arguments, the output that is compared, and the positions that count.
+"""Run a model on calibration batches: its arguments, the output that is compared, and the positions that count.
 
-The model belongs to somebody else. Its forward may write its input in place, draw random numbers, keep state in buffers
-or attributes, or return a dictionary with a loss first. So each forward gets its own copy of the batch, the same random
+The model is the user's. Its forward may write its input in place, draw random numbers, keep state in buffers or
+attributes, or return a dictionary with a loss first. Each forward therefore gets a copy of the batch, the same random
 numbers as every other forward of this batch, and the same state of the model.
 """
 
@@ -37,8 +37,8 @@ _Item = TypeVar("_Item")
 Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
-_HELD_OUT = 5  # every fifth batch
-# Limit and use of a container's memory, which /proc/meminfo does not know: control groups of version 2 and 1.
+_HELD_OUT = 5  # every fifth batch is held out
+# Limit and use of a container's memory, which /proc/meminfo does not show: control groups of version 2 and 1.
 _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -51,13 +51,13 @@ def floating_tensor(output: Any) -> Tensor | None:
 
 
 def main_output(output: Any) -> tuple[str, Tensor]:
-    """Return the tensor that stands for the output of a model, and where it stands in the output.
+    """Return the tensor of a model's output that is compared, and an expression for its place in the output.
 
-    It is the first floating tensor with a dimension, because a number is a loss; of a mapping, ``logits``,
-    ``sentence_embedding`` or ``last_hidden_state`` goes before others.
+    It is the first floating tensor that has a dimension, because a single number is a loss. In a mapping, ``logits``,
+    ``sentence_embedding`` and ``last_hidden_state`` come before all further ones.
 
     Raises:
-        CompressionError: If there is none, or it is nested or sparse.
+        CompressionError: If there is no such tensor, or the tensor is nested or sparse.
     """
     name, tensor = _named_tensor(output)
     advice = "pass forward_fn=, a function of the model and a batch that returns the tensor to keep"
@@ -98,16 +98,16 @@ def _describe_output(output: Any) -> str:
 
 
 class Runner:
-    """One model and the batches it is called on, if there are any.
+    """A model, and the batches for which it runs, if there are any.
 
     Attributes:
         batches: Batches for the moments and for healing, on the model's device.
-        held_out: Batches that errors are measured on.
+        held_out: Batches on which errors are measured.
         show: Whether progress is shown.
-        resident_bytes: What the process held before anything ran.
-        output_name: Where the tensor that is compared stands in the model's output, once the model has run.
-        difference: Relative difference of two outputs of the model for one batch, once an error was measured. It is
-            not zero for a model that draws from a generator that is not seeded here.
+        resident_bytes: Bytes of memory of the process before anything ran.
+        output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
+        difference: Relative difference of two outputs of the model for one batch; None before an error is measured. It
+            is not zero if the model draws from a generator that is not seeded here.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Runner:
         self.held_out: list[Any] = []
         self.output_name = ""
         self.difference: float | None = None
-        self.seed = 0  # of the random numbers of forwards
+        self.seed = 0  # seed of the random numbers of forwards
         self._state: ModelState | None = None
         self._places: Places | None = None
         self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -147,7 +147,7 @@ class Runner:
                     "batch first"
                 )
         check_calibration(calibration)
-        # On the device at once: each pass reads them again.
+        # All batches are moved to the device now, because each pass reads them again.
         batches = read_batches(calibration, self.device)
         if len(batches) < 2:
             raise CompressionError(
@@ -155,25 +155,25 @@ class Runner:
                 "because one is held out: give more, or split it into smaller ones"
             )
         count = max(1, len(batches) // _HELD_OUT)
-        # Evenly over the batches: these can be sorted.
+        # Evenly spaced, because the batches can be sorted.
         held = {(index + 1) * len(batches) // count - 1 for index in range(count)}
         self.batches = [batch for index, batch in enumerate(batches) if index not in held]
         self.held_out = [batch for index, batch in enumerate(batches) if index in held]
 
     @contextmanager
     def calibrating(self, seed: int) -> Iterator[None]:
-        """Run the model in eval mode, uncompiled, without gradients of parameters, and put everything back at the end.
+        """Run the model in eval mode, uncompiled, without gradients of parameters, and restore everything at the end.
 
-        Within it each forward of a batch starts from the same state of the model and the same random numbers, and
-        attention takes no fast path, which would read weights without calling their layers. Buffers, attributes, flags
-        and hooks are put back as objects, also after Ctrl-C.
+        Within the block, each forward of a batch starts from the same state of the model and the same random numbers,
+        and attention takes no fast path, which would read weights without calling their layers. Buffers, attributes,
+        flags and hooks are restored as the same objects, even after Ctrl-C.
         """
         model, before = self.model, (self._state, self.seed, self._has_fast_path)
         state = ModelState(model)
         self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
-        # A compiled model would be compiled again for every layer that is replaced for a while. Without its module
-        # nothing is compiled, and loading it for that takes a second and 40 MB.
+        # A compiled model would be compiled again for every layer that is replaced temporarily. If torch._dynamo is not
+        # loaded, nothing is compiled; loading it here would take a second and 40 MB.
         eager = torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
         is_restored = False
 
@@ -200,12 +200,12 @@ class Runner:
                     with deferred_interrupts():
                         restore()
                 finally:
-                    if not is_restored:  # interrupted before the interrupts could be deferred
+                    if not is_restored:  # an interrupt came before interrupts were deferred
                         restore()
 
     @contextmanager
     def fast_paths(self) -> Iterator[None]:
-        """Let attention take the fast paths that it takes where the caller runs the model."""
+        """Let attention take the fast paths that it takes outside of the calibration."""
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
         try:
@@ -224,15 +224,16 @@ class Runner:
         return [] if self._state is None else self._state.written_parameters()
 
     def output(self, batch: Any) -> Tensor:
-        """Return the output of the model for a batch. The forward gets a copy of it."""
+        """Return the output of the model for a batch. The forward gets a copy of the batch."""
         number = next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
         if self._state is not None:  # outside of a calibration the generators are the caller's
             self._seed_generators(self.seed + number)
-            self._state.restore_before_forward()  # not after a forward: backward reads what the forward has saved
+            # Not after the forward, because backward reads the tensors that the forward has saved.
+            self._state.restore_before_forward()
         return self.plain_output(copy_batch(batch))
 
     def plain_output(self, batch: Any) -> Tensor:
-        """Return the output for a batch that the forward may change, with the generators and the state as they are."""
+        """Return the output for a batch, which forward may change, without seeding generators or restoring state."""
         try:
             with self._forward_device or nullcontext():
                 output = self._call(batch)
@@ -256,7 +257,7 @@ class Runner:
         return self.model(batch)
 
     def _advice(self, batch: Any) -> str:
-        """Return what to do where the batch does not fit the arguments of forward; nothing where it does."""
+        """Return advice for a message if the batch does not fit the arguments of forward, and otherwise ``""``."""
         if self.forward_fn is not None:
             return ""
         arguments = [] if isinstance(batch, Mapping) else [*batch] if isinstance(batch, (tuple, list)) else [batch]
@@ -282,9 +283,9 @@ class Runner:
         if self.mask_fn is not None:
             mask = self.mask_fn(copy_batch(batch))
             if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-                shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+                kind = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
                 raise CompressionError(
-                    f"mask_fn must return a tensor (N, T) of booleans, or None for all positions, not one of {shown}"
+                    f"mask_fn must return a tensor (N, T) of booleans, or None for all positions, not one of {kind}"
                 )
             return Masks((None if mask is None else mask.to(self.device, torch.bool),))
         values = [batch.get(name) if isinstance(batch, Mapping) else None for name in MASK_NAMES]
@@ -325,11 +326,11 @@ class Runner:
             return batches
         return tqdm(batches, desc=description, leave=False, disable=not self.show)
 
-    def agreed(self, seed: int) -> int:
+    def shared_seed(self, seed: int) -> int:
         """Return the seed of the first rank of the group."""
         if self.group is None:
             return seed
-        # Drawn on every rank where none was given, and then different.
+        # Without an argument, every rank has drawn a different seed.
         shared = torch.tensor([seed], device=self.device)
         dist.broadcast(shared, group=self.group, group_src=0)
         return int(shared.item())
@@ -350,9 +351,9 @@ class Runner:
                 tensor /= dist.get_world_size(self.group)
 
     def spare_bytes(self, most: int) -> int:
-        """Return half of the memory that is free on the device, up to ``most``, the least of all ranks.
+        """Return half of the free memory of the device in bytes, up to ``most``, and the smallest number of all ranks.
 
-        Ranks of one group can be on one machine, so each takes its share.
+        The memory is divided by the number of ranks, because all ranks of a group can be on one node.
         """
         free = free_bytes(self.device)
         spare = most if free is None else min(most, free // 2)
@@ -369,9 +370,9 @@ class Runner:
         description: str,
         batches: Sequence[Any] = (),
     ) -> list[float]:
-        """Return the relative error of the output in each of the contexts, which change it.
+        """Return the relative error of the output within each of the contexts ``variants``, which change the model.
 
-        It is measured on the held-out batches unless others are given.
+        The errors are measured on ``batches``, by default on the held-out batches.
         """
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
         with self.fast_paths():
@@ -397,7 +398,7 @@ class Runner:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on a device without swapping; None where the system does not tell."""
+    """Return the bytes that can be allocated on a device without swapping, or None if the system does not report it."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -405,14 +406,14 @@ def free_bytes(device: torch.device) -> int | None:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = [1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])]
-    for limit, used in _CONTAINERS:
+    for limit, usage in _CONTAINERS:
         with suppress(OSError, ValueError):  # "max" where there is no limit
-            free.append(max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
+            free.append(max(int(Path(limit).read_text()) - int(Path(usage).read_text()), 0))
     return min(free, default=None)
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process holds; 0 where the system does not tell."""
+    """Return the bytes of memory that this process uses, or 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -426,7 +427,7 @@ def squares(x: Tensor) -> float:
 
 
 def relative_error(lost: float, total: float) -> float:
-    """Return the root of the ratio of two squared norms; 0 if nothing is lost, also where both are zero."""
+    """Return the root of the ratio of two squared norms; 0 if ``lost`` is 0, even if both are zero."""
     if lost == 0:
         return 0.0
     return (lost / total) ** 0.5 if total > 0 and isfinite(lost) else inf

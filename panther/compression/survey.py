@@ -1,4 +1,4 @@
-"""A survey of the layers: which are called, which share an input, and which affect the output."""
+"""Survey the layers: which are called, which share an input, and which affect the output."""
 
 __all__ = ["Receive", "Watch", "blocks_of", "hooked", "input_key", "send_gradients", "survey_targets", "watched"]
 
@@ -20,15 +20,15 @@ from panther.errors import CompressionError, NumericalWarning
 
 
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
-    """Run batches until each layer was called, and skip the layers that the batches say nothing about.
+    """Run batches until each layer was called, and skip layers that are not called or do not affect the output.
 
-    Cost: a forward and backward of the first batch, which calls all layers of most models. Where it does not, a forward
-    of the next ones until each layer was called, and a backward of those that call a further layer.
+    Cost: a forward and backward of the first batch, which calls all layers of most models. If it does not, a forward of
+    the next batches until each layer was called, and a backward of each batch that calls a further layer.
 
     Warns:
-        NumericalWarning: If gradients are wanted, and the output has none.
+        NumericalWarning: If ``gradients`` is set, and the output has no gradient.
     """
-    keys: dict[Target, list[Any]] = {}  # what the inputs of a target's calls are recognised by, in its first batch
+    keys: dict[Target, list[Any]] = {}  # keys of the inputs of a target's calls, in the first batch that calls it
     reached: set[Target] = set()
     notes = list(survey.notes)
     for number, batch in enumerate(runner.batches):
@@ -57,7 +57,7 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
         else:
             inputs.setdefault(group, []).append(target)
     return Survey(
-        # In the order in which they run, which is that of `keys`; the layers of other ranks come last.
+        # `inputs` is in the order in which the layers run; layers that only other ranks call come last.
         targets=tuple(target for target in survey.targets if target not in reasons),
         skipped=(*survey.skipped, *(SkippedLayer(t.name, t.kind, reason) for t, reason in reasons.items())),
         inputs=tuple(map(tuple, inputs.values())),
@@ -74,7 +74,7 @@ def _survey_batch(
     Targets with a gradient that is not zero are added to ``reached``.
     """
     keys: dict[Target, list[Any]] = {}  # in the order of the first calls
-    alive = []  # so that an address is not used again by the next tensor
+    alive = []  # inputs, kept so that no address is used twice within a forward
 
     def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
         alive.append(x)
@@ -100,9 +100,10 @@ def _calls_any(runner: Runner, batch: Any, targets: Sequence[Target]) -> bool:
 def _agreed_groups(
     runner: Runner, targets: Sequence[Target], keys: dict[Target, list[Any]], reached: set[Target], *, gradients: bool
 ) -> dict[Target, tuple[Any, bool]]:
-    """Return for each target what is equal for targets of one input, or None without calls, and if it has a gradient.
+    """Return two results for each target: a key, and whether the target has a gradient.
 
-    The same on all ranks of a group: targets share an input if they do on each rank.
+    The key is equal for targets that share an input on each rank of the group, and None for a target that is not
+    called. All ranks of a group get the same results.
     """
     numbers = {target: number for number, target in enumerate(targets)}
     first: dict[Any, int] = {}
@@ -117,7 +118,7 @@ def _agreed_groups(
     groups = torch.stack([each[0] for each in tables], 1).tolist()
     is_reached = torch.stack([each[1] for each in tables]).any(0).tolist()
     order = [*keys, *(target for target in targets if target not in keys)]
-    if runner.group is not None:  # the order of the calls can differ where the ranks call different layers
+    if runner.group is not None:  # the order of the calls can differ if the ranks call different layers
         order = list(targets)
     agreed: dict[Target, tuple[Any, bool]] = {}
     for target in order:
@@ -127,14 +128,14 @@ def _agreed_groups(
 
 
 Receive = Callable[[Tensor], None]
-"""What is called with the gradient at the output of one call of a layer, as soon as it is known."""
+"""A function that is called with the gradient at the output of one call of a layer, as soon as it is computed."""
 
 
 class _Tap(torch.autograd.Function):
-    """A copy of a layer's output, whose gradient goes to a function too: the model may change its own in place.
+    """Copy a layer's output, and pass the gradient of the copy to a function ``receive`` too.
 
-    ``anchor`` is where the graph begins. As every tap leads to it, the gradient of it alone reaches all of them, and
-    none has to be kept for that.
+    It is a copy, because the model may change the layer's output in place. ``anchor`` is a leaf of the graph that every
+    tap depends on: computing the gradient of the anchor alone reaches all taps, without references to them.
     """
 
     @staticmethod
@@ -155,20 +156,21 @@ class Watch:
     """The graph of one forward.
 
     Attributes:
-        anchor: Where it begins.
-        tapped: Whether any gradient is to be received.
-        over: Whether the forward is over: what runs then is the second forward of activation checkpointing.
+        anchor: The leaf of the graph that all taps depend on.
+        tapped: Whether any gradient will be received.
+        is_backward: Whether the forward has ended; layers that run afterwards are recomputed by activation
+            checkpointing.
         untracked: The calls that ran without gradients, with a copy of the input. Reentrant checkpointing runs a block
-            so, and runs it again with gradients in backward.
+            without gradients, and again with gradients in backward.
     """
 
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     tapped: bool = False
-    over: bool = False
+    is_backward: bool = False
     untracked: list[tuple[nn.Module, Tensor, Receive]] = field(default_factory=list)
 
     def receive_again(self, module: nn.Module, x: Tensor) -> Receive:
-        """Return what receives the gradient of a call in backward; nothing does if the first call had one."""
+        """Return the receiver of the gradient of a recomputed call; nothing is received if the first call had one."""
         for index, (called, first, receive) in enumerate(self.untracked):
             if called is module and first.shape == x.shape and torch.equal(first, x):
                 del self.untracked[index]
@@ -186,16 +188,16 @@ def watched(
     note: Callable[[Target, nn.Module, Tensor], Receive | None],
     model: nn.Module | None = None,
 ) -> Iterator[Watch]:
-    """Call ``note`` with every input of the targets, and what it returns with the gradient at the layer's output.
+    """Call ``note`` with every input of the targets, and its result with the gradient at the layer's output.
 
-    With ``model`` the outputs of its embeddings have gradients, as they have in training: reentrant checkpointing
-    computes none for a block whose input has none, and parameters have none here.
+    With ``model``, the outputs of its embeddings require gradients, as in training. Parameters do not require gradients
+    here, and reentrant checkpointing computes no gradients for a block whose input does not require one.
     """
     watch = Watch()
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> Tensor | None:
-        if watch.over:
-            # The same operations as in the first forward, because non-reentrant checkpointing counts what they save.
+        if watch.is_backward:
+            # The same operations as in the first forward, because non-reentrant checkpointing counts saved tensors.
             if not torch.is_grad_enabled():
                 return None
             return _Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
@@ -244,15 +246,15 @@ def hooked(
 
 
 def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, seed: int) -> None:
-    """Run backward from the loss, or from the output times a normal vector; what was tapped is received on the way."""
-    watch.over = True
+    """Run backward from the loss, or from the output times a normal vector, so that all taps receive gradients."""
+    watch.is_backward = True
     if runner.loss_fn is not None:
         loss = runner.loss(output, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise CompressionError(
                 "loss_fn must return one number as a tensor with a gradient to the output, and its result has "
-                f"{shown}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with .mean(), "
+                f"{kind}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with .mean(), "
                 "and remove .detach() and .item() from it"
             )
         _send(loss, None, watch)
@@ -267,25 +269,27 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
 
 def _send(output: Tensor, direction: Tensor | None, watch: Watch) -> None:
     if watch.untracked:
-        # Reentrant checkpointing refuses torch.autograd.grad. No parameter of the model requires a gradient here.
+        # Reentrant checkpointing refuses torch.autograd.grad. backward() accumulates nothing in parameters, because
+        # none of them requires a gradient here.
         output.backward(direction)
     else:
         torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
 
 
 def input_key(module: nn.Module, x: Tensor) -> Any:
-    """Return what is the same for two inputs, while both live, if and only if their moments are."""
-    # An address alone is the same after a write. Tensors of inference mode count no writes.
+    """Return a key that is equal for two inputs, while both are alive, if and only if their moments are equal."""
+    # The version distinguishes the values before and after a write. Tensors of inference mode count no writes.
     version = 0 if x.is_inference() else version_of(x)
     # Two convolutions of one input can unfold it differently.
     return x.data_ptr(), x.shape, x.stride(), version, *(getattr(module, name, None) for name in GEOMETRY)
 
 
 def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Return where the blocks are: elements, with one of the layers, of the outermost ModuleLists and Sequentials.
+    """Return the places of the blocks, as pairs of the parent module and the name of the block in it.
 
-    An element that wraps a stack (as a Sequential of an encoder and a head does) stands for the stack's elements; a
-    stack has several elements of one class, each with some of the layers inside.
+    Blocks are the elements of the outermost ModuleLists and Sequentials that contain some of ``layers``. If an element
+    wraps a stack, as in a Sequential of an encoder and a head, the stack's elements are blocks instead. A stack is a
+    ModuleList or Sequential with at least two elements of one class that contain some of the layers.
     """
     inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
     places: list[tuple[nn.Module, str]] = []

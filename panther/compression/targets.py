@@ -1,4 +1,4 @@
-"""Selection of the layers to compress, with the reason for every layer that is kept dense."""
+"""Select the layers to compress, and give the reason for every layer that is kept dense."""
 
 __all__ = [
     "GEOMETRY", "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
@@ -35,21 +35,21 @@ class SkippedLayer(NamedTuple):
     name: str
     """Name of the module."""
     kind: str
-    """Its class."""
+    """Class of the module."""
     reason: str
-    """Why it stays dense."""
+    """Why the module stays dense."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A weight to compress: one layer, or several nn.Linear that share it.
+    """A weight to compress, which belongs to one layer or is shared by nn.Linear layers.
 
     Attributes:
-        names: Every place in the model, the first found first.
+        names: The names of all places of the layers in the model, in the model's order.
         modules: The layers, each once.
-        groups: Groups of a convolution, else 1.
+        groups: Number of groups of a convolution; 1 for a linear layer.
         inner: Columns of a group's matrix, in / groups * kernel.
-        outer: Its rows, out / groups.
+        outer: Rows of a group's matrix, out / groups.
         seeded: Whether the new layer is seeded, so that its sketches take no bytes.
     """
 
@@ -62,7 +62,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Return the first place."""
+        """Return the name of the first place."""
         return self.names[0]
 
     @property
@@ -87,7 +87,7 @@ class Target:
 
     @property
     def largest_rank(self) -> int:
-        """Return the largest even rank that the weight can have and at which it is smaller than dense."""
+        """Return the largest even rank of the weight at which its factors take fewer numbers than the dense weight."""
         most = (self.dense_numbers - 1) // (self.numbers(2) // 2 or 1)
         if not self.seeded:
             most = min(most, self.inner, self.outer)
@@ -108,7 +108,7 @@ class Target:
         return self.numbers(rank) * self.weight.itemsize
 
     def matrices(self) -> Tensor:  # (groups, outer, inner), float64
-        """Return the weight by groups, unfolded."""
+        """Return the weight as one matrix for each group."""
         weight = self.weight.detach().to(torch.float64)
         if is_conv1d(self.modules[0]):
             weight = weight.mT
@@ -121,7 +121,7 @@ class Survey:
 
     Attributes:
         targets: The layers to compress, in the order of the model.
-        skipped: Those that are kept dense.
+        skipped: The layers that are kept dense.
         inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
         gradients: Whether the output has gradients that are used.
         notes: Deviations from the arguments, with reasons.
@@ -136,29 +136,29 @@ class Survey:
     def check(self) -> Self:
         """Return the survey itself, or raise CompressionError if there is nothing to compress."""
         if not self.targets:
-            done = sum(entry.reason in (_DONE, _QUANTIZED) for entry in self.skipped)
-            if done and not self.notes:
+            compressed = sum(entry.reason in (_DONE, _QUANTIZED) for entry in self.skipped)
+            if compressed and not self.notes:
                 raise CompressionError(
-                    f"the model is compressed already, in {done} layer{'s' if done > 1 else ''}, and no other one can "
-                    "be: compress the original model again, with a smaller budget"
+                    f"the model is compressed already, in {compressed} layer{'s' if compressed > 1 else ''}, and no "
+                    "further layer can be compressed: compress the original model again, with a smaller budget"
                 )
             names: dict[str, list[str]] = {}
             for entry in self.skipped:
                 names.setdefault(entry.reason, []).append(entry.name)
             reasons = list(self.notes)
-            for reason, (first, *others) in [*names.items()][:5]:
-                reasons.append(f"{first!r} {reason}" + (f" ({len(others)} more too)" if others else ""))
+            for reason, (first_name, *other_names) in [*names.items()][:5]:
+                reasons.append(f"{first_name!r} {reason}" + (f" ({len(other_names)} more too)" if other_names else ""))
             raise CompressionError(f"the model has no layer to compress: {'; '.join(reasons) or 'it has no weights'}")
         return self
 
     def seeds(self, seed: int) -> dict[Target, int]:
-        """Return each target's own seed."""
+        """Return the seed of each target, derived from the seed of the call."""
         return {target: (seed + index) % 2**63 for index, target in enumerate(self.targets)}
 
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' Conv1D, a linear layer whose weight is (in, out)."""
-    kind = type(module)  # by name, because transformers must not be imported for it
+    kind = type(module)  # compared by name, because this check must not import transformers
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
@@ -171,25 +171,25 @@ def select_targets(
     seeded: bool = False,
     smallest: Callable[[Target], int] | None = None,
 ) -> Survey:
-    """Find the layers that shrink, and the reason for every other one that holds a matrix.
+    """Find the layers that would shrink, and the reason why each further module with a matrix is kept dense.
 
-    ``smallest`` returns the least bytes that a weight can have; without it, they are those of a low-rank one of the
-    given rank.
+    ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
+    layer of rank ``rank`` is smaller.
     """
-    wanted, unwanted = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
+    included, excluded = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    # In the order of the model; a reason, or None for a layer to compress.
+    # For each module with a matrix: the reason why it is kept dense, or None for a layer to compress.
     reasons: dict[nn.Module, str | None] = {}
     for module, places in names.items():
         if isinstance(module, CompressedModule):
             reasons[module] = _DONE if isinstance(module, SketchedModule) else _QUANTIZED
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
-            reasons[module] = _refusal(module, places, wanted, unwanted)
+            reasons[module] = _refusal(module, places, included, excluded)
 
-    # A weight that several layers share becomes one target, so that it is compressed once and stays shared. They share
-    # it also with a Parameter each on the same memory, as after `b.weight.data = a.weight.data`.
+    # A weight that layers share becomes one target, so that it is compressed once and stays shared. Layers also share a
+    # weight if their Parameters differ and use the same memory, as after `b.weight.data = a.weight.data`.
     owners: dict[Any, dict[nn.Module, None]] = {}
     for module in names:
         for parameter in module.parameters(recurse=False):
@@ -200,7 +200,7 @@ def select_targets(
         sound = [module for module in sharing if reasons.get(module, "") is None]
         is_uniform = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
         if len(sharing) > 1 and not (is_uniform and isinstance(sound[0], nn.Linear)):
-            for module in sound:  # an owner that is not compressed itself is the better explanation
+            for module in sound:  # the message names an owner that is not compressed, if there is one
                 owner = next(m for m in sorted(sharing, key=sound.__contains__) if m is not module)
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
@@ -217,36 +217,36 @@ def select_targets(
         for module, reason in reasons.items()
         if reason is not None
     ]
-    places = [name for several in names.values() for name in several]
+    places = [name for module_names in names.values() for name in module_names]
     notes = [
-        f"{role}={one!r} matches no name of model.named_modules()"
-        for role, selectors in (("include", wanted), ("exclude", unwanted))
-        for one in selectors
-        if isinstance(one, str) and not any(fnmatch.fnmatchcase(name, one) for name in places)
+        f"{role}={selector!r} matches no name of model.named_modules()"
+        for role, selectors in (("include", included), ("exclude", excluded))
+        for selector in selectors
+        if isinstance(selector, str) and not any(fnmatch.fnmatchcase(name, selector) for name in places)
     ]
-    if targets and (done := sum(entry.reason in (_DONE, _QUANTIZED) for entry in skipped)):
+    if targets and (compressed := sum(entry.reason in (_DONE, _QUANTIZED) for entry in skipped)):
         notes.append(
-            f"layers that were compressed already: {done}; they stay as they are, and the budget is of the others: to "
-            "choose all ranks together, compress the original model"
+            f"layers that were compressed already: {compressed}; they do not change, and the budget applies to the "
+            "remaining layers: to choose all ranks jointly, compress the original model"
         )
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
 
 
 def _memory_of(parameter: Tensor) -> Any:
-    """Return what is equal for parameters that are the same numbers in memory."""
+    """Return a key that is equal for parameters that are views of the same memory with the same layout."""
     if is_lazy(parameter) or parameter.is_meta or parameter.layout is not torch.strided or not parameter.numel():
         return id(parameter)
     return storage_key(parameter), parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype
 
 
-def _selectors(role: str, given: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
-    if given is None:
+def _selectors(role: str, argument: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
+    if argument is None:
         return default
-    several = given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
-    for one in several:
-        if not (isinstance(one, (type, str)) or callable(one)):
-            raise TypeError(f"{role} takes types, globs of names and functions, not {type(one).__name__}")
-    return tuple(several)
+    selectors = argument if isinstance(argument, (list, tuple, set, frozenset)) else (argument,)
+    for selector in selectors:
+        if not (isinstance(selector, (type, str)) or callable(selector)):
+            raise TypeError(f"{role} takes types, globs of names and functions, not {type(selector).__name__}")
+    return tuple(selectors)
 
 
 def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> bool:
@@ -258,8 +258,8 @@ def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> boo
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    # The two known kinds also where pruning or weight_norm computes the weight, which is then not in `_parameters`;
-    # torch's quantized layers keep theirs packed.
+    # nn.Linear and nn.Conv2d count even if pruning or weight_norm computes their weight, which is then not in
+    # `_parameters`. Quantized layers of torch hold packed weights, which are not parameters either.
     return (
         isinstance(module, (nn.Linear, nn.Conv2d))
         or has_packed_weights(module)
@@ -268,9 +268,9 @@ def _holds_matrix(module: nn.Module) -> bool:
 
 
 def _refusal(
-    module: nn.Module, names: Sequence[str], wanted: Sequence[Selector], unwanted: Sequence[Selector]
+    module: nn.Module, names: Sequence[str], included: Sequence[Selector], excluded: Sequence[Selector]
 ) -> str | None:
-    """Return why a module that holds a matrix is kept dense; None if it is to be compressed."""
+    """Return why a module that holds a matrix is kept dense, or None if the module can be compressed."""
     kind = type(module)
     if has_packed_weights(module):
         return "is quantized: compress first, then quantize"
@@ -280,8 +280,8 @@ def _refusal(
         return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
-    # A glob or function must not admit a subclass by accident: only its type, named by the user, does.
-    named = any(isinstance(one, type) and isinstance(module, one) for one in wanted)
+    # A subclass is admitted only by a type in `include`, because a glob or function could match it by accident.
+    is_named_type = any(isinstance(selector, type) and isinstance(module, selector) for selector in included)
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in parameters_of(module):
@@ -296,15 +296,15 @@ def _refusal(
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if not weight.numel():
         return "has a weight without entries"
-    if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
+    if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not is_named_type:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
-    if not any(_matches(one, names, module) for one in wanted):
+    if not any(_matches(selector, names, module) for selector in included):
         return "is not included"
-    if any(_matches(one, names, module) for one in unwanted):
+    if any(_matches(selector, names, module) for selector in excluded):
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"
-    # Subclasses of Tensor (quantized, DTensor) have arithmetic of their own.
+    # Subclasses of Tensor, such as DTensor and quantized tensors, define different arithmetic.
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(module):
@@ -327,7 +327,7 @@ def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...], seeded: bool
 
 @contextmanager
 def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
-    """Put new modules in the place of old ones, wherever these stand, and put the old ones back at the end."""
+    """Replace the old modules, in all their places, by the new ones within the block."""
     try:
         swap_modules(model, replacement)
         yield
@@ -336,7 +336,7 @@ def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]
 
 
 def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new modules in the place of old ones, wherever these stand."""
+    """Replace the old modules, in all their places, by the new ones."""
     for parent in list(model.modules()):
         for name, child in children_of(parent).items():
             if child is not None and child in replacement:

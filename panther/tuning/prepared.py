@@ -19,12 +19,12 @@ from torch import nn
 from panther._torch import children_of
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement, convert_all, convert_target
-from panther.compression.forms.allocation import Allocation, allocated
+from panther.compression.forms.allocation import Allocation, allocate_forms
 from panther.compression.forms.choice import BYTES, Cost, seconds
 from panther.compression.forms.fitting import Fits, fit_targets
 from panther.compression.forms.options import DENSE, Choice, Forms, Option, Options
-from panther.compression.forms.ridge import fitted_with_care
-from panther.compression.forms.timing import timed_layers
+from panther.compression.forms.ridge import fit_and_allocate
+from panther.compression.forms.timing import time_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import measure
 from panther.compression.report import CompressionReport, HealResult
@@ -142,7 +142,7 @@ class Prepared:
         kind = "global" if self.survey.gradients else "uniform"
         with self.runner.calibrating(self.seed):
             limit = budget * self.dense
-            allocation = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
+            allocation = allocate_forms(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
         self.allocations[budget] = allocation
         return allocation
 
@@ -312,7 +312,7 @@ def prepare(
         if runner.batches:
             survey = survey_targets(runner, survey, gradients=True).check()
         if timed:
-            forms = replace(forms, times=timed_layers(runner, survey.targets, forms))
+            forms = replace(forms, times=time_layers(runner, survey.targets, forms))
         cost = seconds(forms.times) if timed else BYTES
         dense = sum(map(cost.dense, survey.targets))
 
@@ -325,9 +325,9 @@ def prepare(
         def allocation_of(fits: Fits) -> Allocation:
             kind = "global" if survey.gradients else "uniform"
             limit = max(_MIDDLE * dense, cost.least(fits.options))
-            return allocated(runner, survey, fits, kind, limit, None, seed, cost)
+            return allocate_forms(runner, survey, fits, kind, limit, None, seed, cost)
 
-        fits, allocation = fitted_with_care(fitted, allocation_of)
+        fits, allocation = fit_and_allocate(fitted, allocation_of)
     return Prepared(
         model,
         runner,

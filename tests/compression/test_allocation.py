@@ -153,7 +153,9 @@ def test_measured_losses_correct_the_predicted_ones(monkeypatch):
     ]
     forms = {"bits": 4.2, "forms": ("int2", "int3", "int4", "int5", "int6"), "group_size": None}
     corrected = pr.compress(Pooled(), calibration=batches, **forms, **quick)
-    monkeypatch.setattr("panther.compression.forms.allocation._measured", lambda *given: given[2].options)
+    monkeypatch.setattr(
+        "panther.compression.forms.allocation._with_measured_losses", lambda *arguments: arguments[2].options
+    )
     predicted = pr.compress(Pooled(), calibration=batches, **forms, **quick)
     forms_of = [{layer.names[0]: layer.form for layer in report.layers} for report in (predicted, corrected)]
     assert forms_of == [{"pooled": "int3", "once": "int4"}, {"pooled": "int4", "once": "int3"}]
@@ -173,7 +175,7 @@ def test_batches_that_show_too_little_are_met_with_a_larger_ridge(seed, monkeypa
     with torch.no_grad():
         expected = model(other)
     for limit in (3.0, math.inf):
-        monkeypatch.setattr("panther.compression.forms.ridge._MISLED", limit)
+        monkeypatch.setattr("panther.compression.forms.ridge._REFIT_RATIO", limit)
         small = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)  # that the held-out error is far from the predicted one

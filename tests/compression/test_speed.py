@@ -45,7 +45,7 @@ def counted(old, new, device, budget_s=0.0, within=nullcontext):
 @pytest.fixture
 def count(monkeypatch):
     for module in (timing, measurement):
-        monkeypatch.setattr(module, "compared", counted)
+        monkeypatch.setattr(module, "compare_speed", counted)
 
 
 def compress(model, **options):
@@ -85,8 +85,8 @@ def test_layers_of_one_shape_share_a_measurement(count, monkeypatch):
     forms = Forms(DEFAULT_FORMS)
     targets = select_targets(model, smallest=forms.smallest_bytes).targets
     calls = []
-    monkeypatch.setattr(timing, "compared", lambda *given: calls.append(given) or counted(*given))
-    times = timing.timed_layers(runner, targets, forms)
+    monkeypatch.setattr(timing, "compare_speed", lambda *given: calls.append(given) or counted(*given))
+    times = timing.time_layers(runner, targets, forms)
     assert times[targets[0]] == times[targets[1]] != times[targets[2]]
     assert len(calls) == sum(len(values) for target in targets[1:] for _, values in times[target].curves.values())
     assert set(times[targets[0]].curves) == set(DEFAULT_FORMS) - {"dense"}
@@ -97,7 +97,7 @@ def test_layers_of_one_shape_share_a_measurement(count, monkeypatch):
 def test_the_clock_counts_what_runs():
     """Measured times, so that only their signs and number can be tested."""
     x = torch.randn(4, 8)
-    seconds, ratio = timing.compared(lambda: x @ x.T, lambda: x @ x.T, x.device, 0.0)
+    seconds, ratio = timing.compare_speed(lambda: x @ x.T, lambda: x @ x.T, x.device, 0.0)
     assert seconds > 0
     assert ratio > 0
 
@@ -160,7 +160,7 @@ def test_a_speed_that_the_model_has(count):
     before = state_of(model)
     for size in ({"speedup": 1}, {"max_latency_ms": 1e3}):
         report = compress(model, **size)
-        assert report.notes[-1].endswith("is met as it is, so nothing is compressed")
+        assert report.notes[-1].endswith("is met by the dense model, so nothing is compressed")
         assert_untouched(model, before)
 
 
@@ -189,7 +189,7 @@ def test_options_that_exclude_each_other(options, kind, message):
 
 
 def slow(*names):
-    """Return a stand-in for ``timed_layers`` to which the named forms are half as fast as dense."""
+    """Return a stand-in for ``time_layers`` to which the named forms are half as fast as dense."""
 
     def timed(runner, targets, forms):
         return {
@@ -204,7 +204,7 @@ quantized = tuple(f"int{bits}" for bits in (8, 6, 5, 4, 3, 2))
 
 
 def test_slower_forms_are_taken_where_much_is_lost_otherwise(count, monkeypatch):
-    monkeypatch.setattr(_compress, "timed_layers", slow(*quantized))
+    monkeypatch.setattr(_compress, "time_layers", slow(*quantized))
     model = network()
     report = compress(model, bits=5)
     assert any(isinstance(layer, QuantizedLinear) for layer in model)
@@ -218,7 +218,7 @@ def test_slower_forms_are_taken_where_much_is_lost_otherwise(count, monkeypatch)
 
 
 def test_slower_forms_are_left_out_where_little_is_lost(count, monkeypatch):
-    monkeypatch.setattr(_compress, "timed_layers", slow("int8", "int6", "int2"))
+    monkeypatch.setattr(_compress, "time_layers", slow("int8", "int6", "int2"))
     report = compress(network(), bits=5.5)
     assert {layer.form for layer in report.layers} & set(quantized) <= {"int5", "int4", "int3"}
     assert not any("slower" in note for note in report.notes)
@@ -226,14 +226,14 @@ def test_slower_forms_are_left_out_where_little_is_lost(count, monkeypatch):
 
 @pytest.mark.slow
 def test_slower_forms_for_a_largest_error(count, monkeypatch):
-    monkeypatch.setattr(_compress, "timed_layers", slow(*quantized))
+    monkeypatch.setattr(_compress, "time_layers", slow(*quantized))
     report = compress(network(), max_error=0.05)
     assert report.measured_error <= 0.05
     assert "the layers would take" in report.notes[-1]
 
 
 def test_named_forms_may_be_slower_unless_forbidden(count, monkeypatch):
-    monkeypatch.setattr(_compress, "timed_layers", slow("int4", "int8"))
+    monkeypatch.setattr(_compress, "time_layers", slow("int4", "int8"))
     report = compress(network(), bits=8.5, forms=("int4", "int8"))
     assert {layer.form for layer in report.layers} <= {"int4", "int8"}
     model = network()
@@ -244,7 +244,7 @@ def test_named_forms_may_be_slower_unless_forbidden(count, monkeypatch):
 
 
 def test_a_size_that_only_slower_forms_reach(count, monkeypatch):
-    monkeypatch.setattr(_compress, "timed_layers", slow(*(set(DEFAULT_FORMS) - {"dense"})))
+    monkeypatch.setattr(_compress, "time_layers", slow(*(set(DEFAULT_FORMS) - {"dense"})))
     report = compress(network(), bits=3)
     assert "the size cannot be reached without them" in report.notes[-1]
 
@@ -256,7 +256,7 @@ def test_slow_layers_are_warned_of_unless_allowed(monkeypatch):
         seconds, _ = fast(old, new, *rest, **more)
         return seconds, 0.5
 
-    monkeypatch.setattr(measurement, "compared", halved)
+    monkeypatch.setattr(measurement, "compare_speed", halved)
     with pytest.warns(PerformanceWarning, match="slowest at 0.50 of their speed: allow_slower=False keeps such layers"):
         compress(network(), bits=5, forms="int4")
     compress(network(), bits=5, forms="int4", allow_slower=True)  # warnings are errors
@@ -275,7 +275,7 @@ def test_ranks_choose_by_one_table():
             return factor * before, ratio * (1 + 0.1 * dist.get_rank())
 
         for module in (timing, measurement):
-            module.compared = own
+            module.compare_speed = own
         model = network()
         half = every[10 * dist.get_rank() :][:10]
         report = pr.compress(model, calibration=half, speedup=1.5, group=dist.group.WORLD, seed=0)

@@ -1,7 +1,7 @@
-"""What calibration has to know of a model that somebody else wrote, and of its batches.
+"""Calibration of a model that the user wrote: its batches, its masks, and its state.
 
-``batches`` copies a batch for each forward, ``masks`` finds the positions that count, and ``model_state`` puts back
-what forwards change in the model.
+``batches`` copies a batch for each forward, ``masks`` finds the positions that count, and ``model_state`` restores
+everything that forwards change in the model.
 """
 
 __all__ = ["Masks", "ModelState", "copy_batch", "counted"]

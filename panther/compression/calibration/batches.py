@@ -1,4 +1,4 @@
-"""Calibration batches: checked, moved to a device, and copied for each forward, which may change what it is given."""
+"""Check calibration batches, move them to a device, and copy them for each forward, which may change its arguments."""
 
 __all__ = ["check_calibration", "copy_batch", "describe_batch", "entries_of", "place_batch", "read_batches"]
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from panther._torch import tree_leaves
 from panther.errors import CompressionError
 
-# What a forward cannot change, or what is not a part of the batch although a batch refers to it.
+# Types that are not copied: a forward cannot change them, or they are not a part of the batch that refers to them.
 _SHARED = (
     str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module, torch.Size, torch.dtype,
     torch.device,
@@ -23,7 +23,7 @@ _SHARED = (
 
 
 def check_calibration(calibration: Any) -> None:
-    """Raise CompressionError unless the batches can be read, more than once."""
+    """Raise CompressionError unless the batches can be read more than once."""
     if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
         kind = type(calibration).__name__
         fix = "for one tensor use calibration=list(tensor.split(32))"
@@ -48,7 +48,7 @@ def read_batches(calibration: Iterable[Any], device: torch.device) -> list[Any]:
 
 
 def place_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch whose tensors are on a device; what is there already is not copied."""
+    """Return a batch whose tensors are on a device; tensors that are on the device already are not copied."""
     return _rebuilt(batch, lambda x: x.to(device), {}, top=True)
 
 
@@ -64,14 +64,14 @@ def copy_batch(batch: Any, device: torch.device | None = None) -> Any:
     def copied(x: Tensor) -> Tensor:
         moved = x.detach() if device is None else x.detach().to(device)
         same_memory = moved.device == x.device
-        # The flag is that of the caller's tensor: a leaf, as a forward expects it.
+        # The copy is a leaf with the caller's requires_grad, as a forward expects.
         return (moved.clone() if same_memory else moved).requires_grad_(x.requires_grad)
 
     return _rebuilt(batch, copied, {}, top=True)
 
 
 def _rebuilt(value: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any], *, top: bool = False) -> Any:
-    """Return a value in which ``convert`` was applied to each tensor; ``copies`` has what was made, by address."""
+    """Return a value in which ``convert`` was applied to each tensor; ``copies`` are the results by address."""
     if value is None or isinstance(value, _SHARED):
         return value
     if id(value) in copies:
@@ -99,7 +99,7 @@ def _rebuilt_object(value: Any, convert: Callable[[Tensor], Tensor], copies: dic
         result = copy.copy(value)
     except Exception:  # an object that cannot be copied, such as an open file, is passed on
         return value
-    copies[id(value)] = result  # before its contents, which can refer to it
+    copies[id(value)] = result  # stored before the contents are copied, because they can refer to the object
     if result is value:
         return value
     if isinstance(result, list):
@@ -110,18 +110,18 @@ def _rebuilt_object(value: Any, convert: Callable[[Tensor], Tensor], copies: dic
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     for name in [*getattr(value, "__dict__", ()), *slots]:
         if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-            # Past the object's own __setattr__, which a frozen dataclass does not have.
+            # object.__setattr__, because the __setattr__ of a frozen dataclass raises.
             object.__setattr__(result, name, _rebuilt(getattr(value, name), convert, copies))
     return result
 
 
 def entries_of(batch: Any) -> int:
-    """Return the entries of all tensors of a batch."""
+    """Return the number of entries of all tensors of a batch."""
     return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def describe_batch(batch: Any) -> str:
-    """Return what a batch is, for messages."""
+    """Return a description of a batch for messages."""
     if isinstance(batch, Tensor):
         return f"a tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, Mapping):

@@ -1,7 +1,7 @@
-"""What a forward may change in a model, and how it is put back: as the same objects with the same values.
+"""Save and restore the state that a forward may change in a model, as the same objects with the same values.
 
-A forward may write its buffers, assign attributes, append to a list, or draw from a generator of its own. Each forward
-of a calibration starts from the same state, and after the calibration the model is as it was.
+A forward may write its buffers, assign attributes, append to a list, or draw from a generator of the model. Each
+forward of a calibration starts from the same state, and the model is unchanged after the calibration.
 """
 
 __all__ = ["ModelState", "deferred_interrupts"]
@@ -35,7 +35,7 @@ class _Contents:
         self.tensor = tensor
         self._geometry = _geometry(tensor)
         self._storage = tensor.untyped_storage() if _has_storage(tensor) else None
-        # Of a tensor that is expanded, or one of several views of its memory, the memory is saved and not the values.
+        # The memory is saved instead of the values if it is not larger, as for a tensor that is expanded.
         self._saves_memory = self._storage is not None and self._storage.nbytes() <= tensor.nbytes
         self._saved = (_bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()).clone()
         self.count_writes()
@@ -45,7 +45,7 @@ class _Contents:
         self._writes = None if self.tensor.is_inference() else version_of(self.tensor)
 
     def restore(self, *, thorough: bool) -> None:
-        """Put the values back; ``thorough`` finds writes that autograd does not count, to ``tensor.data``."""
+        """Restore the values; ``thorough`` also finds writes to ``tensor.data``, which autograd does not count."""
         tensor = self.tensor
         moved = _geometry(tensor) != self._geometry
         if not moved and not thorough and self._writes is not None and version_of(tensor) == self._writes:
@@ -57,7 +57,7 @@ class _Contents:
                 alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 tensor.data = alias.set_(self._storage, *self._geometry[1:])
             present = _bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()
-            # Compared first, because the memory of a file that is mapped may not be written.
+            # Compared first, because the memory of a mapped file may not be written.
             if not _are_equal(present, self._saved):
                 present.copy_(self._saved)
         self.count_writes()
@@ -76,16 +76,17 @@ def _bytes(storage: Any, device: torch.device) -> Tensor:
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
-    # NaN differs from itself: the tensor is written once more, which does no harm.
+    # NaN differs from itself, so that a tensor with NaN is written again, which does no harm.
     return _has_storage(first) and first.shape == second.shape and torch.equal(first, second)
 
 
 class ModelState:
-    """The buffers, attributes and generators of a model's modules, as they are when this object is made.
+    """The buffers, attributes and generators of a model's modules at the time when this object is made.
 
-    Of attributes that are lists, dictionaries, sets or deques the entries are noted too. Parameters are not copied, and
+    The entries of attributes that are lists, dictionaries, sets or deques are saved too. Parameters are not copied, and
     neither are the codes of compressed layers, which no forward writes. While this object is in use, parameters and
-    buffers that were made in inference mode are normal tensors of the same memory, because autograd refuses others.
+    buffers that were made in inference mode are replaced by normal tensors of the same memory, because autograd refuses
+    tensors of inference mode.
 
     Cost: a copy of all buffers, and of tensors that are plain attributes.
     """
@@ -116,7 +117,7 @@ class ModelState:
         self._present_buffers = {module: dict(buffers_of(module)) for module in self._attributes}
 
     def _use_normal_tensors(self) -> dict[int, Tensor]:
-        """Put normal tensors in the place of parameters and buffers of inference mode; return them by the old ones."""
+        """Replace parameters and buffers of inference mode by normal tensors; return them by the old ids."""
         aliases: dict[int, Tensor] = {}
         for module in self._attributes:
             for tensors in (parameters_of(module), buffers_of(module)):
@@ -136,14 +137,14 @@ class ModelState:
         return [name for name, parameter, writes in self._writes if version_of(parameter) != writes]
 
     def restore_before_forward(self) -> None:
-        """Put back what the last forward changed, not what calibration itself changes, such as hooks and flags."""
+        """Undo changes of the last forward, except for hooks and flags, which calibration itself changes."""
         for module, attributes in self._attributes.items():
             _refill(buffers_of(module), self._present_buffers[module])
             _refill(vars(module), attributes, leave=_OF_MODULES)
         self._restore_values(thorough=False)
 
     def restore(self) -> None:
-        """Put everything back, as it was when this object was made."""
+        """Restore the state of the time when this object was made."""
         for module, attributes in self._attributes.items():
             _refill(vars(module), attributes)
         self._restore_values(thorough=True)
@@ -169,7 +170,7 @@ def _is_written(x: Tensor) -> bool:
 
 
 def _refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[str] = frozenset()) -> None:
-    """Let a dictionary have the saved entries again, in their order; the keys of ``leave`` stay as they are."""
+    """Restore the saved entries of a dictionary, in their order; entries with a key in ``leave`` do not change."""
     same = all(present.get(key, _MISSING) is value for key, value in saved.items() if key not in leave)
     if same and all(key in saved or key in leave for key in present):
         return
@@ -181,9 +182,9 @@ def _refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the end of the block, so that what it changes is changed as a whole.
+    """Defer Ctrl-C and SIGTERM until the end of the block, so that its changes are made completely or not at all.
 
-    Only the main thread gets signals; in other threads there is nothing to wait for.
+    Only the main thread gets signals; in other threads nothing is deferred.
     """
     received: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Any] = {}

@@ -1,6 +1,9 @@
-"""A form for every layer within a budget, tried on the held-out batches."""
+"""Choose a form for every layer within a budget, and compare choices by their error on the held-out batches."""
 
-__all__ = ["CHOOSERS", "Allocation", "allocated", "allocated_fast", "as_predicted", "byte_limit", "model_bytes"]
+__all__ = [
+    "CHOOSERS", "Allocation", "allocate_fast_forms", "allocate_forms", "byte_limit", "model_bytes",
+    "with_predicted_losses",
+]  # fmt: skip
 
 import math
 from dataclasses import dataclass, field, replace
@@ -20,10 +23,13 @@ from panther.compression.targets import Survey, replace_modules
 from panther.errors import CompressionError
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
-_LARGEST_SCALE = 8.0  # of a prediction, up or down: one batch may not reach a layer at all, as in a mixture of experts
-_SEED_BYTES = 32  # of a new layer's sketch_seed
+# A measurement corrects a prediction by at most this factor, up or down, because a single batch may not reach a layer
+# at all, as in a mixture of experts.
+_LARGEST_SCALE = 8.0
+_SEED_BYTES = 32  # bytes of the sketch_seed of a new layer
 
-_WORTH = 2.0  # times the error without slower forms, or the bytes, at which they are used
+# Slower forms are used only if they divide the error, or the bytes, by this factor.
+_WORTH = 2.0
 
 CHOOSERS = {"global": choose_global, "uniform": choose_uniform}
 
@@ -37,10 +43,10 @@ class Allocation:
         allocate: ``"global"``, ``"uniform"`` or ``"fixed"``.
         uniform_error: Relative error of the output with uniform options, where both were tried.
         notes: Deviations from the arguments, with reasons.
-        options: Those that were chosen from, with the losses by which they were.
-        error: Relative error of the output on the held-out batches, where several choices were tried.
-        of_predicted: The same of the choice by predicted losses, whether or not it is the one that was taken, and the
-            error that was predicted for it.
+        options: The options of each weight, with the losses that the choice is based on.
+        error: Relative error of the output on the held-out batches, if more than one choice was tried.
+        of_predicted: Measured and predicted error of the choice by predicted losses, even if another choice was
+            better.
     """
 
     choice: Choice
@@ -61,9 +67,12 @@ def byte_limit(
     max_bytes: int | None = None,
     slower: bool = True,
 ) -> int | None:
-    """Return the bytes for the targets, None if no size is given; CompressionError if the smallest forms take more.
+    """Return the bytes for the targets, or None if no size is given.
 
-    ``slower`` only tells the error whether slower forms are among the options.
+    ``slower`` states whether slower forms are among the options; only the error message depends on it.
+
+    Raises:
+        CompressionError: If the smallest forms take more.
     """
     dense, least = sum(target.dense_bytes for target in options), least_bytes(options)
     numbers = sum(target.dense_numbers for target in options)
@@ -90,7 +99,7 @@ def byte_limit(
     return min(limit, dense)
 
 
-def allocated(
+def allocate_forms(
     runner: Runner,
     survey: Survey,
     fits: Fits,
@@ -100,15 +109,18 @@ def allocated(
     seed: int,
     cost: Cost = BYTES,
 ) -> Allocation:
-    """Choose within a limit, of bytes unless another cost is given, or the fewest whose error is within ``max_error``.
+    """Choose a form of every weight within ``limit``, in units of ``cost``.
 
-    There are two global choices, by the predicted losses and by measured ones, and the one that does better on the
-    held-out batches is used; the uniform one is, where it does better than both.
+    Without a limit, it is the smallest number of bytes with which the error is at most ``max_error``. Global choices
+    are made by predicted and by measured losses, and compared with the uniform choice on the held-out batches; the
+    choice with the smallest error is returned.
     """
     choose, options = CHOOSERS[allocate], fits.options
 
-    def errors(*several: Choice) -> list[float]:
-        variants = [partial(replace_modules, runner.model, convert_all(survey, fits, one, seed)) for one in several]
+    def errors(*choices: Choice) -> list[float]:
+        variants = [
+            partial(replace_modules, runner.model, convert_all(survey, fits, choice, seed)) for choice in choices
+        ]
         return runner.errors(variants, "error of forms")
 
     if limit is None:
@@ -126,94 +138,102 @@ def allocated(
         return uniform
     candidates = [Allocation(choose_global(options, limit, cost), "global", options=options)]
     if fits.comparable:
-        measured = _measured(runner, survey, fits, candidates[0].choice, seed)
+        measured = _with_measured_losses(runner, survey, fits, candidates[0].choice, seed)
         candidates.append(Allocation(choose_global(measured, limit, cost), "global", options=measured))
-    *found, uniform_error = errors(*(candidate.choice for candidate in candidates), uniform.choice)
-    error, chosen = min(zip(found, candidates, strict=True), key=lambda pair: pair[0])
+    *errors_found, uniform_error = errors(*(candidate.choice for candidate in candidates), uniform.choice)
+    error, best = min(zip(errors_found, candidates, strict=True), key=lambda pair: pair[0])
     notes: tuple[str, ...] = ()
     if error > uniform_error:
-        chosen, notes = (
+        best, notes = (
             uniform,
             (
-                f"uniform forms are used: those chosen globally have an error of {error:.3g} on the held-out batches, "
-                f"uniform ones {uniform_error:.3g}",
+                f"uniform forms are used: forms chosen globally have an error of {error:.3g} on the held-out batches, "
+                f"and uniform forms an error of {uniform_error:.3g}",
             ),
         )
     return replace(
-        chosen,
-        choice=as_predicted(fits, chosen.options, chosen.choice),
+        best,
+        choice=with_predicted_losses(fits, best.options, best.choice),
         uniform_error=uniform_error,
         notes=notes,
         error=min(error, uniform_error),
-        of_predicted=(found[0], total_loss(candidates[0].choice) ** 0.5),
+        of_predicted=(errors_found[0], total_loss(candidates[0].choice) ** 0.5),
     )
 
 
-def allocated_fast(
+def allocate_fast_forms(
     runner: Runner, survey: Survey, fits: Fits, forms: Forms, allocate: str, limit: int | None, max_error: float | None,
     seed: int,
 ) -> Allocation:  # fmt: skip
-    """Choose as ``allocated`` does, but of forms slower than the dense layer only where that is worth it.
+    """Choose as ``allocate_forms`` does, but use forms slower than the dense layer only where they are worth it.
 
-    It is where the size cannot be reached without them, and where they divide the error, or the bytes that a largest
-    error takes, by two at least. A note says so.
+    They are used if the size cannot be reached without them, or if they at least halve the error (or, without a limit,
+    the bytes). A note states the reason.
     """
-    found = allocated(runner, survey, fits, allocate, limit, max_error, seed)
-    slow = sum(forms.is_slower(target, option) for target, option in found.choice.items())
+    allocation = allocate_forms(runner, survey, fits, allocate, limit, max_error, seed)
+    slow = sum(forms.is_slower(target, option) for target, option in allocation.choice.items())
     if not slow:
-        return found
-    fast = {target: forms.without_slower(target, several) for target, several in fits.options.items()}
+        return allocation
+    fast_options = {target: forms.without_slower(target, options) for target, options in fits.options.items()}
     note = f"forms slower than the dense layers are used, in {counted(slow, 'layer')}, because "
-    if limit is not None and least_bytes(fast) > limit:
-        return replace(found, notes=(*found.notes, note + "the size cannot be reached without them"))
-    other = allocated(runner, survey, replace(fits, options=fast), allocate, limit, max_error, seed)
+    if limit is not None and least_bytes(fast_options) > limit:
+        return replace(allocation, notes=(*allocation.notes, note + "the size cannot be reached without them"))
+    fast_fits = replace(fits, options=fast_options)
+    fast_allocation = allocate_forms(runner, survey, fast_fits, allocate, limit, max_error, seed)
     before: float
     after: float
     if limit is None:
-        before, after = total_bytes(found.choice), total_bytes(other.choice)
-        told = "the layers would take {:,} bytes without them, and take {:,}"
+        before, after = total_bytes(allocation.choice), total_bytes(fast_allocation.choice)
+        comparison = "the layers would take {:,} bytes without them, and take {:,}"
     else:
-        new = [convert_all(survey, fits, one.choice, seed) for one in (found, other)]
-        variants = [partial(replace_modules, runner.model, each) for each in new]
+        replacements = (
+            convert_all(survey, fits, choice, seed) for choice in (allocation.choice, fast_allocation.choice)
+        )
+        variants = [partial(replace_modules, runner.model, replacement) for replacement in replacements]
         before, after = runner.errors(variants, "error without slower forms")
-        told = "the held-out error would be {:.3g} without them, and is {:.3g}"
+        comparison = "the held-out error would be {:.3g} without them, and is {:.3g}"
     if after < _WORTH * before:
-        return other
-    return replace(found, notes=(*found.notes, f"{note}{told.format(after, before)}"))
+        return fast_allocation
+    return replace(allocation, notes=(*allocation.notes, f"{note}{comparison.format(after, before)}"))
 
 
-def as_predicted(fits: Fits, options: Options, choice: Choice) -> Choice:
-    """Return a choice from options with other losses as one with the predicted ones, which say what the error is."""
+def with_predicted_losses(fits: Fits, options: Options, choice: Choice) -> Choice:
+    """Return the same choice with predicted losses, from which the error of the output is predicted.
+
+    ``choice`` is a choice among ``options``, whose losses were corrected by measurements.
+    """
     return {target: fits.options[target][options[target].index(option)] for target, option in choice.items()}
 
 
-def _measured(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Options:
-    """Return the options with losses scaled by what a layer's chosen one alone costs on a batch, over the prediction.
+def _with_measured_losses(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Options:
+    """Return the options, with losses multiplied by measured / predicted loss of each layer.
 
-    Predictions take a layer's inputs and gradients as independent, and positions too. In a sentence encoder, single
-    layers lost 0.4 (values of attention) to 2.6 times as much (queries of the first block) as predicted.
+    The loss of a layer is measured on one batch, with the layer alone replaced by its option in ``choice``. Predictions
+    assume that a layer's inputs and gradients are independent, and that positions are. In a sentence encoder, measured
+    losses of single layers were 0.4 times (values of attention) to 2.6 times (queries of the first block) the predicted
+    ones.
     """
     new = convert_all(survey, fits, choice, seed)
     changed = [target for target, option in choice.items() if option.loss > 0]
     variants = [
         partial(replace_modules, runner.model, {module: new[module] for module in target.modules}) for target in changed
     ]
-    found = runner.errors(variants, "error of single layers", runner.batches[:1])
+    errors = runner.errors(variants, "error of single layers", runner.batches[:1])
     scales = {
         target: min(max(error**2 / choice[target].loss, 1 / _LARGEST_SCALE), _LARGEST_SCALE)
-        for target, error in zip(changed, found, strict=True)
+        for target, error in zip(changed, errors, strict=True)
     }
     return {
-        target: [replace(option, loss=option.loss * scales.get(target, 1.0)) for option in several]
-        for target, several in fits.options.items()
+        target: [replace(option, loss=option.loss * scales.get(target, 1.0)) for option in options]
+        for target, options in fits.options.items()
     }
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors, as saved: each storage once."""
-    seen: dict[Any, int] = {}
+    """Return the bytes of all tensors when saved, which counts each storage once."""
+    storage_bytes: dict[Any, int] = {}
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor) and not is_lazy(tensor):
             key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
-            seen[key] = max(seen.get(key, 0), tensor.numel() * tensor.element_size())
-    return sum(seen.values())
+            storage_bytes[key] = max(storage_bytes.get(key, 0), tensor.numel() * tensor.element_size())
+    return sum(storage_bytes.values())

@@ -1,9 +1,9 @@
-r"""The choice of one option for every weight, within a limit on their bytes or on their time together.
+r"""The choice of one option for every weight, within a limit on the sum of their bytes or times.
 
-*Global*: each option of each weight has a predicted squared effect on the output. From the cheapest option on, the
-limit is spent on whichever weight gains most for it. Gains fall along each weight's lower convex hull over all its
-options, on which this greedy choice is optimal except for the last step; the hull ends in the dense weight, which loses
-nothing.
+*Global*: each option of each weight has a predicted squared effect on the output. Starting from the cheapest options,
+each step spends a part of the limit on the weight with the largest gain for its cost. Gains fall along the lower convex
+hull of each weight's options, where this greedy choice is optimal except for the last step. The hull ends in the dense
+weight, which has no loss.
 *Uniform*: the same form, and the same kept fraction, everywhere.
 """
 
@@ -23,11 +23,11 @@ _FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a fl
 
 @dataclass(frozen=True)
 class Cost:
-    """What a choice spends.
+    """A cost of options, on which a choice has a limit.
 
     Attributes:
         of: Returns the cost of an option.
-        dense: Returns that of the dense weight.
+        dense: Returns the cost of the dense weight.
     """
 
     of: Callable[[Option], float]
@@ -42,12 +42,12 @@ class Cost:
         return self.total(self.cheapest(options))
 
     def cheapest(self, options: Options) -> Choice:
-        """Return the cheapest option of every weight; of several, that of the least loss."""
-        return {target: min(several, key=self._order) for target, several in options.items()}
+        """Return the cheapest option of every weight; among equally cheap ones, the option of the least loss."""
+        return {target: min(target_options, key=self._order) for target, target_options in options.items()}
 
     def sorted(self, options: Options) -> Options:
-        """Return the options of every weight, the cheapest first."""
-        return {target: sorted(several, key=self._order) for target, several in options.items()}
+        """Return the options of every weight, sorted by cost and then by loss."""
+        return {target: sorted(target_options, key=self._order) for target, target_options in options.items()}
 
     def _order(self, option: Option) -> tuple[float, float]:
         return self.of(option), option.loss
@@ -63,17 +63,22 @@ def seconds(times: Mapping[Target, Times]) -> Cost:
 
 
 def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice:
-    """Give every weight the same form and the same fraction, the largest with which all fit into ``limit``.
+    """Give every weight the same form, and the largest common fraction with which all weights fit into ``limit``.
 
-    Of several forms it is the one of the least loss. Where a weight does not have the form, it takes another one.
+    Each form that the weights share is tried, and the one with the least total loss is returned. A weight without this
+    form takes a different one.
     """
     options = cost.sorted(options)
-    forms = [{option.form for option in several} - {DENSE} for several in options.values()]
-    # Those that all weights have, except those that can be low rank or dense alone, as small ones and groups may.
-    names = sorted({name for several in forms for name in several})
-    shared = [name for name in names if all(name in several or several <= {LOW_RANK} for several in forms)]
-    found = [_uniform(options, limit, name, cost) for name in shared or names or (DENSE,)]
-    fitting = [choice for choice in found if cost.total(choice) <= limit]
+    forms = [{option.form for option in names_of_target} - {DENSE} for names_of_target in options.values()]
+    # A form is shared if all weights have it, apart from weights (small or grouped ones) that can only be low rank.
+    names = sorted({name for names_of_target in forms for name in names_of_target})
+    shared = [
+        name
+        for name in names
+        if all(name in names_of_target or names_of_target <= {LOW_RANK} for names_of_target in forms)
+    ]
+    choices = [_uniform(options, limit, name, cost) for name in shared or names or (DENSE,)]
+    fitting = [choice for choice in choices if cost.total(choice) <= limit]
     if not fitting:
         return cost.cheapest(options)
     return min(fitting, key=lambda choice: (total_loss(choice), sum((o.error or 0.0) ** 2 for o in choice.values())))
@@ -81,15 +86,15 @@ def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice
 
 def _uniform(options: Options, limit: float, name: str, cost: Cost) -> Choice:
     allowed = {}
-    for target, several in options.items():
-        same = [option for option in several if option.form in (name, DENSE)]
-        allowed[target] = same if any(option.form == name for option in same) else several
-    costs = {target: [cost.of(option) for option in several] for target, several in allowed.items()}
+    for target, target_options in options.items():
+        same = [option for option in target_options if option.form in (name, DENSE)]
+        allowed[target] = same if any(option.form == name for option in same) else target_options
+    costs = {target: [cost.of(option) for option in target_options] for target, target_options in allowed.items()}
 
     def at(fraction: float) -> Choice:
         return {
-            target: several[max(bisect_right(costs[target], fraction * cost.dense(target)) - 1, 0)]
-            for target, several in allowed.items()
+            target: target_options[max(bisect_right(costs[target], fraction * cost.dense(target)) - 1, 0)]
+            for target, target_options in allowed.items()
         }
 
     low, high = 0.0, 1.0
@@ -104,34 +109,34 @@ def _uniform(options: Options, limit: float, name: str, cost: Cost) -> Choice:
 def choose_global(options: Options, limit: float, cost: Cost = BYTES) -> Choice:
     """Return the options of the least total loss within ``limit``."""
     options = cost.sorted(options)
-    steps = []  # gain for the cost, target and option
-    for target, several in options.items():
-        for option, better in pairwise(_hull(several, cost)):
+    steps = []  # (gain for the cost, target, option)
+    for target, target_options in options.items():
+        for option, better in pairwise(_hull(target_options, cost)):
             steps.append((_gain(option, better, cost), target, better))
-    chosen = {target: several[0] for target, several in options.items()}
-    left = limit - cost.total(chosen)
+    choice = {target: target_options[0] for target, target_options in options.items()}
+    left = limit - cost.total(choice)
     stopped = set()
     for _, target, option in sorted(steps, key=lambda step: -step[0]):
         if target in stopped:
             continue
-        more = cost.of(option) - cost.of(chosen[target])
+        more = cost.of(option) - cost.of(choice[target])
         if more <= left:
-            chosen[target], left = option, left - more
+            choice[target], left = option, left - more
         else:
             stopped.add(target)  # later steps of its hull begin where this one ends
-    # Something remains where the hull's steps were too large: it is spent on the options between.
+    # If the next steps along the hulls are too large for what remains of the limit, spend it on options between them.
     while True:
         gains = [
             (_gain(now, option, cost), target, option)
-            for target, now in chosen.items()
+            for target, now in choice.items()
             for option in options[target]
             if 0 < cost.of(option) - cost.of(now) <= left and option.loss < now.loss
         ]
         if not gains:
-            return chosen
+            return choice
         _, target, option = max(gains, key=lambda gain: gain[0])
-        left -= cost.of(option) - cost.of(chosen[target])
-        chosen[target] = option
+        left -= cost.of(option) - cost.of(choice[target])
+        choice[target] = option
 
 
 def _gain(option: Option, better: Option, cost: Cost) -> float:
@@ -146,7 +151,7 @@ def _hull(options: Sequence[Option], cost: Cost) -> list[Option]:
             continue
         while len(hull) > 1:
             first, last = hull[-2:]
-            # Not the ratios: with losses of zero they are the same.
+            # Cross-multiplied, to compare the gains for the cost without divisions.
             gained = (first.loss - last.loss) * (cost.of(option) - cost.of(last))
             if gained > (last.loss - option.loss) * (cost.of(last) - cost.of(first)):
                 break

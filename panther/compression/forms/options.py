@@ -17,8 +17,12 @@ from panther.errors import CompressionError
 from panther.nn import interpolative
 from panther.nn.quantized import stored_bytes
 
-_FINE = 8  # multiples of a rank that a weight must have room for; smaller weights have even ranks
-_LARGEST_CORRECTION = 64  # rank: what rounding leaves is nearly white, and a higher one costs more than it saves
+# A weight has multiples of rank_multiple as ranks if its largest rank is at least this many multiples; smaller weights
+# have even ranks.
+_FINE = 8
+# Largest rank of a correction. The rounding error has nearly equal singular values, so that higher ranks cost more
+# bytes than they save.
+_LARGEST_CORRECTION = 64
 _WIDTHS = (8, 6, 5, 4, 3, 2)
 
 DENSE, LOW_RANK, INT8_LOW_RANK, CORRECTED = "dense", "low_rank", "int8_low_rank", "+low_rank"
@@ -30,14 +34,14 @@ KNOWN_FORMS = (
 )  # fmt: skip
 
 DEFAULT_FORMS = (DENSE, LOW_RANK, INTERPOLATIVE, *(f"int{bits}" for bits in _WIDTHS))
-"""The forms of :func:`panther.compress` where none are named.
+"""The default forms of :func:`panther.compress`.
 
-Not the corrected ones and low rank in 8 bits: on the models that were measured they were hardly ever on the hull, and
-they take an SVD for each width.
+Corrected forms and low rank in 8 bits are not among them: on the models that were measured they were hardly ever on the
+hull, and they take an SVD for each width.
 """
 
-SLOWER = 0.8  # of the dense layer's speed: below it a form is slower, as one near 1 can be noise
-_SAME_TIME = 1.02  # between widths: what lies within is noise
+SLOWER = 0.8  # a form is slower if it has less than this share of the dense layer's speed; a ratio near 1 can be noise
+_SAME_TIME = 1.02  # times of two widths that differ by less than this factor are equal up to noise
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ class Option:
     Attributes:
         form: One of ``KNOWN_FORMS``.
         bytes: Bytes on disk.
-        rank: Rank of the low-rank form, in every group of a convolution, or of the correction.
-        bits: Width of the codes, where the weight is quantized.
-        loss: Predicted squared effect on the model's output; zero where nothing was fitted.
-        error: Predicted relative error of the layer's own output; None where nothing was fitted.
-        time_s: Seconds that the layers of this weight take in one batch; None where they were not timed.
+        rank: Rank of the low-rank form (in every group of a convolution) or of the correction.
+        bits: Width of the codes; None if the weight is not quantized.
+        loss: Predicted squared effect on the model's output; zero if nothing was fitted.
+        error: Predicted relative error of the layer's own output; None if nothing was fitted.
+        time_s: Seconds that the layers of this weight take in one batch; None if they were not timed.
     """
 
     form: str
@@ -69,7 +73,8 @@ class Times:
 
     Attributes:
         dense_s: Seconds of the dense layers.
-        curves: For each form, the ranks at which it was timed, in rising order (0 where it has none), and the seconds.
+        curves: For each form, the ranks at which it was timed, in rising order (0 for a form without a rank), and the
+            seconds at these ranks.
     """
 
     dense_s: float
@@ -97,17 +102,17 @@ Choice = dict[Target, Option]
 
 @dataclass(frozen=True)
 class Forms:
-    """Which options there are.
+    """The forms that weights may take, and settings from which the options of a weight follow.
 
     Attributes:
-        names: Some of ``KNOWN_FORMS``.
-        rank_multiple: What ranks are multiples of, except for weights too small for eight of it, whose ranks are even.
-        group_size: Columns of a quantized weight that share a scale; None is the whole row.
+        names: Names of forms, of ``KNOWN_FORMS``.
+        rank_multiple: Ranks are multiples of this number; weights too small for eight such ranks have even ranks.
+        group_size: Columns of a quantized weight that share a scale; None is the entire row.
         activations: How quantized linear layers round their inputs, None or "int8".
-        times: Times of each target; empty where they were not measured.
-        slower: Whether there are options that were measured below ``SLOWER`` of the dense layer's speed.
-        by_time: Whether the choice is by time, for which an option is of use only if it is faster than dense, and a
-            width only if no larger one is as fast.
+        times: Times of each target; empty if they were not measured.
+        slower: Whether forms that were measured below ``SLOWER`` of the dense layer's speed are options.
+        by_time: Whether the choice is by time. An option is then useful only if it is faster than dense, and a width
+            only if no larger width is as fast.
     """
 
     names: tuple[str, ...] = DEFAULT_FORMS
@@ -120,7 +125,7 @@ class Forms:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the widths of the quantized forms, the least first."""
+        """Return the widths of the quantized forms in bits, in rising order."""
         return tuple(sorted({bits for name in self.names if (bits := _width(name)) is not None}))
 
     def quantizes(self, target: Target) -> bool:
@@ -128,14 +133,14 @@ class Forms:
         return bool(self.widths_of(target))
 
     def widths_of(self, target: Target) -> tuple[int, ...]:
-        """Return the widths that a weight can have, the least first."""
+        """Return the widths that a weight can have in bits, in rising order."""
         return tuple(sorted({option.bits for option in self.options(target) if option.bits is not None}))
 
     def options(self, target: Target) -> list[Option]:
-        """Return the options of a weight that are no larger than it, the smallest first, without their losses.
+        """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
 
         Raises:
-            CompressionError: If it is a convolution, which can be none of the forms.
+            CompressionError: If the weight can take none of the forms, which happens for convolutions.
         """
         names = tuple(name for name in self.names if _is_possible(target, name))
         if not names:
@@ -144,10 +149,10 @@ class Forms:
                 f"layer {target.name!r} is a {target.kind}{groups}, which none of forms={self.names} can be: add "
                 f"'low_rank' or 'int8', or pass exclude=nn.{target.kind}"
             )
-        found = [option for name in names for option in self._of_form(target, name)]
+        options = [option for name in names for option in self._of_form(target, name)]
         if self.times:
-            found = self._timed(target, found)
-        return sorted(found, key=lambda option: option.bytes)
+            options = self._timed(target, options)
+        return sorted(options, key=lambda option: option.bytes)
 
     def _timed(self, target: Target, options: Sequence[Option]) -> list[Option]:
         """Return the options that are fast enough, with their times; the dense weight alone if there is none."""
@@ -157,7 +162,7 @@ class Forms:
             timed = self.without_slower(target, timed)
         if self.by_time:
             timed = [option for option in timed if option.form == DENSE or (option.time_s or 0.0) < times.dense_s]
-            fastest: dict[str, float] = {}  # of the larger widths, with a correction and without one
+            fastest: dict[str, float] = {}  # seconds of the fastest larger width, with and without a correction
             for name in sorted({option.form for option in timed if option.bits is not None}, reverse=True):
                 kind = CORRECTED if name.endswith(CORRECTED) else ""
                 time_s = times.curves[name][1][0]
@@ -171,7 +176,7 @@ class Forms:
         return option.time_s is not None and option.time_s * SLOWER > self.times[target].dense_s
 
     def without_slower(self, target: Target, options: Sequence[Option]) -> list[Option]:
-        """Return the other options; the dense weight alone if there is none."""
+        """Return the options that are not slower; if there is none, the dense weight alone."""
         return [option for option in options if not self.is_slower(target, option)] or [self._dense(target)]
 
     def _dense(self, target: Target) -> Option:
@@ -184,15 +189,15 @@ class Forms:
         if name == LOW_RANK:
             return [Option(LOW_RANK, target.bytes(rank), rank) for rank in self.ranks(target, name)]
         if name == INTERPOLATIVE:
-            several = [Option(name, interpolative_bytes(target, rank), rank) for rank in self.ranks(target, name)]
+            options = [Option(name, interpolative_bytes(target, rank), rank) for rank in self.ranks(target, name)]
         elif bits is not None and not name.endswith(CORRECTED):
-            several = [Option(name, quantized_bytes(target, bits, self.group_size, 0), None, bits)]
+            options = [Option(name, quantized_bytes(target, bits, self.group_size, 0), None, bits)]
         else:
-            several = [
+            options = [
                 Option(name, quantized_bytes(target, bits, self.group_size, rank), rank, bits)
                 for rank in self.ranks(target, name)
             ]
-        return [option for option in several if option.bytes < target.dense_bytes]
+        return [option for option in options if option.bytes < target.dense_bytes]
 
     def ranks(self, target: Target, name: str) -> range:
         """Return the ranks that a form of a weight can have; an empty range if the form has no rank."""
@@ -216,7 +221,7 @@ class Forms:
         return max((self.ranks(target, name)[-1] for name in corrected), default=0)
 
     def smallest_bytes(self, target: Target) -> int:
-        """Return the bytes of the smallest option that is not dense; those of the dense weight if there is none."""
+        """Return the bytes of the smallest option that is not dense, or the dense bytes if there is none."""
         sizes = (option.bytes for option in self.options(target) if option.form != DENSE)
         return min(sizes, default=target.dense_bytes)
 
@@ -229,7 +234,7 @@ def _is_possible(target: Target, name: str) -> bool:
     """Return whether a weight can take a form at all, whatever its size."""
     if name == INTERPOLATIVE:
         return not isinstance(target.modules[0], nn.Conv2d)
-    # A low-rank matrix of all groups of channels would have its components in none of the groups' metrics.
+    # Each group of a convolution has its own metric, and a low-rank matrix across all groups would fit none of them.
     return target.groups == 1 or (name != INT8_LOW_RANK and not name.endswith(CORRECTED))
 
 
@@ -247,7 +252,7 @@ def interpolative_bytes(target: Target, rank: int) -> int:
 
 
 def total_loss(choice: Choice) -> float:
-    """Return the predicted squared effect of all weights together."""
+    """Return the sum of the predicted squared effects of all weights."""
     return sum(option.loss for option in choice.values())
 
 
@@ -258,4 +263,4 @@ def total_bytes(choice: Choice) -> int:
 
 def least_bytes(options: Options) -> int:
     """Return the bytes of all weights in their smallest form."""
-    return sum(min(option.bytes for option in several) for several in options.values())
+    return sum(min(option.bytes for option in target_options) for target_options in options.values())

@@ -1,11 +1,11 @@
 r"""Rounding a weight to a grid with error feedback in the metric of its inputs and of its output's sensitivity.
 
 The error E of the rounded weight costs :math:`\operatorname{tr}(G E A E^T) = \lVert R_G E R_A^T \rVert^2` with
-triangular roots of G and A. Entries are rounded one after the other; each is first moved by what the errors of those
-before it leave in its own coordinate of :math:`R_G E R_A^T`, so that only its own rounding error remains there. This
-is the nearest-plane algorithm (L. Babai, "On Lovasz' lattice reduction and the nearest lattice point problem", 1986,
-doi:10.1007/BF02579403) in the Kronecker metric. With G the identity it is GPTQ (E. Frantar et al., 2023,
-arXiv:2210.17323), whose feedback runs along the rows only.
+triangular roots of G and A. Entries are rounded one after the other. Before an entry is rounded, it is moved to cancel
+the errors of earlier entries in its coordinate of :math:`R_G E R_A^T`, so that only its own rounding error remains
+there. This is the nearest-plane algorithm (L. Babai, "On Lovasz' lattice reduction and the nearest lattice point
+problem", 1986, doi:10.1007/BF02579403) in the Kronecker metric. With G the identity it is GPTQ (E. Frantar et al.,
+2023, arXiv:2210.17323), whose feedback runs along the rows only.
 """
 
 __all__ = ["QuantizedWeight", "quantize_weight"]
@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 
 from panther.nn.quantized.grid import quantization_grid, spread
 
-_BLOCK = 64  # rows and columns: larger blocks add scalar products, smaller ones calls
-# Entries, of all widths, that are rounded at once. Weights of this size spend their time in calls, not in arithmetic:
-# six widths of a (96, 24) weight took 0.27 s one after the other and 0.09 s at once.
+_BLOCK = 64  # rows and columns of a block; larger blocks need more scalar products, smaller blocks more calls
+# Widths are rounded jointly up to this number of entries. Below it, calls take more time than arithmetic: six widths of
+# a (96, 24) weight took 0.27 s one after the other and 0.09 s jointly.
 _JOINT_ENTRIES = 2**18
 
 
@@ -44,7 +44,7 @@ class QuantizedWeight:
     group_size: int
 
     def dense(self) -> Tensor:  # (rows, inner), float64
-        """Return the weight that the codes stand for."""
+        """Return the weight ``scales * (codes - zeros)``."""
         scales, zeros = (
             spread(each.double(), self.group_size, self.codes.shape[1]) for each in (self.scales, self.zeros)
         )
@@ -68,7 +68,8 @@ def quantize_weight(
     rows, g = _feedback(G, outer, W)
     columns, a = _feedback(A, inner, W)
     each, rows, columns = torch.arange(matrices, device=W.device)[:, None, None], rows[..., None], columns[:, None]
-    # Rounded entries are few units of float32 from a tie at most in a share of 2^-20 of the cases: either will do.
+    # In float32, rounding differs from float64 only within a few units of a tie, for at most 2^-20 of the entries, and
+    # near a tie both directions are equally good.
     sorted_weight = W[each, rows, columns].to(torch.float32)
     quantized = []
     count = max(1, _JOINT_ENTRIES // max(1, W.numel()))
@@ -90,7 +91,7 @@ def quantize_weight(
 
 
 def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the orders of rounding, and by how much each later entry is moved by the earlier ones' errors.
+    """Return the order of rounding, and the coefficients with which earlier errors move later entries.
 
     The largest diagonal entries come first: their errors weigh most, and later entries can still compensate for them.
     """
@@ -110,7 +111,7 @@ def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor
 def _nearest_plane(
     scale: Tensor,  # (matrices, outer, inner), as zero and W
     zero: Tensor,
-    largest: Tensor,  # (matrices,), of the codes
+    largest: Tensor,  # (matrices,), largest codes
     W: Tensor,
     a: Tensor,  # (matrices, inner, inner)
     g: Tensor,  # (matrices, outer, outer)
@@ -139,8 +140,8 @@ def _nearest_plane(
             along, across = E[:, i, : j.start] @ a[:, j, : j.start].mT, g[:, i, : i.start] @ Y[:, : i.start, j]
             parts.append((*(x[:, i, j] for x in (W, scale, zero)), a[:, j, j], g[:, i, i], along, across))
         operands = [*map(torch.cat, zip(*parts, strict=True)), largest.repeat(len(blocks))[:, None]]
-        found = _round_blocks(*operands)
-        for (i, j), code, error, moved in zip(blocks, *(x.split(matrices) for x in found), strict=True):
+        rounded = _round_blocks(*operands)
+        for (i, j), code, error, moved in zip(blocks, *(x.split(matrices) for x in rounded), strict=True):
             codes[:, i, j], E[:, i, j], Y[:, i, j] = code, error, moved
     return codes[:, :outer, :inner]
 
@@ -160,7 +161,7 @@ def _round_blocks(
     for diagonal in range(2 * B - 1):
         first, last = max(0, diagonal - B + 1), min(B - 1, diagonal)
         size, strides = (blocks, last + 1 - first), (B * B, max(B - 1, 1))
-        offset = first * (B - 1) + diagonal  # of the entry in row `first`
+        offset = first * (B - 1) + diagonal  # position of the entry in row `first`
         ascending, descending = slice(first, last + 1), slice(B - 1 - diagonal + first, B - diagonal + last)
         w, s, z, beside, above = (x.as_strided(size, strides, offset) for x in (W, scale, zero, along, across))
         row = beside + torch.linalg.vecdot(E[:, ascending], a[:, descending])

@@ -1,6 +1,6 @@
-"""Fits with a larger ridge, where the calibration batches show too little for the usual one."""
+"""Fit with a larger ridge if the calibration batches do not suffice for the usual one."""
 
-__all__ = ["DOUBTFUL", "fitted_with_care"]
+__all__ = ["SUSPICIOUS_ERROR", "fit_and_allocate"]
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,49 +9,50 @@ from panther.compression.fits import RIDGE
 from panther.compression.forms.allocation import Allocation
 from panther.compression.forms.fitting import Fits
 
-DOUBTFUL = 0.05
-"""A held-out error above so much, and far above the predicted one, is of batches that differ from the others."""
+SUSPICIOUS_ERROR = 0.05
+"""Above this held-out error, a large excess over the predicted error means that the held-out batches differ from the
+rest."""
 
-# Times the predicted error from which on weights are fitted again, with a ridge for batches that show too little. A
-# convolutional network in 4.25 bits, fitted to 12 photographs, had an error of 0.93 on others with the usual ridge, of
-# 0.33 with 0.03 and of 0.235 with 0.3.
-_MISLED, _CAUTIOUS_RIDGE = 3.0, 0.3
+# If the held-out error exceeds the predicted one by the first number, weights are fitted again with the second number
+# as the ridge. A convolutional network in 4.25 bits, fitted to 12 photographs, had a held-out error of 0.93 with the
+# usual ridge, of 0.33 with a ridge of 0.03, and of 0.235 with 0.3.
+_REFIT_RATIO, _CAUTIOUS_RIDGE = 3.0, 0.3
 
 
-def fitted_with_care(
-    fitted: Callable[[float], Fits], allocation_of: Callable[[Fits], Allocation]
+def fit_and_allocate(
+    fit_with_ridge: Callable[[float], Fits], allocation_of: Callable[[Fits], Allocation]
 ) -> tuple[Fits, Allocation]:
-    """Fit with the usual ridge, and with a larger one too where held-out batches show that the usual one misleads.
+    """Fit with the usual ridge, and again with a larger one if the predicted error is far below the held-out error.
 
     Args:
-        fitted: Returns the fits with a ridge.
-        allocation_of: Returns the choice that the fits lead to.
+        fit_with_ridge: A function of a ridge that returns the fits.
+        allocation_of: A function of the fits that returns the choice.
     """
-    fits = fitted(RIDGE)
+    fits = fit_with_ridge(RIDGE)
     allocation = allocation_of(fits)
-    if _is_misled(fits, allocation):
-        cautious = fitted(_CAUTIOUS_RIDGE)
-        fits, allocation = _better(fits, allocation, cautious, allocation_of(cautious))
+    if _is_misleading(fits, allocation):
+        cautious = fit_with_ridge(_CAUTIOUS_RIDGE)
+        fits, allocation = _with_smaller_error(fits, allocation, cautious, allocation_of(cautious))
     return fits, allocation
 
 
-def _is_misled(fits: Fits, allocation: Allocation) -> bool:
-    """Return whether the held-out error is so much above the predicted one that the moments cannot be trusted.
+def _is_misleading(fits: Fits, allocation: Allocation) -> bool:
+    """Return whether the held-out error exceeds the predicted error so far that the moments cannot be trusted.
 
-    That of the choice by predictions: uniform forms, which are taken where it is worse, may hide what it lost.
+    Both are errors of the choice by predicted losses, even if uniform forms are used because their error is smaller.
     """
     if allocation.of_predicted is None or not fits.comparable:
         return False
     error, predicted = allocation.of_predicted
-    return error > max(DOUBTFUL, _MISLED * predicted)
+    return error > max(SUSPICIOUS_ERROR, _REFIT_RATIO * predicted)
 
 
-def _better(fits: Fits, first: Allocation, cautious: Fits, second: Allocation) -> tuple[Fits, Allocation]:
-    """Return the fits and the choice with the smaller held-out error, with a note if they are the cautious ones."""
+def _with_smaller_error(fits: Fits, first: Allocation, cautious: Fits, second: Allocation) -> tuple[Fits, Allocation]:
+    """Return the fits and the choice with the smaller held-out error, with a note if the larger ridge is better."""
     if first.error is None or second.error is None or not second.error < first.error:
         return fits, first
     note = (
-        f"weights are fitted with a larger ridge, by which the error on the held-out batches is {second.error:.3g} and "
-        f"not {first.error:.3g}: more and other batches would do more"
+        f"weights are fitted with a larger ridge, which lowers the error on the held-out batches from "
+        f"{first.error:.3g} to {second.error:.3g}: more varied calibration batches would help"
     )
     return cautious, replace(second, notes=(*second.notes, note))

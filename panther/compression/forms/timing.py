@@ -1,10 +1,10 @@
-"""How long each form of a layer takes for what the layer reads in a held-out batch.
+"""Measure how long each form of a layer takes for the layer's input in a held-out batch.
 
-Before anything is fitted: layers of random numbers run as long as fitted ones. Layers of equal shapes that read inputs
-of equal shapes share one measurement; between a few ranks the time is linear.
+Nothing has to be fitted for this, because layers of random numbers take as long as fitted ones. Layers of equal shapes
+that read inputs of equal shapes share one measurement. Times are measured at a few ranks and interpolated linearly.
 """
 
-__all__ = ["compared", "timed_layers"]
+__all__ = ["compare_speed", "time_layers"]
 
 import statistics
 import time
@@ -22,14 +22,14 @@ from panther.compression.runner import Runner
 from panther.compression.survey import hooked
 from panther.compression.targets import GEOMETRY, Target
 
-_SAMPLE_S = 5e-4  # between two readings of the clock, which takes time itself: shorter calls are repeated
-_REPEATS = 1000  # at most
-_PAIR_S = 0.2  # for one form of a layer, but not fewer rounds than
-_ROUNDS = (3, 9)  # at least, and at most
-_SHARES = (0.0, 0.35, 1.0)  # of the largest rank, where low rank is timed
+_SAMPLE_S = 5e-4  # calls are repeated for this time between two readings of the clock, because readings take time
+_MAX_REPEATS = 1000
+_PAIR_S = 0.2  # time for one form of a layer, unless the smallest number of rounds takes longer
+_ROUNDS = (3, 9)  # smallest and largest number of rounds
+_SHARES = (0.0, 0.35, 1.0)  # places in the list of ranks at which a form is timed
 
 
-def timed_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dict[Target, Times]:
+def time_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dict[Target, Times]:
     """Return the times of all forms of each target in the first held-out batch, the mean over the ranks of a group."""
     samples: dict[Any, tuple[Target, nn.Module, Tensor]] = {}
     calls: dict[Target, Counter[Any]] = {target: Counter() for target in targets}
@@ -44,9 +44,9 @@ def timed_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dic
     plans = {target: _plan(target, forms) for target in targets}
     measured: dict[Any, list[float]] = {}
     for key, (target, module, x) in runner.over(samples.items(), "time of forms"):
-        # One new layer at a time: all together could take several times the memory of the dense one.
+        # One new layer at a time, because all of them could take more memory than the dense model.
         pairs = [
-            compared(_call(module, x), _call(random_layer(target, module, option, forms), x), x.device)
+            compare_speed(_call(module, x), _call(random_layer(target, module, option, forms), x), x.device)
             for option in plans[target]
         ]
         dense_s = statistics.median(old for old, _ in pairs)
@@ -55,13 +55,13 @@ def timed_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dic
     for sums, counts in zip(table, calls.values(), strict=True):
         for key, count in counts.items():
             sums += count * torch.tensor(measured[key], dtype=torch.float64)
-    runner.mean_(table)  # one table, so that all ranks choose the same
+    runner.mean_(table)  # averaged, so that all ranks choose the same forms
     figures = zip(plans.items(), table, strict=True)
     return {target: _times(plan, *sums.tolist()) for (target, plan), sums in figures}
 
 
 def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
-    """Return what is the same for two calls that take equally long."""
+    """Return a key that is equal for calls that take equally long."""
     weight = target.weight
     geometry = tuple(getattr(module, name, None) for name in GEOMETRY)
     bias = getattr(module, "bias", None) is not None
@@ -69,15 +69,15 @@ def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
 
 
 def _plan(target: Target, forms: Forms) -> list[Option]:
-    """Return the options of a weight to time: every form, at a few ranks if it has one."""
+    """Return the options of a weight to time: every form, at a few ranks if the form has ranks."""
     by_form: dict[str, list[Option]] = {}
     for option in forms.options(target):
         if option.form != DENSE:
             by_form.setdefault(option.form, []).append(option)
     return [
-        several[place]
-        for several in by_form.values()
-        for place in sorted({round(share * (len(several) - 1)) for share in _SHARES})
+        options[place]
+        for options in by_form.values()
+        for place in sorted({round(share * (len(options) - 1)) for share in _SHARES})
     ]
 
 
@@ -86,26 +86,27 @@ def _times(plan: Sequence[Option], dense_s: float, *seconds: float) -> Times:
     for option, value in zip(plan, seconds, strict=True):
         ranks, values = curves.setdefault(option.form, ([], []))
         ranks.append(option.rank or 0)
-        values.append(max(value, values[-1] if values else 0.0))  # more rank takes no less, except for noise
+        # A higher rank does not take less time; a smaller value is noise.
+        values.append(max(value, values[-1] if values else 0.0))
     return Times(dense_s, curves)
 
 
 def _call(layer: nn.Module, x: Tensor) -> Callable[[], Any]:
-    return lambda: layer.forward(x)  # not a call, because hooks of the user's own may stand on the old layer
+    return lambda: layer.forward(x)  # `forward`, because the old layer may have hooks of the user
 
 
 @torch.no_grad()
-def compared(
+def compare_speed(
     old: Callable[[], Any],
     new: Callable[[], Any],
     device: torch.device,
     budget_s: float = _PAIR_S,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float]:
-    """Return the seconds of the first call, and how many times faster the second one is, which runs in a context.
+    """Return the seconds of the old function, and how many times faster the new one is, which runs in a context.
 
-    Both are medians over rounds, the ratio that within a round, because a shared machine gets slower and faster over
-    them. With one thread on the CPU it is CPU time, which other processes do not lengthen.
+    Both are medians over rounds. The ratio is taken within each round, because a shared machine becomes slower and
+    faster over time. With one thread on the CPU, CPU time is measured, which other processes do not lengthen.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
 
@@ -121,8 +122,8 @@ def compared(
         return max(now() - begin, 1e-9) / repeats
 
     def repeats(call: Callable[[], Any]) -> int:
-        call()  # the first one allocates, and compiles kernels on a GPU
-        return max(1, min(_REPEATS, round(_SAMPLE_S / timed(call, 1))))
+        call()  # the first call allocates memory, and compiles kernels on a GPU
+        return max(1, min(_MAX_REPEATS, round(_SAMPLE_S / timed(call, 1))))
 
     old_repeats = repeats(old)
     with within():

@@ -16,7 +16,7 @@ from panther.compression.forms.arguments import check_model
 from panther.compression.linearization.fitting import FitConfig, Quality, fit, quality
 from panther.compression.linearization.report import LinearizationReport, LinearizedLayer
 from panther.compression.linearization.samples import Recorder, record, split_layers
-from panther.compression.linearization.survey import Found, find_attention, make_attention
+from panther.compression.linearization.survey import AttentionModules, find_attention, make_attention
 from panther.compression.measurement import model_speed
 from panther.compression.runner import Runner
 from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
@@ -52,31 +52,33 @@ def linearize_(
 
     Every converted module attends exactly within a window of its position, and to all other positions through
     features whose products imitate :math:`e^{q \cdot k}`: see :class:`panther.nn.LearnedLinearAttention`. The features
-    of each module are learned from what its queries and keys are on a few unlabelled batches; no other parameter
-    changes, unless ``heal`` is given. Converted are nn.MultiheadAttention that attends from a sequence to itself, and
-    transformers' modules that take their attention function from its table (BERT, GPT-2, Llama, Qwen, ViT and many
-    more), causal or not, with grouped heads, rotary positions and masks of keys.
+    of each module are learned from its queries and keys on a few unlabelled batches. No other parameter changes, unless
+    ``heal`` is given. The function converts nn.MultiheadAttention that attends from a sequence to itself, and modules
+    of transformers that take their attention function from its table (BERT, GPT-2, Llama, Qwen, ViT and many more),
+    causal or not, with grouped heads, rotary positions and masks of keys.
 
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
-        calibration: Batches as for :func:`panther.compress`, of sequences longer than three windows, best as long as
-            those of later use. None converts without learning, for a state_dict of a converted model to be loaded.
-            Folders of :func:`panther.save_compressed` and ``save_pretrained`` need no conversion before loading.
-        num_features: Features of each head.
-        window: Positions in a block; a query sees its own block and the ones beside it exactly.
-        include: Only attention modules that match: a type, a glob of names, or a function of the module and its name;
-            or several.
+        calibration: Batches as for :func:`panther.compress`. Sequences must be longer than three windows, and are best
+            as long as the sequences of later use. None converts without learning, so that a state_dict of a converted
+            model can be loaded. Folders of :func:`panther.save_compressed` and ``save_pretrained`` need no conversion
+            before loading.
+        num_features: Number of features of each head.
+        window: Number of positions in a block; attention is exact within a query's block and the adjacent blocks.
+        include: Only attention modules that match: a type, a glob of names, a function of the module and its name, or a
+            sequence of these.
         exclude: No modules that match.
         max_error: Keep the softmax of modules whose output has a larger relative error on the held-out batches.
         steps: Steps of Adam for each module.
-        learning_rate: Peak of their schedule.
+        learning_rate: Peak of Adam's learning rate.
         forward_fn: ``forward_fn(model, batch)`` returns the output, as for :func:`panther.compress`.
         mask_fn: ``mask_fn(batch)`` returns which positions count in the output's error.
         heal: Distil the original into the converted model afterwards; ``train="factors"`` trains the converted
             modules' parameters, projections included.
         samples_memory_bytes: Memory for recorded queries, keys and values; there are as many passes over the batches
             as needed.
-        seed: Seed of centres, of the queries drawn, and of healing; None draws one from torch's default CPU generator.
+        seed: Seed of the cluster centres, of the sampled queries and of healing; None draws one from torch's default
+            CPU generator.
         measure_speed: Whether to time the model before and after.
         progress: Whether to show progress on standard error; None shows it on a terminal.
 
@@ -120,13 +122,15 @@ def linearize_(
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(None)
-    found = find_attention(model, include, exclude)
-    new = {name: make_attention(module, num_features, window) for name, module in found.modules.items()}
-    replacement: Replacement = {module: convert_attention(module, new[name]) for name, module in found.modules.items()}
-    _check_found(found)
-    notes, healed, write_, speedup, error = list(found.notes), None, None, None, None
+    attention_modules = find_attention(model, include, exclude)
+    new = {name: make_attention(module, num_features, window) for name, module in attention_modules.modules.items()}
+    replacement: Replacement = {
+        module: convert_attention(module, new[name]) for name, module in attention_modules.modules.items()
+    }
+    _check_convertible(attention_modules)
+    notes, healed, write_, speedup, error = list(attention_modules.notes), None, None, None, None
     seed = check_seed(seed)
-    results = _Results()
+    results = _LearningResults()
     if calibration is not None:
         with torch.inference_mode(False), torch.enable_grad():
             runner = Runner(model, calibration, forward_fn, mask_fn, None, progress)
@@ -134,8 +138,8 @@ def linearize_(
                 options = FitConfig(steps, learning_rate)
                 results = _learn(runner, replacement, new, options, max_error, samples_memory_bytes, window, seed)
                 for name in results.reasons:
-                    del replacement[found.modules[name]], new[name]
-                _check_found(found, results.reasons)
+                    del replacement[attention_modules.modules[name]], new[name]
+                _check_convertible(attention_modules, results.reasons)
                 (error,) = runner.errors([partial(replace_modules, model, replacement)], "error")
                 speedup = model_speed(runner, replacement)[1] if measure_speed else None
             _cast(replacement, new)
@@ -145,7 +149,7 @@ def linearize_(
                     notes.append(f"healing diverged and ended at step {healed.steps}: use a lower learning_rate")
     else:
         _cast(replacement, new)
-    kinds = {name: type(module).__name__ for name, module in found.modules.items()}
+    kinds = {name: type(module).__name__ for name, module in attention_modules.modules.items()}
     report = LinearizationReport(
         layers=tuple(
             LinearizedLayer(
@@ -154,16 +158,9 @@ def linearize_(
             )
             for name, attention in new.items()
         ),
-        skipped=(*found.skipped, *(SkippedLayer(n, kinds[n], reason) for n, reason in results.reasons.items())),
-        num_features=num_features,
-        window=window,
-        notes=tuple(notes),
-        measured_error=error,
-        healed=healed,
-        measured_speedup=speedup,
-        length=results.length,
-        passes=results.passes,
-        fit_s=results.fit_s,
+        skipped=(*attention_modules.skipped, *(SkippedLayer(n, kinds[n], reason) for n, reason in
+        results.reasons.items())), num_features=num_features, window=window, notes=tuple(notes), measured_error=error,
+        healed=healed, measured_speedup=speedup, length=results.length, passes=results.passes, fit_s=results.fit_s,
         seed=seed,
     )  # fmt: skip
     # Last, and only assignments: any earlier failure leaves the model unchanged.
@@ -174,8 +171,8 @@ def linearize_(
     return report
 
 
-class _Results:
-    """What learning found, by the names of the modules."""
+class _LearningResults:
+    """The results of learning, by the names of the modules."""
 
     def __init__(self) -> None:
         self.quality: dict[str, Quality] = {}
@@ -188,8 +185,8 @@ class _Results:
 def _learn(
     runner: Runner, replacement: Replacement, new: dict[str, LearnedLinearAttention], config: FitConfig,
     max_error: float | None, memory: int, window: int, seed: int,
-) -> _Results:  # fmt: skip
-    results = _Results()
+) -> _LearningResults:  # fmt: skip
+    results = _LearningResults()
 
     def recorded(batches: Sequence[Any], keep: Sequence[str], description: str) -> dict[str, Recorder]:
         with replace_modules(runner.model, replacement):
@@ -211,7 +208,7 @@ def _learn(
         held_out = recorded(runner.held_out, group, f"recording {number + 1}")
         results.passes += 1
         begin = time.perf_counter()
-        for name in runner.over([one for one in group if one not in results.reasons], "learning"):
+        for name in runner.over([each for each in group if each not in results.reasons], "learning"):
             samples, checks = training[name].samples, held_out[name].samples
             if not samples or not checks:
                 results.reasons[name] = (
@@ -234,19 +231,20 @@ def _learn(
 
 
 def _cast(replacement: Replacement, new: dict[str, LearnedLinearAttention]) -> None:
-    """Give learned parameters the dtype of the module's own, and its flags."""
+    """Convert the learned parameters to the dtype and ``requires_grad`` flag of the old module's parameters."""
     for (old, _), attention in zip(replacement.items(), new.values(), strict=True):
         first = next((p for p in old.parameters() if p.is_floating_point()), None)
         if first is not None:
             attention.to(first.dtype).requires_grad_(first.requires_grad)
 
 
-def _check_found(found: Found, reasons: dict[str, str] | None = None) -> None:
-    """Raise if there is nothing to convert."""
+def _check_convertible(attention_modules: AttentionModules, reasons: dict[str, str] | None = None) -> None:
+    """Raise CompressionError if there is no attention module to convert."""
     reasons = reasons or {}
-    if len(reasons) == len(found.modules):
-        every = [*found.skipped, *(SkippedLayer(name, "", reason) for name, reason in reasons.items())]
-        shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in every[:3])
+    if len(reasons) == len(attention_modules.modules):
+        refused = [*attention_modules.skipped, *(SkippedLayer(name, "", reason) for name, reason in reasons.items())]
+        reasons_text = "; ".join(f"{entry.name!r} {entry.reason}" for entry in refused[:3])
         raise CompressionError(
-            "no attention of the model can be converted" + (f": {shown}" if every else ", which has no attention known")
+            "no attention of the model can be converted"
+            + (f": {reasons_text}" if refused else ", which has no attention known")
         )

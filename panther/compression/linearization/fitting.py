@@ -1,12 +1,12 @@
-r"""Learning of the feature maps of one attention module, all heads at once, from recorded queries, keys and values.
+r"""Learn the feature maps of one attention module, all heads at once, from recorded queries, keys and values.
 
-The start is a clustering: centres of the keys that get attention beyond the window, by k-means in which a key weighs as
-much as the attention it gets, so that a first position that takes most of it has a centre of its own. From there Adam
-lowers the cross-entropy of the exact weights p against the approximate ones,
+The initial features are centres of the keys beyond the window. They are computed by k-means with the attention that a
+key gets as its weight, so that a first position that gets most of the attention has a separate centre. Adam then lowers
+the cross-entropy of the exact weights p and the approximate ones,
 
 .. math:: -\sum_j p_{ij} \log \hat p_{ij},
 
-over random queries, window and far keys together.
+over random queries, where the sum includes the keys within the window and beyond it.
 
 Reference: the loss is that of M. Zhang et al., "The hedgehog and the porcupine", ICLR 2024, arXiv:2402.04347.
 """
@@ -24,16 +24,16 @@ from panther.compression.linearization.samples import Sample
 from panther.nn import LearnedLinearAttention
 from panther.nn.attention.learned import window_masks
 
-_ROWS = 128  # queries for which attention is counted, in each sequence
+_ROWS = 128  # queries in each sequence from which the attention of keys is summed for the clustering
 _KEYS = 2**14  # keys of a head in the clustering
-_ROUNDS = 8  # of k-means
+_ROUNDS = 8  # iterations of k-means
 _BETAS = (0.9, 0.95)
-_WARM_UP = 20  # steps
+_WARM_UP = 20  # steps in which the learning rate rises
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Steps of Adam, its learning rate at the peak, and queries a step."""
+    """Number of steps of Adam, peak of its learning rate, and number of queries in each step."""
 
     steps: int = 300
     learning_rate: float = 3e-2
@@ -42,10 +42,10 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class Quality:
-    """How near approximate attention is to exact attention, on queries that have keys beyond the window.
+    """Differences of approximate from exact attention, on queries that have keys beyond the window.
 
     Attributes:
-        far_mass: Share of the exact weights that lies beyond the window.
+        far_mass: Share of the exact attention weights beyond the window.
         divergence: Kullback-Leibler divergence of the weights, in nats.
         error: Relative error of the output.
     """
@@ -57,7 +57,7 @@ class Quality:
 
 @torch.enable_grad()
 def fit(attention: LearnedLinearAttention, samples: Sequence[Sample], config: FitConfig, seed: int) -> None:
-    """Learn the parameters, in place; they are float32 at least."""
+    """Learn the parameters of ``attention`` in place; they must be float32 or wider."""
     generator = torch.Generator().manual_seed(seed)
     _start(attention, samples, generator)
     parameters = list(attention.parameters())
@@ -71,10 +71,10 @@ def fit(attention: LearnedLinearAttention, samples: Sequence[Sample], config: Fi
         optimizer.param_groups[0]["lr"] = config.learning_rate * rate
         sample = samples[index]
         positions = _draw(sample, config.rows, generator)
-        exact, approximate, seen = _weights(attention, sample, positions)
+        exact, approximate, visible = _weights(attention, sample, positions)
         # A weight of 0 times a logarithm of -inf is NaN.
-        loss = -(exact * approximate.masked_fill(~seen, 0)).sum(-1).mean()
-        # `inputs`, because other parameters can stand in the graph, such as those of a projection that is being healed.
+        loss = -(exact * approximate.masked_fill(~visible, 0)).sum(-1).mean()
+        # `inputs`, because the graph can contain further parameters, such as a projection that is healed.
         optimizer.zero_grad()
         loss.backward(inputs=parameters)
         optimizer.step()
@@ -90,47 +90,47 @@ def quality(attention: LearnedLinearAttention, samples: Sequence[Sample], seed: 
     sums = torch.zeros(5, dtype=torch.float64)
     for sample in samples:
         positions = _draw(sample, rows, generator)
-        exact, approximate, seen = _weights(attention, sample, positions)
+        exact, approximate, visible = _weights(attention, sample, positions)
         near, _ = window_masks(positions, sample.k.shape[-2], attention.window, sample.causal, sample.first)
         v = sample.v.to(exact.dtype)
         y = exact @ v
-        divergence = torch.special.xlogy(exact, exact) - exact * approximate.masked_fill(~seen, 0)
+        divergence = torch.special.xlogy(exact, exact) - exact * approximate.masked_fill(~visible, 0)
         error = approximate.exp() @ v - y
-        found = (exact.masked_fill(near, 0).sum(), divergence.sum(), error.square().sum(), y.square().sum())
-        sums += torch.tensor([*map(float, found), exact[..., 0].numel()], dtype=torch.float64)
-    mass, divergence_, lost, whole, count = sums.tolist()
-    return Quality(mass / count, divergence_ / count, math.sqrt(lost / whole) if whole else 0.0)
+        figures = (exact.masked_fill(near, 0).sum(), divergence.sum(), error.square().sum(), y.square().sum())
+        sums += torch.tensor([*map(float, figures), exact[..., 0].numel()], dtype=torch.float64)
+    mass, divergence_, lost, total, count = sums.tolist()
+    return Quality(mass / count, divergence_ / count, math.sqrt(lost / total) if total else 0.0)
 
 
 def _draw(sample: Sample, rows: int, generator: torch.Generator) -> Tensor:
-    chosen = torch.randperm(len(sample.queries), generator=generator)[:rows]
-    return sample.queries[chosen.to(sample.queries.device)]
+    indices = torch.randperm(len(sample.queries), generator=generator)[:rows]
+    return sample.queries[indices.to(sample.queries.device)]
 
 
 def _weights(attention: LearnedLinearAttention, sample: Sample, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exact weights, logarithms of approximate ones, and which keys are seen, (H, rows, T)."""
+    """Return exact weights, logarithms of approximate weights, and the mask of visible keys, (H, rows, T) each."""
     dtype = torch.promote_types(sample.q.dtype, torch.float32)
     q, k = sample.q[:, positions].to(dtype), sample.k.to(dtype)
     mask = None if sample.key_mask is None else sample.key_mask[None]
     logits = attention.scores(q[None], k[None], positions, sample.causal, mask)[0]
-    seen = logits > -torch.inf
-    exact = (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1)
-    return exact, logits.log_softmax(-1), seen
+    visible = logits > -torch.inf
+    exact = (q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1)
+    return exact, logits.log_softmax(-1), visible
 
 
 @torch.no_grad()
 def _start(attention: LearnedLinearAttention, samples: Sequence[Sample], generator: torch.Generator) -> None:
-    """Put the features at centres of the keys that get attention."""
+    """Initialize the features with centres of the keys that get attention beyond the window."""
     keys, weights = [], []
     share = max(1, _KEYS // len(samples))
     for sample in samples:
         positions = _draw(sample, _ROWS, generator)
         dtype = attention.query_weight.dtype
         q, k = sample.q[:, positions].to(dtype), sample.k.to(dtype)
-        near, seen = window_masks(positions, k.shape[-2], attention.window, sample.causal, sample.first)
+        near, visible = window_masks(positions, k.shape[-2], attention.window, sample.causal, sample.first)
         if sample.key_mask is not None:
-            seen = seen & sample.key_mask
-        mass = (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(near, 0).sum(-2)  # (H, T)
+            visible = visible & sample.key_mask
+        mass = (q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(near, 0).sum(-2)  # (H, T)
         top = mass.topk(min(share, mass.shape[-1]))
         keys.append(k.gather(1, top.indices[..., None].expand(-1, -1, k.shape[-1])))
         weights.append(top.values)
@@ -145,8 +145,8 @@ def _start(attention: LearnedLinearAttention, samples: Sequence[Sample], generat
 
 def _cluster(K: Tensor, weight: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (n, d), (n,) -> (count, d)
     weight = weight.clamp_min(0) + 1e-9 * weight.max().clamp_min(1e-9)
-    drawn = torch.multinomial(weight.cpu(), count, replacement=len(K) < count, generator=generator)
-    centres = K[drawn.to(K.device)].clone()
+    first_keys = torch.multinomial(weight.cpu(), count, replacement=len(K) < count, generator=generator)
+    centres = K[first_keys.to(K.device)].clone()
     for _ in range(_ROUNDS):
         nearest = torch.cdist(K, centres).argmin(-1)
         sums = torch.zeros_like(centres).index_add_(0, nearest, K * weight[:, None])

@@ -15,12 +15,12 @@ from panther.files import write_json
 
 @dataclass(frozen=True)
 class LinearizedLayer:
-    """One attention module that was converted. Figures are of held-out batches, and None without calibration."""
+    """One converted attention module. Figures are measured on held-out batches, and None without calibration."""
 
     name: str
     """Name of the module."""
     kind: str
-    """Its class before the conversion."""
+    """Class of the module before the conversion."""
     num_heads: int
     """Number of heads."""
     head_dim: int
@@ -32,12 +32,12 @@ class LinearizedLayer:
     divergence: float | None = None
     """Kullback-Leibler divergence of the exact weights from the approximate ones, in nats, on the same queries."""
     error: float | None = None
-    """Relative error of the heads' outputs, on the same queries and the original's inputs."""
+    """Relative error of the heads' outputs, on the same queries and the inputs of the original model."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LinearizationReport:
-    """What :func:`panther.linearize_` did. ``print(report)`` shows the table."""
+    """The result of :func:`panther.linearize_`. ``print(report)`` shows the table."""
 
     layers: tuple[LinearizedLayer, ...]
     """The converted modules."""
@@ -54,13 +54,13 @@ class LinearizationReport:
     healed: HealResult | None = None
     """The result of healing; None without it."""
     measured_speedup: float | None = None
-    """Speed-up of the whole model, on a held-out batch; see ``length``."""
+    """Speed-up of the entire model on a held-out batch; see ``length``."""
     length: int | None = None
     """Longest sequence of the calibration batches."""
     passes: int = 0
-    """Passes over the calibration batches that recording took."""
+    """Number of passes over the calibration batches in which queries, keys and values were recorded."""
     fit_s: float = 0.0
-    """Seconds that learning the feature maps took, besides the passes."""
+    """Seconds that learning the feature maps took, without the passes."""
     seed: int = 0
     """The seed of the call, drawn if none was given."""
 
@@ -81,10 +81,10 @@ class LinearizationReport:
         ]
         errors = [("measured", self.measured_error), ("healed", self.healed_error)]
         if self.measured_error is not None:
-            found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
-            lines.append(f"relative error of the output  {found}")
+            errors_text = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
+            lines.append(f"relative error of the output  {errors_text}")
         if self.fit_s:
-            lines.append(f"learned in {format_seconds(self.fit_s)}, besides {counted(self.passes, 'pass', 'passes')}")
+            lines.append(f"learned in {format_seconds(self.fit_s)}, after {counted(self.passes, 'pass', 'passes')}")
         if self.measured_speedup is not None:
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f} at {self.length} positions")
         lines += [f"note: {note}" for note in self.notes]
@@ -93,14 +93,14 @@ class LinearizationReport:
             figures = [(layer.far_mass, ".1%"), (layer.divergence, ".3g"), (layer.error, ".3g")]
             causal = {None: "", True: "yes", False: "no"}[layer.is_causal]
             heads = f"{layer.num_heads}x{layer.head_dim}"
-            shown = ("" if value is None else format(value, form) for value, form in figures)
-            rows.append((layer.name, layer.kind, heads, causal, *shown))
+            figures_text = ("" if value is None else format(value, form) for value, form in figures)
+            rows.append((layer.name, layer.kind, heads, causal, *figures_text))
         lines.append(format_table(rows))
         lines += [f"kept exact: {name} ({kind}) {reason}" for name, kind, reason in self.skipped]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain numbers, strings, lists and dicts."""
+        """Return the report as plain numbers, strings, lists and dicts."""
         skipped = [entry._asdict() for entry in self.skipped]
         return asdict(self) | {"skipped": skipped, "healed_error": self.healed_error}
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention modules, recorded from the calibration batches a few layers at a time."""
+"""Record queries, keys and values of attention modules from the calibration batches, a few layers at a time."""
 
 __all__ = ["Recorder", "Sample", "record", "split_layers"]
 
@@ -16,12 +16,12 @@ from panther.nn.attention.learned import first_keys
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence as one attention module reads it: heads of queries (scaled), keys and values, (H, T, width).
+    """One sequence of one attention module: queries (scaled), keys and values of the heads, (H, T, width) each.
 
     Attributes:
         key_mask: True where a key takes part, (T,), or None for all.
         causal: Whether a query sees only the keys up to its own position.
-        queries: Positions that have keys beyond the window and are not padding themselves.
+        queries: Positions of queries that have keys beyond the window and are not padding.
     """
 
     q: Tensor
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass
 class Recorder:
-    """Where an attention module's calls go while the model runs; see LearnedLinearAttention.recorder."""
+    """A recorder of the calls of an attention module; see LearnedLinearAttention.recorder."""
 
     window: int
     keep: bool = True
@@ -47,10 +47,10 @@ class Recorder:
     refusal: str | None = None
     calls: int = 0
     longest: int = 0
-    bytes: int = 0  # of one call's operands
+    bytes: int = 0  # bytes of the operands of all calls
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> None:
-        """Record a call."""
+        """Count a call and, with ``keep``, store its sequences."""
         self.calls += 1
         self.longest = max(self.longest, q.shape[-2])
         self.bytes += q.nbytes + k.nbytes + v.nbytes
@@ -66,7 +66,7 @@ class Recorder:
                 self.samples.append(Sample(q_, k_, v_, mask, causal, queries))
 
     def refuse(self, reason: str) -> None:
-        """Note why the module cannot be converted; the first reason stands."""
+        """Store the reason why the module cannot be converted; the first reason is kept."""
         self.refusal = self.refusal or reason
 
 
@@ -84,22 +84,22 @@ def far_queries(n: int, window: int, mask: Tensor | None, causal: bool, device: 
 
 
 def split_layers(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Yield groups of layers whose samples fit into ``limit`` bytes together, a larger one by itself."""
+    """Yield groups of layers such that the samples of a group fit into ``limit`` bytes, unless it is a single layer."""
     group: list[str] = []
-    used = 0
+    group_bytes = 0
     for name, size in sizes.items():
-        if group and used + size > limit:
+        if group and group_bytes + size > limit:
             yield group
-            group, used = [], 0
+            group, group_bytes = [], 0
         group.append(name)
-        used += size
+        group_bytes += size
     if group:
         yield group
 
 
 @contextmanager
 def recording(attentions: Mapping[str, LearnedLinearAttention], recorders: Mapping[str, Recorder]) -> Iterator[None]:
-    """Attach recorders: attention is exact meanwhile."""
+    """Attach the recorders within the block, in which attention is exact."""
     try:
         for name, attention in attentions.items():
             attention.recorder = recorders[name]
@@ -118,7 +118,10 @@ def record(
     window: int,
     description: str,
 ) -> dict[str, Recorder]:
-    """Run the batches with all attention exact, and return what those to ``keep`` read."""
+    """Run the batches with exact attention in all modules, and return their recorders.
+
+    Recorders store samples for the modules named in ``keep``, and only sizes for the remaining modules.
+    """
     recorders = {name: Recorder(window, name in keep) for name in attentions}
     with recording(attentions, recorders):
         for batch in runner.over(batches, description):

@@ -1,6 +1,6 @@
-"""The attention modules of a model: which can be converted, and why the others cannot."""
+"""Find the attention modules of a model that can be converted, and the reasons why further ones cannot."""
 
-__all__ = ["Found", "find_attention", "is_attention", "make_attention"]
+__all__ = ["AttentionModules", "find_attention", "is_attention", "make_attention"]
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from panther.nn.attention.record import sizes_of
 
 
 @dataclass(frozen=True)
-class Found:
-    """Attention modules to convert, by name, and those that stay."""
+class AttentionModules:
+    """Attention modules to convert, by name, and attention modules that keep their softmax."""
 
     modules: Mapping[str, nn.Module]
     skipped: tuple[SkippedLayer, ...]
     notes: tuple[str, ...]
 
 
-def find_attention(model: nn.Module, include: Any, exclude: Any) -> Found:
+def find_attention(model: nn.Module, include: Any, exclude: Any) -> AttentionModules:
     """Find the attention modules of a model."""
-    wanted, unwanted = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
+    included, excluded = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -37,33 +37,36 @@ def find_attention(model: nn.Module, include: Any, exclude: Any) -> Found:
     for module, places in names.items():
         if not is_attention(module):
             continue
-        reason = _refusal(module, places, wanted, unwanted)
+        reason = _refusal(module, places, included, excluded)
         if reason is None:
             modules[places[0]] = module
         else:
             skipped.append(SkippedLayer(places[0] or "(the model)", type(module).__name__, reason))
     notes = tuple(
-        f"{role}={one!r} matches no name of model.named_modules()"
-        for role, selectors in (("include", wanted), ("exclude", unwanted))
-        for one in selectors
-        if isinstance(one, str) and not any(fnmatch.fnmatchcase(p, one) for several in names.values() for p in several)
+        f"{role}={selector!r} matches no name of model.named_modules()"
+        for role, selectors in (("include", included), ("exclude", excluded))
+        for selector in selectors
+        if isinstance(selector, str)
+        and not any(fnmatch.fnmatchcase(p, selector) for module_names in names.values() for p in module_names)
     )
-    return Found(modules, tuple(skipped), notes)
+    return AttentionModules(modules, tuple(skipped), notes)
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is attention: torch's, one of transformers', or one that looks as if it were."""
-    if isinstance(module, LearnedLinearAttention):  # of a module that is linear already
+    """Return whether a module is attention of torch or transformers, or is named like attention and has parameters."""
+    if isinstance(module, LearnedLinearAttention):  # a child of a module that is converted already
         return False
-    known = isinstance(module, (nn.MultiheadAttention, RandMultiHeadAttention)) or calls_interface(module)
-    # Named so and with projections of its own: told to the user, who would otherwise wonder.
-    return known or (type(module).__name__.endswith("Attention") and any(True for _ in module.parameters(False)))
+    is_convertible_kind = isinstance(module, (nn.MultiheadAttention, RandMultiHeadAttention)) or calls_interface(module)
+    # A module that is named like attention and has projections is listed as skipped, so that the user sees why.
+    return is_convertible_kind or (
+        type(module).__name__.endswith("Attention") and any(True for _ in module.parameters(False))
+    )
 
 
 def make_attention(module: nn.Module, num_features: int, window: int) -> LearnedLinearAttention:
-    """Return linear attention of a module's size, with parameters in float32 at least, on its device."""
+    """Return linear attention of the module's sizes, with parameters in float32 or wider, on the module's device."""
     sizes = sizes_of(module)
-    assert sizes is not None  # modules without are refused
+    assert sizes is not None  # modules without sizes are refused
     first = next(module.parameters(), None)
     dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
     device = None if first is None else first.device
@@ -71,14 +74,14 @@ def make_attention(module: nn.Module, num_features: int, window: int) -> Learned
 
 
 def _refusal(
-    module: nn.Module, names: Sequence[str], wanted: Sequence[Selector], unwanted: Sequence[Selector]
+    module: nn.Module, names: Sequence[str], included: Sequence[Selector], excluded: Sequence[Selector]
 ) -> str | None:
-    """Return why a module keeps its softmax; None if it is to be converted."""
+    """Return why a module keeps its softmax, or None if it can be converted."""
     if CHILD in children_of(module) or isinstance(module, RandMultiHeadAttention):
         return "is linear already"
-    if not any(_matches(one, names, module) for one in wanted):
+    if not any(_matches(selector, names, module) for selector in included):
         return "is not included"
-    if any(_matches(one, names, module) for one in unwanted):
+    if any(_matches(selector, names, module) for selector in excluded):
         return "is excluded"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
@@ -102,5 +105,5 @@ def _refusal(
     if getattr(module, "is_cross_attention", False):
         return "attends from one sequence to another, whose positions no window relates"
     if sizes_of(module) is None:
-        return "does not tell the number and width of its heads"
+        return "does not state the number and width of its heads"
     return None

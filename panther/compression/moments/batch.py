@@ -1,7 +1,7 @@
-"""One batch forward and backward, in which the inputs of layers wait for the gradients at their outputs.
+"""Run a batch forward and backward, and keep each layer's input until the gradient at the layer's output is known.
 
-Each gradient is used as soon as backward has it, and then the input is let go with it: nearly all of the memory is that
-of the model's own forward and of one copy of each input.
+Each gradient is used as soon as backward computes it, and then freed together with the input. Nearly all memory is
+therefore used by the model's own forward and by one copy of each input.
 """
 
 __all__ = ["Call", "gradient_rows", "run_batch"]
@@ -26,9 +26,9 @@ class Call(NamedTuple):
     """One call of a layer in a batch.
 
     Attributes:
-        place: The number of the batch, and how many calls were before this one in it.
+        place: The number of the batch, and the number of earlier calls in this batch.
         module: The layer.
-        x: Its input; of a linear layer the rows that count.
+        x: The input of the layer; for a linear layer, only the rows that count.
     """
 
     place: tuple[int, int]
@@ -47,15 +47,17 @@ def run_batch(
     seed: int,
     gradients: bool,
 ) -> tuple[float, dict[Target, list[Any]]]:
-    """Call ``add`` with each call of the targets, and the rows of the gradient at its output, or None without one.
+    """Call ``add`` with each call of the targets and the rows of the gradient at its output (None without a gradient).
 
-    Returns the squares of the output, and for each target of ``compared`` what its inputs are recognised by. ``number``
-    is that of the batch.
+    ``number`` is the number of the batch.
+
+    Returns:
+        The sum of squares of the output, and the keys of the inputs of each target in ``compared``.
     """
     masks = runner.mask(batch)
-    seen: dict[Target, list[Any]] = {}
-    alive: list[Tensor] = []  # so that an address is not used again within a forward
-    copies: dict[Any, Tensor] = {}  # of inputs that several targets read
+    input_keys: dict[Target, list[Any]] = {}
+    alive: list[Tensor] = []  # inputs, kept so that no address is used twice within a forward
+    copies: dict[Any, Tensor] = {}  # copies of inputs that more than one target reads, by key
     waiting: dict[int, tuple[Target, Call]] = {}
     indices = count()
 
@@ -66,7 +68,7 @@ def run_batch(
                 f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
                 "batch and the model, or exclude the layer"
             )
-        # A copy, because the model may write to its own before gradients are known; rows that were picked are one.
+        # The model may write to its input before the gradients are known. Selected rows are a copy already.
         return rows.clone() if gradients and rows.data_ptr() == x.data_ptr() else rows
 
     def note(target: Target, module: nn.Module, x: Tensor) -> Receive | None:
@@ -74,7 +76,7 @@ def run_batch(
         held = None
         if target in compared:
             alive.append(x)
-            seen.setdefault(target, []).append(key := input_key(module, x))
+            input_keys.setdefault(target, []).append(key := input_key(module, x))
             held = copies.get(key)
         if held is None:
             held = hold(target, module, x)
@@ -87,7 +89,7 @@ def run_batch(
         waiting[index] = target, call
 
         def receive(gradient: Tensor) -> None:
-            # What waits is not in the closure, which lives as long as the graph does.
+            # The input is in `waiting` and not in the closure, because the closure lives as long as the graph.
             add(*waiting.pop(index), gradient_rows(module, gradient, masks, target))
 
         return receive
@@ -107,7 +109,7 @@ def run_batch(
     # Calls without a gradient, such as those under no_grad.
     for target, call in waiting.values():
         add(target, call, None)
-    return size, seen
+    return size, input_keys
 
 
 def gradient_rows(module: nn.Module, gradient: Tensor, masks: Masks, target: Target) -> Tensor:

@@ -9,10 +9,10 @@ over the n positions where the layer is applied, g being the gradient at y of th
 :math:`E\, g g^T = J^T J` (the Kronecker factorisation of J. Martens and R. Grosse, "Optimizing neural networks with
 Kronecker-factored approximate curvature", ICML 2015, arXiv:1503.05671).
 
-Inputs and sensitivities are not independent: some positions matter more. Where gradients are taken, A is therefore a
-weighted mean, over positions with the weight :math:`|g|^2 + c \operatorname{E} |g|^2`: without c it is the first step
+Inputs and sensitivities are not independent: some positions matter more. With gradients, A is therefore a weighted mean
+over the positions, with the weights :math:`|g|^2 + c \operatorname{E} |g|^2`. Without c, this mean is the first step
 from the identity towards the product nearest to :math:`\operatorname{E} x x^T \otimes g g^T` (C. Van Loan and N.
-Pitsianis, "Approximation with Kronecker products", 1993), and c keeps it from resting on few positions.
+Pitsianis, "Approximation with Kronecker products", 1993); c prevents that few positions dominate the mean.
 """
 
 __all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
-from panther.compression.moments.sums import Shifted, Sums, add_products, add_squares, input_rows, square_zeros
+from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
 from panther.compression.runner import Runner, squares
 from panther.compression.survey import Receive, send_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
 
 _DOUBLE = torch.float64.itemsize
-_CONSTANT = 1e-11  # of the square of an input is its variance at most, where rounding alone makes it vary
-_EVEN = 0.25  # the c above: share of the weights that all positions have alike
-_MOST = 2.0**40  # weight of a position, over the mean: its root is still far within float32
+_CONSTANT = 1e-11  # an input is constant, up to rounding, if its variance is at most this share of its mean square
+_EVEN = 0.25  # the constant c above
+_MAX_WEIGHT = 2.0**40  # largest weight of a position over the mean; its root is far within the range of float32
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Moments:
 
     Attributes:
         A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients.
-        mean: Mean of its inputs, (groups, inner), weighted alike.
+        mean: Mean of its inputs, (groups, inner), with the same weights.
         G: Second moment of the gradients at its outputs, (groups, outer, outer), or None.
         positions: How often the layer was applied, over all batches.
-        cross: Where the inputs are those in the compressed model, the moment of the original's inputs, in rows, with
-            them, (groups, inner, inner).
+        cross: If the inputs are inputs in the compressed model: the cross moment of the original's inputs (rows) and
+            these inputs (columns), (groups, inner, inner).
         roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
-            count alike.
+            weights are equal.
         calls: How often the layer is called in each batch.
     """
 
@@ -72,22 +72,27 @@ class Moments:
 
 
 def check_calibration(positions: Mapping[Target, float], constant: Collection[Target]) -> tuple[str, ...]:
-    """Return why the batches say too little about some layers, or raise CompressionError if they do about all.
+    """Return reasons why the batches do not suffice for some layers.
 
-    ``positions`` has how often each layer was applied, and ``constant`` the layers whose inputs never varied.
+    ``positions`` is the number of positions at which each layer was applied. ``constant`` are the layers whose inputs
+    never varied.
+
+    Raises:
+        CompressionError: If the inputs of all layers never varied.
     """
     if positions and len(constant) == len(positions):
         raise CompressionError(
-            f"every layer reads one input only at all {max(positions.values()):.0f} positions of the calibration "
-            "batches (a single sample, constants or zeros), which says nothing about others: give batches like those "
-            "that the model will read"
+            f"every layer reads the same input at all {max(positions.values()):.0f} positions of the calibration "
+            "batches (a single sample, constants or zeros), which do not represent different inputs: give batches like "
+            "the data that the model will read"
         )
     notes = []
     if constant:
         names = ", ".join(repr(target.name) for target in list(constant)[:3])
         notes.append(
-            f"layers that read one input only in all calibration batches (constants or zeros): {len(constant)} of "
-            f"{len(positions)} ({names}): exclude them, or give batches like those that the model will read"
+            f"layers that read the same input at all positions of the calibration batches (constants or zeros): "
+            f"{len(constant)} of {len(positions)} ({names}): exclude them, or give batches like the data that the "
+            "model will read"
         )
     few = [target for target, count in positions.items() if count < target.inner and target not in constant]
     if few:
@@ -101,25 +106,25 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
 
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
-    """Return the bytes of the moments of targets that read one input; with gradients each has its own weights."""
+    """Return the bytes of the moments of targets that share one input; with gradients, they do not share A."""
     A = targets[0].groups * targets[0].inner ** 2 * (len(targets) if gradients else 1)
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 
 
 def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int) -> list[list[Sequence[Target]]]:
-    """Return passes of sets of targets whose moments fit into ``limit`` bytes.
+    """Divide sets of targets into passes over the batches, such that the moments of a pass fit into ``limit`` bytes.
 
-    A set that is larger by itself has a pass of its own.
+    A set whose moments alone exceed the limit has a pass of its own.
     """
     split: list[list[Sequence[Target]]] = []
     sizes: list[int] = []
-    for several in inputs:
-        size = moments_bytes(several, gradients)
+    for targets in inputs:
+        size = moments_bytes(targets, gradients)
         if split and sizes[-1] + size <= limit:
-            split[-1].append(several)
+            split[-1].append(targets)
             sizes[-1] += size
         else:
-            split.append([several])
+            split.append([targets])
             sizes.append(size)
     return split
 
@@ -135,9 +140,9 @@ def gather_moments(
 ) -> tuple[dict[Target, Moments], float, Sequence[Sequence[Target]]]:
     """Pass over the batches once: return the moments, the output's squares, and the targets that share their inputs.
 
-    Without gradients, targets of one input share its moments. With ``keep`` they have the weights of the positions.
-    Targets that shared their inputs in the survey and do not share them in each batch, because the model branches, have
-    moments of their own; the batches are read again for them.
+    Without gradients, targets that share an input share its moments. With ``keep``, the moments contain the weights of
+    the positions. If the model branches, targets that shared an input in the survey may not share it in every batch:
+    the batches are then read again, with separate moments for these targets.
     """
     while True:
         result, energy, separate = _gather_once(
@@ -155,17 +160,17 @@ def gather_moments(
 def _gather_once(
     runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str, keep: bool
 ) -> tuple[dict[Target, Moments], float, list[bool]]:
-    """Return what :func:`gather_moments` does, and which of ``inputs`` are not shared in each batch on each rank."""
+    """Return moments and the output's squares, and whether each set of ``inputs`` is not shared in some batch."""
     sums: dict[Target, Sums] = {}
-    for several in inputs:
-        for together in [[target] for target in several] if gradients else [several]:
-            sums |= dict.fromkeys(together, Sums(together, gradients, runner.device, keep=keep))
-    # Sharing was seen on one batch only.
-    compared = {target for several in inputs if len(several) > 1 for target in several}
-    levels = _levels(runner, list(sums), seed) if gradients else {}
+    for targets in inputs:
+        for group in [[target] for target in targets] if gradients else [targets]:
+            sums |= dict.fromkeys(group, Sums(group, gradients, runner.device, keep=keep))
+    # The survey compared the inputs on one batch only.
+    compared = {target for targets in inputs if len(targets) > 1 for target in targets}
+    levels = _gradient_levels(runner, list(sums), seed) if gradients else {}
     energy = torch.zeros(1, dtype=torch.float64)
     separate = torch.zeros(len(inputs), dtype=torch.float64)
-    calls = {target: [0] * len(runner.batches) for several in inputs for target in several}
+    calls = {target: [0] * len(runner.batches) for targets in inputs for target in targets}
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
         calls[target][call.place[0]] += 1
@@ -181,12 +186,12 @@ def _gather_once(
             sums[target].add(call.module, call.x, roots, call.place)
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
-        size, seen = run_batch(
+        size, input_keys = run_batch(
             runner, batch, list(sums), compared, add, number=number, seed=seed + number, gradients=gradients
         )
         energy += size
-        for index, several in enumerate(inputs):
-            separate[index] += any(seen.get(several[0]) != seen.get(other) for other in several[1:])
+        for index, targets in enumerate(inputs):
+            separate[index] += any(input_keys.get(targets[0]) != input_keys.get(other) for other in targets[1:])
         if separate.any():
             break
     runner.sum_([separate])
@@ -194,33 +199,36 @@ def _gather_once(
         return {}, 0.0, (separate > 0).tolist()
     runner.sum_([energy])
     result: dict[Target, Moments] = {}
-    for several in inputs:
-        for target in several:
-            own = sums[target]
-            if own.leader is not target:
-                result[target] = result[own.leader]
+    for targets in inputs:
+        for target in targets:
+            target_sums = sums[target]
+            if target_sums.leader is not target:
+                result[target] = result[target_sums.leader]
                 continue
-            own.finish_()
-            weight, mean = own.inputs.weight, own.inputs.whole()
-            moments = [own.A, mean, *own.G.values()]
-            runner.sum_([*moments, weight, own.positions])
-            positions = max(own.positions.item(), 1.0)
+            target_sums.finish_()
+            weight, mean = target_sums.inputs.weight, target_sums.inputs.total()
+            moments = [target_sums.A, mean, *target_sums.G.values()]
+            runner.sum_([*moments, weight, target_sums.positions])
+            positions = max(target_sums.positions.item(), 1.0)
             weight = torch.where(weight > 0, weight, 1.0)
-            own.A /= weight[..., None]
+            target_sums.A /= weight[..., None]
             mean /= weight
-            for G in own.G.values():
+            for G in target_sums.G.values():
                 G /= positions
-            own.roots.sort(key=lambda entry: entry[0])  # of calls in the order of the forwards, as drift has them
-            roots = torch.cat([roots for _, roots in own.roots], 1) if own.roots else None
-            result[target] = Moments(own.A, mean, own.G.get(target), positions, roots=roots, calls=tuple(calls[target]))
+            # Gradients arrive in the order of backward; the drift reads the calls in the order of the forward.
+            target_sums.roots.sort(key=lambda entry: entry[0])
+            roots = torch.cat([roots for _, roots in target_sums.roots], 1) if target_sums.roots else None
+            result[target] = Moments(
+                target_sums.A, mean, target_sums.G.get(target), positions, roots=roots, calls=tuple(calls[target])
+            )
     return result, energy.item(), [False] * len(inputs)
 
 
-def _levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target, float]:
-    """Return the mean squares of the gradients at the targets' outputs in the first batch; 1 where there are none.
+def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target, float]:
+    """Return the mean square of the gradients at each target's output in the first batch that calls the target.
 
-    Of layers that the first batch does not call, in the first batch that calls them. In a run of its own: weights of
-    positions are relative to them, and no gradient is kept until all are known.
+    The level of a target without gradients is 1. Levels take a separate run, because the weights of positions are
+    relative to them, and gradients are not kept until all gradients are known.
     """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
@@ -228,13 +236,13 @@ def _levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target
         pending = [target for target in targets if not sums_of[target][1]]
         if not pending:
             break
-        _add_levels(runner, batch, pending, sums_of, seed)
+        _add_gradient_levels(runner, batch, pending, sums_of, seed)
     runner.sum_([sums])
     means = {target: total / max(number, 1.0) for target, (total, number) in zip(targets, sums.tolist(), strict=True)}
     return {target: mean if 0 < mean < inf else 1.0 for target, mean in means.items()}
 
 
-def _add_levels(
+def _add_gradient_levels(
     runner: Runner, batch: Any, targets: Sequence[Target], sums_of: Mapping[Target, Tensor], seed: int
 ) -> None:
     masks = runner.mask(batch)
@@ -253,61 +261,61 @@ def _add_levels(
 
 
 def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) -> (groups, rows)
-    """Return the roots of the weights of positions, from the gradients there and their mean square."""
+    """Return the roots of the positions' weights, from the gradients at the positions and their mean square."""
     sizes = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64)
-    return (sizes.square() / level + _EVEN).clamp_max(_MOST).sqrt().to(gradients.dtype)
+    return (sizes.square() / level + _EVEN).clamp_max(_MAX_WEIGHT).sqrt().to(gradients.dtype)
 
 
 class _Stop(BaseException):
-    """End a forward once the layer of interest has run; not an Exception, which the runner would explain."""
+    """End a forward after a layer has run. It is not an Exception, which the runner would report."""
 
 
 def gather_drift(
     runner: Runner,
-    several: Sequence[Target],
+    targets: Sequence[Target],
     moments: Mapping[Target, Moments],
     compressed: Callable[[], Any],
     description: str,
 ) -> dict[Target, Moments] | None:
-    """Compare the input that targets share in the original and under ``compressed``, which replaces layers.
+    """Return moments of the targets' shared input under ``compressed``, which replaces layers, and cross moments.
 
-    Positions have the weights that they had in the targets' ``moments``. None if a batch has other positions there
-    under ``compressed``, as behind a router that chooses by what the replaced layers compute.
+    Positions have the same weights as in the targets' ``moments``. The result is None if the number of positions of a
+    batch differs under ``compressed``, for example behind a router that reads outputs of replaced layers.
     """
-    sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(several, 0)
-    for target in several:
+    sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(targets, 0)
+    for target in targets:
         sums[target] = Sums([target], False, runner.device)
         crosses[target] = square_zeros(target.groups, target.inner, runner.device)
-        originals[target] = Shifted(target.groups, target.inner, runner.device)
+        originals[target] = ShiftedSum(target.groups, target.inner, runner.device)
 
     def read(batch: Any, left: int) -> list[Tensor]:
-        found: list[Tensor] = []
+        rows_read: list[Tensor] = []
         masks = runner.mask(batch)
 
         def note(target: Target, module: nn.Module, x: Tensor) -> None:
             nonlocal left
             rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
-            found.extend(input_rows(module, rows, target.groups))
+            rows_read.extend(input_rows(module, rows, target.groups))
             left -= 1
             if left == 0:
                 raise _Stop
 
         if left:
-            with watched(several[:1], note), suppress(_Stop):
+            with watched(targets[:1], note), suppress(_Stop):
                 runner.output(batch)
-        return found
+        return rows_read
 
     unpaired = torch.zeros(1, dtype=torch.float64)
     with torch.no_grad():
         for number, batch in enumerate(runner.over(runner.batches, description)):
-            before = read(batch, moments[several[0]].calls[number])
+            before = read(batch, moments[targets[0]].calls[number])
             with compressed():
                 after = read(batch, len(before))
             if [x.shape for x in before] != [z.shape for z in after]:
                 unpaired += 1
                 break
             for x, z in zip(before, after, strict=True):
-                for target in several:
+                for target in targets:
                     start = starts[target]
                     end = starts[target] = start + x.shape[1]
                     roots = moments[target].roots
@@ -319,13 +327,15 @@ def gather_drift(
     if unpaired:
         return None
     drift = {}
-    for target in several:
-        own, cross = sums[target], crosses[target]
-        own.finish_()
-        originals[target].restore_(cross, own.inputs)
-        mean, weight = own.inputs.whole(), own.inputs.weight
-        runner.sum_([own.A, cross, mean, weight])
+    for target in targets:
+        drift_sums, cross = sums[target], crosses[target]
+        drift_sums.finish_()
+        originals[target].undo_shift_(cross, drift_sums.inputs)
+        mean, weight = drift_sums.inputs.total(), drift_sums.inputs.weight
+        runner.sum_([drift_sums.A, cross, mean, weight])
         weight = torch.where(weight > 0, weight, 1.0)
         positions = moments[target].positions
-        drift[target] = Moments(own.A / weight[..., None], mean / weight, None, positions, cross / weight[..., None])
+        drift[target] = Moments(
+            drift_sums.A / weight[..., None], mean / weight, None, positions, cross / weight[..., None]
+        )
     return drift

@@ -1,10 +1,10 @@
-"""Weighted sums of a layer's inputs and of their squares, block by block.
+"""Weighted sums of a layer's inputs and of their products, block by block.
 
-Rows are multiplied in blocks, in float32 (of float64 models in float64), and the blocks are summed in float64. Inputs
-are taken about the mean of the first rows: where the mean is large, their covariance would cancel in float32.
+Rows are multiplied in blocks, in float32 (in float64 for float64 models), and the blocks are summed in float64. The
+mean of the first rows is subtracted from the inputs, because a large mean would cancel the covariance in float32.
 """
 
-__all__ = ["Shifted", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "square_zeros"]
+__all__ = ["ShiftedSum", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "square_zeros"]
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,26 @@ from panther.linalg.operand import driver
 from panther.nn.convolution import pad_input
 
 _CHUNK = 2**22  # entries of unfolded input at a time
-# Rows of a block: float32 rounds a sum of so many squares by less than the products themselves.
+# Rows of a block. In float32, the rounding error of a sum of this many squares is below the one of the products.
 _ROWS = 2048
-# Only what is right of the diagonal is computed, in strips of so many rows: 0.61 of the time at 1536 columns.
+# Rows of a strip. Each strip is computed from the diagonal to the right only, which takes 0.61 of the time of the full
+# matrix at 1536 columns.
 _STRIP = 256
-_OWN_PAGES = 2**18  # bytes from which on a moment is mapped by itself
-_SAFE_POWER = 40  # largest entries up to two to this, and down to its inverse, have float32 squares as exact as any
+_OWN_PAGES = 2**18  # a moment of at least this many bytes has a memory map of its own
+# If the largest entry is between two to the negative and to the positive of this power, squares in float32 neither
+# overflow nor vanish.
+_SAFE_POWER = 40
 
 
-class Shifted:
-    """The weighted sum of rows about the mean of the first ones, so that products of the rest are exact in float32."""
+class ShiftedSum:
+    """The weighted sum of rows minus a shift, the mean of the first rows, so that products are accurate in float32."""
 
     def __init__(self, groups: int, n: int, device: torch.device) -> None:
         self.sum = torch.zeros(groups, n, dtype=torch.float64, device=device)
-        self.weight = torch.zeros(groups, 1, dtype=torch.float64, device=device)  # of all rows together
-        # Made now, because memory that stays and is taken amid activations keeps malloc from joining what they leave.
-        self.shift = torch.zeros(groups, 1, n, dtype=torch.float64, device=device)  # rounded to the rows' dtype
+        self.weight = torch.zeros(groups, 1, dtype=torch.float64, device=device)  # sum over all rows
+        # Allocated now, because long-lived memory between activations would keep malloc from joining freed blocks. The
+        # values are rounded to the rows' dtype.
+        self.shift = torch.zeros(groups, 1, n, dtype=torch.float64, device=device)
         self._shifted = False
 
     def add(self, rows: Tensor, roots: Tensor | None) -> Tensor:  # (groups, rows, n), (groups, rows)
@@ -55,51 +59,52 @@ class Shifted:
         self.weight += roots.double().square().sum(1)
         return rows
 
-    def whole(self) -> Tensor:  # (groups, n)
-        """Return the sum of the rows as they were."""
+    def total(self) -> Tensor:  # (groups, n)
+        """Return the weighted sum of the original rows."""
         return self.sum + self.weight * self.shift[:, 0]
 
-    def restore_(self, products: Tensor, other: "Shifted") -> None:
-        """Turn sums of products, of these rows by those of another sum, into products of rows as they were."""
+    def undo_shift_(self, products: Tensor, other: "ShiftedSum") -> None:
+        """Undo the shift: convert X^T Y of the shifted rows into X^T Y of the original rows, in place."""
         # (x + s)(y + t)^T = x y^T + x t^T + s (y + t)^T
         products.baddbmm_(self.sum[:, :, None], other.shift)
-        products.baddbmm_(self.shift.mT, other.whole()[:, None, :])
+        products.baddbmm_(self.shift.mT, other.total()[:, None, :])
 
 
 class Sums:
-    """Sums over the rows of one input, and over the gradients of the targets that read it.
+    """Sums over the rows of an input, and over the gradients of the targets that read it.
 
-    With ``keep`` the roots of the weights are kept too.
+    With ``keep``, the roots of the weights are stored.
     """
 
     def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool = False) -> None:
         self.leader, self.keep = targets[0], keep
         groups, n = self.leader.groups, self.leader.inner
-        self.A, self.inputs = square_zeros(groups, n, device), Shifted(groups, n, device)
+        self.A, self.inputs = square_zeros(groups, n, device), ShiftedSum(groups, n, device)
         self.G = {target: square_zeros(groups, target.outer, device) for target in targets if gradients}
         self.positions = torch.zeros(1, dtype=torch.float64, device=device)
-        self.roots: list[tuple[tuple[int, int], Tensor]] = []  # of the weights, with the batch and the call in it
+        self.roots: list[tuple[tuple[int, int], Tensor]] = []  # (batch, call), and roots of the weights
 
     def add(self, module: nn.Module, x: Tensor, roots: Tensor | float | None, place: tuple[int, int]) -> None:
-        """Add a finite input of the layer (of a linear one the rows that count), with the roots of their weights.
+        """Add a finite input of the layer (only the rows that count, for a linear layer), with roots of the weights.
 
-        They are (groups, rows), or all the same. ``place`` puts calls in order.
+        ``roots`` are (groups, rows), or one number for all rows. ``place`` is the batch and the call, by which calls
+        are sorted.
         """
         start = 0
         for rows in input_rows(module, x, self.leader.groups):
             end = start + rows.shape[1]
-            own = roots[:, start:end] if isinstance(roots, Tensor) else roots
-            if isinstance(own, float):
-                own = torch.full(rows.shape[:2], own, dtype=rows.dtype, device=rows.device)
-            add_squares(self.A, self.inputs.add(rows, own))
-            if own is not None and self.keep:
-                self.roots.append((place, own))
+            chunk_roots = roots[:, start:end] if isinstance(roots, Tensor) else roots
+            if isinstance(chunk_roots, float):
+                chunk_roots = torch.full(rows.shape[:2], chunk_roots, dtype=rows.dtype, device=rows.device)
+            add_squares(self.A, self.inputs.add(rows, chunk_roots))
+            if chunk_roots is not None and self.keep:
+                self.roots.append((place, chunk_roots))
             start = end
         self.positions += start
 
     def finish_(self) -> None:
-        """Turn the moments into those of whole rows, and mirror the triangles that were summed."""
-        self.inputs.restore_(self.A, self.inputs)
+        """Undo the shift of the moments, and mirror the triangles that were summed, in place."""
+        self.inputs.undo_shift_(self.A, self.inputs)
         for moment in (self.A, *self.G.values()):
             for start in range(0, moment.shape[-1], _STRIP):
                 end = start + _STRIP
@@ -109,8 +114,8 @@ class Sums:
 def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (groups, n, n), float64
     """Return zeros in memory that is returned to the system when freed.
 
-    Once a block of up to 32 MB was freed, glibc takes its like from the heap, which shrinks from its end only: moments
-    that live longer than the activations around them would keep all of it.
+    After a block of up to 32 MB was freed, glibc allocates blocks of this size on the heap, which shrinks only at its
+    end: moments that live longer than the activations around them would keep the memory of all of them.
     """
     size = torch.float64.itemsize * groups * n * n
     if device.type != "cpu" or size < _OWN_PAGES:
@@ -121,7 +126,7 @@ def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (group
 
 @driver
 def add_squares(total: Tensor, rows: Tensor) -> bool:  # (groups, n, n) in float64, (groups, rows, n)
-    """Add rows^T rows right of the diagonal and in the strips on it; return whether the rows are finite."""
+    """Add rows^T rows in the upper triangle (and in the strips on the diagonal); return whether the rows are finite."""
     if not rows.numel():
         return True
     low, high = _range(rows)
@@ -136,7 +141,7 @@ def add_squares(total: Tensor, rows: Tensor) -> bool:  # (groups, n, n) in float
 
 
 def _range(x: Tensor) -> tuple[float, float]:
-    low, high = torch.stack(torch.aminmax(x)).tolist()  # five times as fast as isfinite; NaN is passed on
+    low, high = torch.stack(torch.aminmax(x)).tolist()  # five times as fast as isfinite; aminmax returns NaN if any is
     return low, high
 
 
@@ -147,14 +152,14 @@ def is_finite(x: Tensor) -> bool:
 
 @driver
 def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right."""
-    for rows, others in zip(left.split(_ROWS, 1), right.split(_ROWS, 1), strict=True):
-        total += rows.mT @ others
+    """Add left^T right to ``total``."""
+    for left_rows, right_rows in zip(left.split(_ROWS, 1), right.split(_ROWS, 1), strict=True):
+        total += left_rows.mT @ right_rows
 
 
 def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:
-    """Return rows over a power of two with which their squares neither overflow nor vanish, and the power."""
-    power = min(max(frexp(largest)[1], -126), 126)  # so that float32 has its inverse
+    """Return rows divided by a power of two, so that their squares neither overflow nor vanish, and the exponent."""
+    power = min(max(frexp(largest)[1], -126), 126)  # clamped, so that float32 can represent the inverse
     if abs(power) <= _SAFE_POWER or rows.dtype is torch.float64:
         return rows, 0
     return rows * ldexp(1.0, -power), power
@@ -163,13 +168,13 @@ def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:
 def input_rows(module: nn.Module, x: Tensor, groups: int) -> Iterator[Tensor]:
     """Yield the rows that a layer multiplies its weight with, (groups, rows, inner), in float32 or wider, in chunks.
 
-    ``x`` is the input of a convolution, or the rows of a linear layer's that count.
+    ``x`` is the input of a convolution, or the rows that count of a linear layer's input.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if not isinstance(module, nn.Conv2d):
         yield x[None]
         return
-    x = x if x.dim() == 4 else x[None]  # Conv2d takes one image without a batch too
+    x = x if x.dim() == 4 else x[None]  # Conv2d also takes a single image without a batch dimension
     x, padding = pad_input(x, module.kernel_size, module.padding, module.dilation, module.padding_mode)
     per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
     for part in x.split(max(1, _CHUNK // per_sample)):
