@@ -24,7 +24,6 @@ LIMITS = {
     "panther": 0,
     "panther/cli": 64,
     "panther/distributed": 308,
-    "panther/integrations": 57,
     "panther/linalg": 0,
     "panther/nn": 0,
     "panther/sketch": 0,

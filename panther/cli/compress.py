@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             from panther.cli._transformers import copy_beside
             from panther.integrations.transformers import write_model_card
 
-            write_model_card(model, report, out, asked=_asked(args))
+            write_model_card(model, report, out, settings=_settings(args))
             copy_beside(Path(args.model), out)
         if args.report:
             report.to_json(args.report)
@@ -216,7 +216,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
             raise PantherError(str(error)) from error
 
 
-def _asked(args: argparse.Namespace) -> str:
+def _settings(args: argparse.Namespace) -> str:
     """Return the size that was asked for, as the options say it."""
     sizes = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
     return ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes if getattr(args, name))

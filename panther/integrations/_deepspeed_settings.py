@@ -1,4 +1,4 @@
-"""The configuration that DeepSpeed gets: a TrainConfig in its words, or its own, checked before ranks start to wait."""
+"""Make the configuration for DeepSpeed, from a TrainConfig or DeepSpeed's own settings, and check it on every rank."""
 
 __all__ = ["checked_settings"]
 
@@ -14,7 +14,7 @@ from panther.errors import ConfigError
 from panther.train import TrainConfig
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Settings that act in panther.train.Trainer alone. Others, such as epochs, belong to the loop of the script.
+# Settings that only panther.train.Trainer implements. Settings of the loop, such as epochs, are not refused.
 _REFUSED = {
     "compile": "call engine.compile() instead",
     "comm_hook": "set communication_data_type in a configuration of DeepSpeed's own",
@@ -28,24 +28,24 @@ def checked_settings(config: Any, world_size: int, has_optimizer: bool) -> dict[
     """Return a configuration for DeepSpeed as a new dictionary.
 
     Args:
-        config: A TrainConfig, a dictionary of DeepSpeed's own, or the path of a JSON file with one.
+        config: A TrainConfig, a dictionary of DeepSpeed's settings, or the path of a JSON file with such a dictionary.
         world_size: Number of processes, which divide a batch.
-        has_optimizer: Whether an optimizer is passed beside it.
+        has_optimizer: Whether the caller passes an optimizer to DeepSpeed.
 
     Raises:
-        ConfigError: If it is none of these, batch sizes do not fit the number of processes, or a setting of the
-            TrainConfig has no counterpart.
+        ConfigError: If ``config`` has a different type, batch sizes do not fit the number of processes, or a setting of
+            the TrainConfig has no counterpart.
     """
-    settings = _of_train_config(config, has_optimizer) if isinstance(config, TrainConfig) else _own(config)
+    settings = _from_train_config(config, has_optimizer) if isinstance(config, TrainConfig) else _read_settings(config)
     _check_batches(settings, world_size)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if stage not in (0, 1, 2, 3):  # DeepSpeed takes others for 0
+    if stage not in (0, 1, 2, 3):  # DeepSpeed would treat any other value as 0
         raise ConfigError(f"zero_optimization.stage={stage!r} must be 0, 1, 2 or 3")
     return settings
 
 
-def _own(config: Any) -> dict[str, Any]:
+def _read_settings(config: Any) -> dict[str, Any]:
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         try:
@@ -62,7 +62,7 @@ def _own(config: Any) -> dict[str, Any]:
     return copy.deepcopy(dict(config))
 
 
-def _of_train_config(config: TrainConfig, has_optimizer: bool) -> dict[str, Any]:
+def _from_train_config(config: TrainConfig, has_optimizer: bool) -> dict[str, Any]:
     defaults = TrainConfig()
     for name, instead in _REFUSED.items():
         value = getattr(config, name)
@@ -73,7 +73,7 @@ def _of_train_config(config: TrainConfig, has_optimizer: bool) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "zero_optimization": {"stage": stage},
-        "steps_per_print": 1 << 30,  # its default prints from every tenth step
+        "steps_per_print": 1 << 30,  # DeepSpeed's default prints a line every tenth step
     }
     if config.gradient_clipping is not None:
         settings["gradient_clipping"] = config.gradient_clipping
@@ -89,11 +89,11 @@ def _of_train_config(config: TrainConfig, has_optimizer: bool) -> dict[str, Any]
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if stage == 3:
             settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
-        # Any optimizer may then step on the CPU, also torch's, which needs no compiler.
+        # This allows every optimizer on the CPU, including torch's optimizers, which need no compiler.
         settings["zero_force_ds_cpu_optimizer"] = False
     if not has_optimizer:
         rate = {} if config.learning_rate is None else {"lr": config.learning_rate}
-        # DeepSpeed's own AdamW would compile C++ when it starts; torch_adam selects torch's.
+        # DeepSpeed's AdamW would compile C++ at the start; torch_adam selects torch's AdamW.
         settings["optimizer"] = {"type": "AdamW", "params": {**rate, "torch_adam": True}}
     return settings
 
@@ -106,30 +106,30 @@ def _stage(config: TrainConfig) -> int:
     if config.strategy not in stages:
         raise ConfigError(
             f"strategy={config.strategy!r} has no counterpart in DeepSpeed: use 'ddp' for stage 0, 'zero1' for stage "
-            "1, 'fsdp' for 3, and that with reshard_after_forward=False for 2"
+            "1, 'fsdp' for stage 3, and 'fsdp' with reshard_after_forward=False for stage 2"
         )
     return stages[config.strategy]
 
 
 def _check_batches(settings: Mapping[str, Any], world_size: int) -> None:
-    """Raise unless the global batch is each rank's batch times the number of ranks; DeepSpeed asserts it."""
-    given = {name: settings[name] for name in _BATCHES if settings.get(name) not in (None, "auto")}
-    for name, value in given.items():
+    """Raise unless the global batch is each rank's batch times the number of ranks, which DeepSpeed only asserts."""
+    batch_sizes = {name: settings[name] for name in _BATCHES if settings.get(name) not in (None, "auto")}
+    for name, value in batch_sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number from 1")
-    total, micro, accumulation = (given.get(name) for name in _BATCHES)
+    total, micro, accumulation = (batch_sizes.get(name) for name in _BATCHES)
     if total is None and micro is None:
         raise ConfigError(
-            "the configuration has no batch size: set train_micro_batch_size_per_gpu, that of one process, or "
-            "batch_size in a TrainConfig"
+            "the configuration has no batch size: set train_micro_batch_size_per_gpu, the batch size of one process, "
+            "or batch_size in a TrainConfig"
         )
     if total is None:
         return
     each = (micro or 1) * (accumulation or 1) * world_size
-    is_whole = micro is not None and accumulation is not None
-    if total != each if is_whole else total % each:
+    is_complete = micro is not None and accumulation is not None
+    if total != each if is_complete else total % each:
         parts = f"train_micro_batch_size_per_gpu={micro or 1} x gradient_accumulation_steps={accumulation or 1}"
         raise ConfigError(
             f"train_batch_size={total} does not fit {world_size} process{'es' if world_size > 1 else ''} of {parts}, "
-            f"which make {each}: set two of the three and leave the third out, or start another number of processes"
+            f"which make {each}: set two of the three and leave the third out, or start a different number of processes"
         )

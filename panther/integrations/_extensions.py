@@ -1,4 +1,4 @@
-"""Where torch compiles extensions of other libraries, and locks that an interrupted build has left there."""
+"""Choose the folder in which torch compiles extensions of other libraries, and find locks of interrupted builds."""
 
 __all__ = ["check_locks", "private_folder"]
 
@@ -17,9 +17,9 @@ _VARIABLE = "TORCH_EXTENSIONS_DIR"
 def private_folder() -> Path:
     """Return the folder for compiled extensions, after setting TORCH_EXTENSIONS_DIR to it if that is not set.
 
-    torch's default is shared by all environments of a user that have the same version of Python, so that an extension
-    compiled for another version of torch may be loaded, or a build in one environment stops another one. This folder
-    is of the environment, the version of torch and the machine alone.
+    All environments of a user with the same version of Python share torch's default folder, so that torch may load an
+    extension compiled for a different version of torch, or a build in one environment may block a build in a different
+    one. The folder returned here belongs to one environment, one version of torch and one node.
     """
     if not os.environ.get(_VARIABLE):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -30,23 +30,23 @@ def private_folder() -> Path:
 
 
 def check_locks(folder: Path) -> None:
-    """Raise ConfigError if a build that was interrupted has left its lock: torch would wait for it without a limit.
+    """Raise ConfigError if an interrupted build has left its lock, for which torch would wait without a limit.
 
-    A lock is left over if no process of this machine has its file open; torch keeps it open while it builds. Without
-    ``/proc`` nothing is checked.
+    A lock is left over if no process of this node has its file open, because torch keeps the file open during a build.
+    Without ``/proc`` nothing is checked.
     """
     for lock in sorted(folder.glob("*/lock")):
         if Path("/proc/self/fd").exists() and not _is_open(lock) and lock.exists():
             raise ConfigError(
-                f"{lock} was left by a build that was interrupted, and every later one would wait for it: remove it "
-                f"with rm '{lock}'"
+                f"{lock} was left by an interrupted build, and every later build would wait for it: remove it with "
+                f"rm '{lock}'"
             )
 
 
 def _is_open(path: Path) -> bool:
     """Return whether a process of this user has the file open."""
     try:
-        wanted = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return True  # the build has ended
     for process in Path("/proc").iterdir():
@@ -54,9 +54,9 @@ def _is_open(path: Path) -> bool:
             continue
         try:
             for descriptor in (process / "fd").iterdir():
-                found = os.stat(descriptor)
-                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                open_status = os.stat(descriptor)
+                if (open_status.st_dev, open_status.st_ino) == (status.st_dev, status.st_ino):
                     return True
-        except OSError:  # it has ended, or is of another user
+        except OSError:  # the process has ended, or belongs to a different user
             continue
     return False

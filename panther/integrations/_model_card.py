@@ -1,4 +1,4 @@
-"""The model card of a compressed model, which hubs show beside its files."""
+"""Write the model card of a compressed model, which hubs show beside its files."""
 
 __all__ = ["write_model_card"]
 
@@ -12,19 +12,20 @@ from panther.compression import CompressionReport
 from panther.files import write_text
 
 
-def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, asked: str = "") -> Path:
-    """Write README.md, a model card: what the model was made of, how small it is, its error, and how to load it.
+def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, settings: str = "") -> Path:
+    """Write README.md, a model card with the original model, the sizes, the error, and the code to load the model.
 
-    With it a folder of ``save_pretrained`` has all that ``push_to_hub`` would upload. ``panther compress`` writes one.
+    With the card, a folder of ``save_pretrained`` has everything that ``push_to_hub`` would upload. ``panther
+    compress`` writes a card.
 
     Args:
         model: The compressed PreTrainedModel.
-        report: What :func:`panther.compress` returned for it.
+        report: The report of :func:`panther.compress` for this model.
         dir: The folder that ``save_pretrained`` wrote.
-        asked: Settings to name in the card.
+        settings: Arguments of the compression to name in the card.
 
     Returns:
-        The file.
+        The path of the file.
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
@@ -42,19 +43,19 @@ def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLi
     """
     base = getattr(model.config, "_name_or_path", "")
     title = Path(base).name or type(model).__name__
-    on_a_hub = base.count("/") == 1 and not Path(base).exists()  # a folder's path says nothing to others
-    named = [f"base_model: {base}"] if on_a_hub else []
-    front = ["---", "library_name: panther-sketch", "tags: [compressed, panther]", *named]
+    on_a_hub = base.count("/") == 1 and not Path(base).exists()  # a path of a local folder is not named in the card
+    base_entry = [f"base_model: {base}"] if on_a_hub else []
+    front = ["---", "library_name: panther-sketch", "tags: [compressed, panther]", *base_entry]
     sizes = f"{report.bytes_before / 1e6:,.1f} MB to {report.bytes_after / 1e6:,.1f} MB"
     forms = Counter(layer.form for layer in report.layers)
     errors = {"measured": report.measured_error, "after healing": report.healed_error}
-    found = [f"{name} {value:.3g}" for name, value in errors.items() if value is not None]
+    errors_text = [f"{name} {value:.3g}" for name, value in errors.items() if value is not None]
     lines = [
         *front, "---", "", f"# {title}, compressed", "",
         f"A {type(model).__name__} of {title}, compressed by Panther {pr.__version__} from {sizes}.", "",
-        *([f"- Asked for: {asked}."] if asked else []),
+        *([f"- Asked for: {settings}."] if settings else []),
         f"- Layers: {', '.join(f'{count} {form}' for form, count in forms.most_common())}.",
-        f"- Relative error of the output on held-out batches: {', '.join(found) or 'not measured'}.",
+        f"- Relative error of the output on held-out batches: {', '.join(errors_text) or 'not measured'}.",
         "- The licence and the limits of the original apply.", "",
         "```python", "import panther.integrations.transformers", "import transformers", "",
         f'model = transformers.{type(model).__name__}.from_pretrained("this folder")', "```", "",

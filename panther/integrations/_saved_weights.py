@@ -36,14 +36,14 @@ class SavedWeights:
         return frozenset(self.shapes)
 
     def train_scales_(self, model: Any) -> None:
-        """Make the scales of layers trainable that were saved by ``save_pretrained`` in training."""
+        """Make the scales trainable of layers that ``save_pretrained`` saved during training."""
         for name, module in model.named_modules():
             logs = [f"{name}.{logs_name}" for logs_name in SCALE_LOGS.values()]
             if isinstance(module, QuantizedState) and any(self._saved_name(model, each, self.names) for each in logs):
                 module.train_scales_()
 
     def prefixes_of(self, part_names: Iterable[str]) -> list[str]:
-        """Return what the files' names may have before the names that compressed layers have in a part."""
+        """Return the prefixes with which the files name all layers of a part, given the names in the part."""
         names = list(part_names)
         tensor_names = self.names | self.aliases.keys()
         layers = {name.rpartition(".")[0] for name in tensor_names if name.rpartition(".")[2] in MARKS}
@@ -59,9 +59,10 @@ class SavedWeights:
         )
 
     def check(self, model: Any) -> None:
-        """Raise FormatError if the files lack tensors of compressed layers, which would have random numbers.
+        """Raise FormatError if the files lack tensors of compressed layers, which would get random numbers.
 
-        Tensors are counted by the last part of their names: transformers renames the first parts of some models.
+        Tensors are counted by the last part of their names, because transformers renames the first parts of some
+        models.
         """
         modules = {module: name for name, module in model.named_modules() if isinstance(module, CompressedModule)}
         needed = Counter(
@@ -77,7 +78,7 @@ class SavedWeights:
             if own_name is not None and not isinstance(by_name[own_name], CompressedModule):
                 raise FormatError(
                     f"the weights files in {self.folder} hold the compressed layer {layer!r}, which config.json does "
-                    "not name: the whole model was not saved together, save it by pr.save_compressed"
+                    "not name, because only a part of the model was saved: save the model by pr.save_compressed"
                 )
         saved = Counter(name.rpartition(".")[2] for name in self.names)
         for key, count in needed.items():
@@ -88,7 +89,7 @@ class SavedWeights:
                 )
 
     def share_(self, model: Any) -> None:
-        """Give compressed layers the tensors that they share with other layers, which the files hold once."""
+        """Assign shared tensors, which the files hold once, to the compressed layers that share them."""
         for name, module in model.named_modules():
             if not isinstance(module, CompressedModule):
                 continue
@@ -102,7 +103,7 @@ class SavedWeights:
                     held(module)[key] = held(owner)[owner_key]  # type: ignore[assignment]
 
     def _saved_name(self, model: Any, name: str, saved: Iterable[str]) -> str | None:
-        """Return the name under which a tensor of the model was saved, perhaps with or without a head."""
+        """Return the name under which a tensor of the model was saved, with or without the prefix of the body."""
         return next((each for each in _spellings(model, name) if each in saved), None)
 
     def _own_names(self, model: Any, saved_name: str) -> Iterator[str]:
@@ -123,7 +124,7 @@ def _spellings(model: Any, name: str) -> tuple[str, str, str]:
 
 
 def read_saved_weights(files: Iterable[str] | None) -> SavedWeights | None:
-    """Return what is in safetensors files; None if there are none, as for weights that are given as a state_dict."""
+    """Return names and shapes of safetensors files; None without files, as for weights given as a state_dict."""
     paths = [Path(file) for file in files or () if str(file).endswith(".safetensors")]
     if not paths:
         return None

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers do: compare sketches, log the sizes of compressed layers, compress at the end."""
+"""Shared parts of the callbacks of all trainers: compare sketches, log sizes of layers, and compress at the end."""
 
 __all__ = ["checked_options", "compare_and_log", "compress_and_log"]
 
@@ -18,31 +18,43 @@ from panther.errors import ConfigError
 from panther.nn.base import CompressedModule, SketchedModule
 
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-_CHECKED = ("method", "allocate", "loss_fn", "sequential", "calibration", "heal", "measure_speed", "allow_slower")
-_OF_FORMS = ("forms", "rank_multiple", "group_size", "method", "activations")
+_OPTION_ARGUMENTS = (
+    "method",
+    "allocate",
+    "loss_fn",
+    "sequential",
+    "calibration",
+    "heal",
+    "measure_speed",
+    "allow_slower",
+)
+_FORM_ARGUMENTS = ("forms", "rank_multiple", "group_size", "method", "activations")
 _log = logging.getLogger("panther.integrations")
 
 
 def checked_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return arguments of pr.compress, or raise what it would raise: it is called once a model is loaded or trained."""
+    """Return arguments of pr.compress, or raise its errors before a model is loaded or trained.
+
+    ``owner`` is the name of the class that takes the arguments, for messages.
+    """
     parameters = inspect.signature(pr.compress).parameters
-    known = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
     for name in options:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+        if name not in defaults:
+            close = get_close_matches(name, defaults, 1)
             guess = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(f"{owner} has no argument {name}{guess}: its arguments are those of pr.compress")
-    given = known | dict(options)
-    sizes = {name: given[name] for name in _SIZES}
+    arguments = defaults | dict(options)
+    sizes = {name: arguments[name] for name in _SIZES}
     if all(value is None for value in sizes.values()):
         raise ConfigError(
             f"{owner} needs a size to compress to, as {owner}(bits=4.25, calibration=batches): its arguments are those "
             "of pr.compress"
         )
-    check_options(sizes, *(given[name] for name in _CHECKED))
-    checked_forms(*(given[name] for name in _OF_FORMS))
-    if given["calibration"] is not None:
-        check_calibration(given["calibration"])
+    check_options(sizes, *(arguments[name] for name in _OPTION_ARGUMENTS))
+    checked_forms(*(arguments[name] for name in _FORM_ARGUMENTS))
+    if arguments["calibration"] is not None:
+        check_calibration(arguments["calibration"])
     return dict(options)
 
 
@@ -52,14 +64,14 @@ def compare_and_log(model: nn.Module) -> dict[str, Any]:
     Raises:
         SketchMismatchError: On every process, if sketches differ.
     """
-    if _several():
+    if _is_distributed():
         pr.distributed.verify_sketches(model)
-    return _logged(_sizes(model))
+    return _log_entry(_sizes(model))
 
 
 def compress_and_log(model: nn.Module, options: Mapping[str, Any]) -> tuple[pr.CompressionReport, dict[str, Any]]:
     """Compress a trained model in evaluation mode, on all processes together, and log its sizes and errors."""
-    group = {"group": dist.group.WORLD} if _several() else {}
+    group = {"group": dist.group.WORLD} if _is_distributed() else {}
     was_training = model.training
     model.eval()
     try:
@@ -67,10 +79,10 @@ def compress_and_log(model: nn.Module, options: Mapping[str, Any]) -> tuple[pr.C
     finally:
         model.train(was_training)
     errors = {"measured_error": report.measured_error, "healed_error": report.healed_error}
-    return report, _logged(_sizes(model) | {name: error for name, error in errors.items() if error is not None})
+    return report, _log_entry(_sizes(model) | {name: error for name, error in errors.items() if error is not None})
 
 
-def _several() -> bool:
+def _is_distributed() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -78,12 +90,12 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
     layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
     size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
-    found: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
+    figures: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
     if ranks:
-        found |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
-    return found
+        figures |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
+    return figures
 
 
-def _logged(entry: dict[str, Any]) -> dict[str, Any]:
+def _log_entry(entry: dict[str, Any]) -> dict[str, Any]:
     _log.info("%s", entry)
     return entry

@@ -1,8 +1,8 @@
 """Sketched models on DeepSpeed: ZeRO 1, 2 and 3 and CPU offload, checkpoints for any number of processes, export.
 
-DeepSpeed trains; this module does what it does not know of. It gives all ranks the same sketches by sending seeds,
-saves and restores them with the buffers, which universal checkpoints leave out, checks batch sizes and models before
-ranks start to wait for each other, and keeps the extensions that DeepSpeed compiles in a folder of the environment.
+DeepSpeed trains. This module gives all ranks the same sketches by sending seeds, saves and restores sketches and
+buffers, which universal checkpoints leave out, checks batch sizes and models before ranks start to wait for each other,
+and sets a folder of the environment for the extensions that DeepSpeed compiles.
 """
 
 __all__ = ["export", "initialize", "load_checkpoint", "save_checkpoint"]
@@ -39,7 +39,7 @@ check_version("deepspeed", deepspeed.__version__, 0, least=(0, 19))
 tensor_fragment: Any = require_extra("deepspeed.utils", "deepspeed")
 to_universal: Any = require_extra("deepspeed.checkpoint.ds_to_universal", "deepspeed")
 
-_OWN, _SUFFIX, _RECORD = "panther", "_universal", ".panther.json"
+_ENTRY, _SUFFIX, _RECORD = "panther", "_universal", ".panther.json"
 
 
 def initialize(
@@ -61,8 +61,8 @@ def initialize(
             ``mixed_precision``, ``cpu_offload``, ``batch_size``, ``gradient_accumulation_steps``,
             ``gradient_clipping``, ``learning_rate`` and the settings of the scaler. Settings of the loop, such as
             ``epochs``, have no effect.
-        optimizer: An optimizer, or a function of parameters that makes one. None is the one that ``config`` names, and
-            AdamW for a TrainConfig.
+        optimizer: An optimizer, or a function of parameters that makes one. None is the optimizer that ``config``
+            names; for a TrainConfig it is AdamW.
         **options: Further arguments of ``deepspeed.initialize``, such as ``training_data`` and ``lr_scheduler``.
 
     Returns:
@@ -85,8 +85,8 @@ def initialize(
         raise ConfigError(f"model must be an nn.Module, not a {type(model).__name__}: build it first")
     if isinstance(model, deepspeed.PipelineModule):
         raise ConfigError(
-            "a PipelineModule has other layers on each rank, which have no common sketches: use panther.train.Trainer "
-            "with strategy='pp'"
+            "a PipelineModule has different layers on each rank, which have no common sketches: use "
+            "panther.train.Trainer with strategy='pp'"
         )
     for name in ("model", "config", "config_params", "args", "model_parameters"):
         if name in options:
@@ -94,13 +94,13 @@ def initialize(
     check_locks(private_folder())
     if not in_process_group():
         pr.distributed.init()
-    # DeepSpeed reads it even where one process needs no launcher.
+    # DeepSpeed reads LOCAL_RANK even for a single process that needs no launcher.
     os.environ.setdefault("LOCAL_RANK", str(pr.distributed.get_distributed_info().local_rank))
     settings: dict[str, Any] = {}
 
     def described() -> dict[str, Any]:
         settings.update(checked_settings(config, dist.get_world_size(), optimizer is not None))
-        # By entry, so that an error names those that differ.
+        # One item per entry, so that an error names the entries that differ.
         return {f"config[{key!r}]": json.dumps(settings[key], sort_keys=True, default=str) for key in sorted(settings)}
 
     world = dist.group.WORLD
@@ -108,13 +108,13 @@ def initialize(
     # A model that was built under deepspeed.zero.Init is sharded already, and drawing a sketch needs the shapes of the
     # factors, which are small.
     factors = [p for layer in sketched_layers(model).values() for p in layer.parameters(recurse=False)]
-    with _whole(factors):
+    with _gathered(factors):
         broadcast_model(model, world, "initialize", described)
-    # An operator of DeepSpeed's inference on CPUs. It is compiled before the first step, for minutes, and waits for
-    # the other processes without a limit. Training does not use it.
+    # This operator of DeepSpeed's inference on CPUs would be compiled before the first step, for minutes, and would
+    # wait for the other processes without a limit. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with _in_words(), watched("initialize"):
-        found = deepspeed.initialize(
+    with _translated_errors(), watched("initialize"):
+        result = deepspeed.initialize(
             model=model,
             # Frozen parameters have no state that ZeRO could shard.
             model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -123,7 +123,7 @@ def initialize(
             **options,
         )
     _cast_sketches(model)
-    return found
+    return result
 
 
 def save_checkpoint(
@@ -131,13 +131,13 @@ def save_checkpoint(
 ) -> str:
     """Write a checkpoint that any number of processes can load. Every rank must call it.
 
-    It is DeepSpeed's, beside a copy of it in DeepSpeed's universal format, which rank 0 converts. The seeds of sketches
-    and all buffers are in both.
+    DeepSpeed writes its own checkpoint, and rank 0 converts it to a second one in DeepSpeed's universal format. Both
+    contain the seeds of sketches and all buffers.
 
     Args:
-        engine: What :func:`initialize` returned first.
+        engine: The engine that :func:`initialize` returned.
         directory: A folder that all ranks share.
-        tag: Name of the checkpoint in it; None is ``step-`` and the number of steps.
+        tag: Name of the checkpoint in the folder; None is ``step-`` and the number of steps.
         client_state: Further entries, such as the epoch, which :func:`load_checkpoint` returns.
 
     Returns:
@@ -150,10 +150,12 @@ def save_checkpoint(
     """
     tag = tag or f"step-{engine.global_steps:08d}"
     stage = engine.zero_optimization_stage()
-    # Universal checkpoints hold parameters alone.
-    kept = {name: value for name, value in engine.module.state_dict().items() if name not in _parameters(engine.module)}
-    state = {**(client_state or {}), _OWN: {"buffers": kept, "stage": stage}}
-    with _in_words(CheckpointError), watched("save_checkpoint"):
+    # Universal checkpoints hold only parameters, so that buffers are saved as client state.
+    buffers = {
+        name: value for name, value in engine.module.state_dict().items() if name not in _parameters(engine.module)
+    }
+    state = {**(client_state or {}), _ENTRY: {"buffers": buffers, "stage": stage}}
+    with _translated_errors(CheckpointError), watched("save_checkpoint"):
         engine.save_checkpoint(str(directory), tag, client_state=state)
     run_on_first_rank(lambda: write_json(Path(directory) / f"{tag}{_RECORD}", {"stage": stage}), None)
     if stage > 0:
@@ -180,22 +182,25 @@ def load_checkpoint(engine: Any, directory: str | os.PathLike[str], tag: str | N
         SketchMismatchError: If sketches differ between ranks afterwards.
     """
     stage, root = engine.zero_optimization_stage(), Path(directory)
-    tag = run_on_first_rank(lambda: _found(root, tag, stage), None)
-    # Private, as DeepSpeed reads it from the configuration only, where it would hold for the whole run.
+    tag = run_on_first_rank(lambda: _existing_tag(root, tag, stage), None)
+    # A private attribute, because DeepSpeed reads this setting only from the configuration, for the entire run.
     engine._config.load_universal_checkpoint = stage > 0
     try:
-        with _in_words(CheckpointError), watched("load_checkpoint"):
+        with _translated_errors(CheckpointError), watched("load_checkpoint"):
             path, state = engine.load_checkpoint(str(root), tag + (_SUFFIX if stage else ""))
     finally:
         engine._config.load_universal_checkpoint = False
-    if path is None or _OWN not in state:
+    if path is None or _ENTRY not in state:
         raise CheckpointError(f"{root / tag} was not written by save_checkpoint of this module: load it by DeepSpeed")
-    own = state.pop(_OWN)
-    _restore_buffers(engine.module, own["buffers"])
+    entry = state.pop(_ENTRY)
+    _restore_buffers(engine.module, entry["buffers"])
     layers = sketched_layers(engine.module)
     fix = "load from a folder that all ranks share"
     agree(
-        "load_checkpoint", lambda: {f"{LAYER}{name!r}": f"seed {one.seed}" for name, one in layers.items()}, None, fix
+        "load_checkpoint",
+        lambda: {f"{LAYER}{name!r}": f"seed {layer.seed}" for name, layer in layers.items()},
+        None,
+        fix,
     )
     return state
 
@@ -203,12 +208,12 @@ def load_checkpoint(engine: Any, directory: str | os.PathLike[str], tag: str | N
 def export(engine: Any, directory: str | os.PathLike[str]) -> Path:
     """Write the trained model in Panther's inference format, in float32. Every rank must call it.
 
-    The weights are the optimizer's, in float32, also where the model computes in 16 bits, gathered from all ranks.
+    The weights are the optimizer's float32 copies, gathered from all ranks, even if the model computes in 16 bits.
     :func:`panther.load_compressed` reads the folder, without DeepSpeed.
 
     Args:
-        engine: What :func:`initialize` returned first.
-        directory: The folder to write, by rank 0.
+        engine: The engine that :func:`initialize` returned.
+        directory: The folder that rank 0 writes.
 
     Returns:
         The folder.
@@ -222,23 +227,23 @@ def export(engine: Any, directory: str | os.PathLike[str]) -> Path:
     parameters = list(module.parameters())
     with watched("export"):
         full = {p: tensor_fragment.safe_get_full_fp32_param(p) for p in parameters if p.requires_grad}
-        with _whole(parameters):
-            kept = [(p, p.data) for p in parameters]
+        with _gathered(parameters):
+            sharded_data = [(p, p.data) for p in parameters]
             try:
-                for parameter, data in kept:
+                for parameter, data in sharded_data:
                     master = full.get(parameter)
                     parameter.data = (data if master is None else master.view(data.shape)).detach().float().clone()
                 run_on_first_rank(lambda: pr.save_compressed(module, folder), None)
             finally:
-                for parameter, data in kept:
+                for parameter, data in sharded_data:
                     parameter.data = data
     return folder
 
 
 def _cast_sketches(model: nn.Module) -> None:
-    """Give sketches the dtype of their factors: ZeRO 3 casts parameters alone, and the layer would cast at each call.
+    """Convert sketches to the dtype of their factors; their entries +-1 are exact in every dtype.
 
-    Entries +-1 are exact in every dtype.
+    ZeRO 3 casts only parameters, and a layer would otherwise cast its sketches at each call.
     """
     for layer in sketched_layers(model).values():
         for name in layer.sketch_names:
@@ -246,7 +251,7 @@ def _cast_sketches(model: nn.Module) -> None:
                 layer.register_buffer(name, getattr(layer, name).to(layer.sketch_like().dtype), persistent=False)
 
 
-def _whole(parameters: list[nn.Parameter]) -> Any:
+def _gathered(parameters: list[nn.Parameter]) -> Any:
     """Return the context in which parameters that ZeRO 3 shards are replicated."""
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
@@ -260,18 +265,19 @@ def _convert(directory: Path, tag: str) -> None:
     arguments = Namespace(
         input_folder=str(directory / tag),
         output_folder=str(directory / (tag + _SUFFIX)),
-        num_extract_workers=1,  # in this process: forking one that has a process group can hang
+        num_extract_workers=1,  # in this process, because forking a process that has a process group can hang
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
         inject_missing_state=True,
     )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # every step of it
+    # The conversion prints every step.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         to_universal.main(arguments)
 
 
-def _found(directory: Path, tag: str | None, stage: int) -> str:
-    """Return the tag of the checkpoint to load, which is there."""
+def _existing_tag(directory: Path, tag: str | None, stage: int) -> str:
+    """Return the tag of the checkpoint to load, or raise CheckpointError if there is none."""
     if tag is None:
         try:
             tag = (directory / "latest").read_text(encoding="utf-8").strip()
@@ -279,23 +285,23 @@ def _found(directory: Path, tag: str | None, stage: int) -> str:
             raise CheckpointError(f"{directory} has no checkpoint: give the folder that was saved to") from None
     folder = directory / (tag + (_SUFFIX if stage else ""))
     if not folder.is_dir():
-        known = sorted(path.name for path in directory.glob("*") if path.is_dir() and not path.name.endswith(_SUFFIX))
+        tags = sorted(path.name for path in directory.glob("*") if path.is_dir() and not path.name.endswith(_SUFFIX))
         raise CheckpointError(
-            f"{folder} does not exist: {directory} has {', '.join(known) or 'none'}; a checkpoint of stage 0 is loaded "
-            "by stage 0 alone, and one of another stage needs save_checkpoint of this module"
+            f"{folder} does not exist: {directory} has {', '.join(tags) or 'none'}; only stage 0 loads a checkpoint of "
+            "stage 0, and checkpoints of other stages must be written by save_checkpoint of this module"
         )
-    if (of := _saved_stage(directory, tag)) not in (None, stage) and 3 in (of, stage):
+    if (saved_stage := _saved_stage(directory, tag)) not in (None, stage) and 3 in (saved_stage, stage):
         raise CheckpointError(
-            f"{folder} is of ZeRO stage {of}, and this engine has stage {stage}, whose optimizer state has another "
-            "layout: start with that stage, or export the model and load the weights alone"
+            f"{folder} is of ZeRO stage {saved_stage}, and this engine has stage {stage}, whose optimizer state has a "
+            f"different layout: start with stage {saved_stage}, or export the model and load only the weights"
         )
     return tag
 
 
 def _saved_stage(directory: Path, tag: str) -> int | None:
-    """Return the stage of ZeRO that a checkpoint was saved by; None if it cannot be known without running its code.
+    """Return the stage of ZeRO of a checkpoint, or None if reading it would require running code of the checkpoint.
 
-    Earlier versions kept it only in DeepSpeed's file, which is a pickle. It is opened here for plain values alone.
+    Earlier versions stored the stage only in DeepSpeed's file, which is a pickle. It is read with ``weights_only``.
     """
     record = directory / f"{tag}{_RECORD}"
     try:
@@ -303,7 +309,7 @@ def _saved_stage(directory: Path, tag: str) -> int | None:
     except FileNotFoundError:
         files = sorted((directory / tag).glob("*model_states.pt"))
         try:
-            stage = torch.load(files[0], map_location="cpu", weights_only=True)[_OWN]["stage"]
+            stage = torch.load(files[0], map_location="cpu", weights_only=True)[_ENTRY]["stage"]
         except (IndexError, KeyError, TypeError, RuntimeError, UnpicklingError):
             return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -312,12 +318,12 @@ def _saved_stage(directory: Path, tag: str) -> int | None:
 
 
 def _restore_buffers(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Give buffers and sketches the saved values; parameters are DeepSpeed's to load."""
-    own = {name: value for name, value in module.state_dict().items() if name not in _parameters(module)}
-    if own.keys() != saved.keys():
-        name = sorted(own.keys() ^ saved.keys())[0]
-        where = "model" if name in own else "checkpoint"
-        raise CheckpointError(f"the buffer {name!r} is in the {where} alone: build the model that was saved")
+    """Restore the saved values of buffers and sketches; DeepSpeed loads the parameters."""
+    buffers = {name: value for name, value in module.state_dict().items() if name not in _parameters(module)}
+    if buffers.keys() != saved.keys():
+        name = sorted(buffers.keys() ^ saved.keys())[0]
+        where = "model" if name in buffers else "checkpoint"
+        raise CheckpointError(f"only the {where} has the buffer {name!r}: build the model that was saved")
     layers = sketched_layers(module)
     for name, value in saved.items():
         owner, _, leaf = name.rpartition(".")
@@ -325,23 +331,23 @@ def _restore_buffers(module: nn.Module, saved: dict[str, Any]) -> None:
             module.get_submodule(owner).set_extra_state(value)
             continue
         with torch.no_grad():
-            own[name].copy_(value)
+            buffers[name].copy_(value)
         if leaf == "sketch_seed" and owner in layers:
             layer = layers[owner]
             # Drawing the sketches of the seed needs the shapes of the factors, which ZeRO 3 holds sharded.
-            with _whole(list(layer.parameters(recurse=False))):
+            with _gathered(list(layer.parameters(recurse=False))):
                 layer.check_record()
 
 
 @contextlib.contextmanager
-def _in_words(kind: type[PantherError] = ConfigError) -> Iterator[None]:
-    """Say what DeepSpeed refuses as a sentence; it asserts, or raises errors of pydantic, in many lines."""
+def _translated_errors(kind: type[PantherError] = ConfigError) -> Iterator[None]:
+    """Raise errors of DeepSpeed again as ``kind`` in one sentence; DeepSpeed's own errors have many lines."""
     try:
         yield
     except PantherError:
         raise
     except (AssertionError, ValueError, FileNotFoundError, KeyError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        found = " ".join(lines[:3]) or type(error).__name__
+        reason = " ".join(lines[:3]) or type(error).__name__
         fix = "correct the configuration" if kind is ConfigError else "load it into the model and stage it was saved of"
-        raise kind(f"DeepSpeed {deepspeed.__version__} refuses this: {found}: {fix}") from error
+        raise kind(f"DeepSpeed {deepspeed.__version__} refuses this: {reason}: {fix}") from error

@@ -1,8 +1,7 @@
 """Sketched models on Horovod: equal sketches by their seeds, compressed gradients, metrics averaged over processes.
 
-Upstream is unmaintained: the last release, 0.28.1, is of 2023. Its own ``broadcast_parameters`` would send the record
-of a seed and leave the sketch as it was drawn, because seeded sketches are not in the state_dict. Here the seeds are
-set.
+Horovod is unmaintained: the last release, 0.28.1, is of 2023. Its ``broadcast_parameters`` would send the record of a
+seed without changing the sketch, because seeded sketches are not in the state_dict. This module sets the seeds.
 """
 
 __all__ = ["DistributedOptimizer", "broadcast_model", "metric_average"]
@@ -42,14 +41,14 @@ _COMPRESSIONS = ("none", "fp16")
 
 
 def broadcast_model(model: nn.Module, root_rank: int = 0) -> None:
-    """Give every process the sketches, parameters and buffers of one. Every process must call it.
+    """Send the sketches, parameters and buffers of one process to all processes. Every process must call it.
 
-    The models are compared first. Seeded sketches are sent as seeds, and fitted ones with the parameters. If Horovod is
-    not initialised, it is.
+    The models are compared first. Seeded sketches are sent as seeds, and fitted sketches with the parameters. Horovod
+    is initialised if it is not yet.
 
     Args:
-        model: Built equally on every process.
-        root_rank: The process whose model the others get.
+        model: The model, built in the same way on every process.
+        root_rank: The process that sends its model.
 
     Raises:
         SketchMismatchError: On every process, if the sketched layers differ in more than their seeds.
@@ -67,7 +66,7 @@ def broadcast_model(model: nn.Module, root_rank: int = 0) -> None:
         raise ConfigError(f"model must be an nn.Module, not a {type(model).__name__}: build it first")
     _init()
     unfuse_(model)
-    _check_same(model, root_rank)  # also root_rank, so that the next error is raised on every process
+    _check_same(model, root_rank)  # root_rank is compared too, so that every process raises the next error
     if not isinstance(root_rank, int) or not 0 <= root_rank < hvd.size():
         raise ConfigError(f"root_rank={root_rank!r} must be one of the {hvd.size()} ranks, from 0")
     layers, drawing = sketched_layers(model), drawing_modules(model)
@@ -80,10 +79,10 @@ def broadcast_model(model: nn.Module, root_rank: int = 0) -> None:
             layer.set_seeded_(seed)
     for name, state in states.items():
         drawing[name].set_extra_state(state)
-    # The buffers among the sketches are seeded ones and records of seeds, equal by now.
+    # Buffers that are seeded sketches or records of seeds are equal on all processes now.
     equal = sketch_ids(model)
-    named = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if id(b) not in equal)]
-    hvd.broadcast_parameters([(name, tensor.data) for name, tensor in named], root_rank)
+    tensors = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if id(b) not in equal)]
+    hvd.broadcast_parameters([(name, tensor.data) for name, tensor in tensors], root_rank)
 
 
 def DistributedOptimizer(
@@ -94,18 +93,18 @@ def DistributedOptimizer(
     root_rank: int = 0,
     **options: Any,
 ) -> Any:
-    """Return Horovod's optimizer, which averages gradients, after giving all processes one model and state.
+    """Return Horovod's optimizer, which averages gradients, after sending one model and optimizer state to all ranks.
 
     Args:
-        optimizer: Of the model's parameters.
+        optimizer: The optimizer of the model's parameters.
         model: The model, with sketched layers or without; see :func:`broadcast_model`.
-        compression: ``"fp16"`` sends gradients in 16 bits, half of the bytes; ``"none"`` as they are.
-        root_rank: The process whose model and optimizer state the others get.
+        compression: ``"fp16"`` sends gradients in 16 bits, half of the bytes of float32; ``"none"`` does not convert.
+        root_rank: The process that sends its model and optimizer state.
         **options: Further arguments of ``horovod.torch.DistributedOptimizer``, such as ``backward_passes_per_step``.
 
     Raises:
-        ConfigError: If ``compression`` is unknown, or an option is given here already; what :func:`broadcast_model`
-            raises.
+        ConfigError: If ``compression`` is unknown or ``named_parameters`` is given. :func:`broadcast_model` can raise
+            further errors.
 
     Example:
         >>> import torch, panther as pr
@@ -118,9 +117,9 @@ def DistributedOptimizer(
     if compression not in _COMPRESSIONS:
         raise ConfigError(f"compression={compression!r} is unknown: use 'none' or 'fp16'")
     if "named_parameters" in options:
-        raise ConfigError("named_parameters are those of the model: leave them out")
+        raise ConfigError("named_parameters are taken from the model: leave them out")
     broadcast_model(model, root_rank)
-    # Horovod's own broadcast_optimizer_state takes a step to make the state, and AdamW then decays the weights.
+    # Horovod's broadcast_optimizer_state takes a step to create the state, in which AdamW would decay the weights.
     state = hvd.broadcast_object(optimizer.state_dict(), root_rank, name="panther.optimizer")
     if hvd.rank() != root_rank:
         optimizer.load_state_dict(state)
@@ -152,20 +151,20 @@ def metric_average(value: float | Tensor, name: str) -> float:
 
 
 def _init() -> None:
-    """Initialise Horovod, with a limit to waiting for processes that do not call: it has none by default."""
+    """Initialise Horovod, with a limit for waiting for processes that do not call, which Horovod does not have."""
     if not hvd.is_initialized():
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "300")
         hvd.init()
 
 
 def _check_same(model: nn.Module, root_rank: int) -> None:
-    """Compare the models of all processes; a broadcast between different ones would wait without a limit."""
+    """Compare the models of all processes, because a broadcast between different models would wait without a limit."""
     layers = {f"{LAYER}{name!r}": describe_layer(layer) for name, layer in sketched_layers(model).items()}
     versions = {"Panther's version": __version__, "torch's version": torch.__version__, "root_rank": str(root_rank)}
     described = layers | describe_tensors(model) | versions
     digest = hashlib.blake2b(json.dumps(list(described.items())).encode(), digest_size=7).digest()
-    mine = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
-    if len(set(hvd.allgather(mine, name="panther.digests").tolist())) == 1:
+    local_digest = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
+    if len(set(hvd.allgather(local_digest, name="panther.digests").tolist())) == 1:
         return
     differing = differences(dict(enumerate(hvd.allgather_object(described, name="panther.models"))))
     sketches = any(name.startswith(LAYER) for name in differing)

@@ -1,9 +1,9 @@
 """``import panther`` makes transformers load compressed folders, without importing transformers or torch.
 
 transformers does not refuse a folder of a quantization method that it does not know: it warns, and fills the layers
-with random numbers. So every process that imports Panther registers the method: at once if transformers' registry is
-loaded, otherwise as soon as it is. What is registered imports the adapter when transformers first uses it, because the
-adapter reads many modules of transformers, which are incomplete while transformers is imported.
+with random numbers. Every process that imports Panther therefore registers the method, immediately if transformers'
+registry is loaded, and otherwise as soon as it is loaded. The registered classes import the adapter when transformers
+first uses them, because the adapter reads many modules of transformers, which are incomplete during its import.
 """
 
 __all__ = ["register_with_transformers"]
@@ -23,26 +23,27 @@ _log = logging.getLogger("panther.integrations")
 def register_with_transformers() -> None:
     """Register the method "panther", now or when transformers is imported."""
     if _REGISTRY in sys.modules:
-        # Another thread may be importing it: this waits for the end.
+        # A different thread may be importing the registry; import_module waits until it is complete.
         _register(importlib.import_module(_REGISTRY))
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def _register(registry: ModuleType) -> None:
-    """Add the method to transformers' dictionaries; transformers' own functions for it take loaded classes alone."""
+    """Add the method to transformers' dictionaries, because transformers' functions take only loaded classes."""
     try:
         registry.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(_METHOD, _Unloaded("PantherConfig"))
         registry.AUTO_QUANTIZER_MAPPING.setdefault(_METHOD, _Unloaded("PantherQuantizer"))
-    except AttributeError as error:  # the program may have no use for compressed models, and must not end here
+    except AttributeError as error:  # only a warning, because the program may not use compressed models
         _log.warning(
-            "%s: this transformers cannot load compressed models of Panther, and fills them with random numbers",
+            "%s: this version of transformers cannot load compressed models of Panther, and fills them with random "
+            "numbers",
             error,
         )
 
 
 class _Unloaded:
-    """A class of the adapter, which is imported when the class is called or read from."""
+    """A placeholder for a class of the adapter, which is imported when the placeholder is called or read."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -59,10 +60,10 @@ class _Unloaded:
 
 
 class _Finder:
-    """A finder of one module, which lets the other finders find it, and acts once it is loaded."""
+    """A finder of transformers' registry: it asks the other finders, and registers the method after the import."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Return the spec of transformers' registry; None of all other modules."""
+        """Return the spec of transformers' registry, and None for all other modules."""
         if name != _REGISTRY:
             return None
         for finder in list(sys.meta_path):
@@ -75,7 +76,7 @@ class _Finder:
         return None
 
     def _follow(self, loader: Any) -> None:
-        """Make a loader, which is made for one import, end with the registration."""
+        """Make a loader register the method after it has executed the module; a loader serves a single import."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

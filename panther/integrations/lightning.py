@@ -1,4 +1,4 @@
-"""Compressed models in Lightning: a callback for its Trainer. Fabric needs none, see the guide."""
+"""Compressed models in Lightning: a callback for its Trainer. Fabric needs no callback; see the guide."""
 
 __all__ = ["CompressCallback"]
 
@@ -18,21 +18,21 @@ class CompressCallback(lightning.Callback):
     """For Lightning's Trainer: log the sizes of compressed layers, and compress and heal the model after training.
 
     When fitting starts, the sketches of all processes are compared, and the number of compressed layers, their ranks
-    and bytes go to the log (logger ``panther.integrations``, level INFO) and to the Trainer's loggers. When it ends,
-    the trained model is compressed if options are given, on all processes together. Checkpoints that Lightning wrote
-    before hold the uncompressed layers; save the compressed model by :func:`panther.save_compressed`.
+    and bytes go to the log (logger ``panther.integrations``, level INFO) and to the Trainer's loggers. When fitting
+    ends, the trained model is compressed on all processes jointly if options are given. Checkpoints that Lightning
+    wrote earlier hold the uncompressed layers; save the compressed model by :func:`panther.save_compressed`.
 
     Args:
         module: Name of the model within the LightningModule, as ``"model"`` for ``self.model``; None is the
             LightningModule itself, whose ``forward`` is then called on the batches of ``calibration``.
-        options: Arguments of :func:`panther.compress` by name, such as ``bits``, ``calibration`` and ``heal``; none
-            leaves the model as it is.
+        options: Arguments of :func:`panther.compress` by name, such as ``bits``, ``calibration`` and ``heal``. Without
+            options, the model is not compressed.
 
     Attributes:
-        report: That of the compression, None before it.
+        report: The report of the compression; None before it.
 
     Raises:
-        ConfigError: If an option is unknown, or none is a size; when fitting starts, if the LightningModule has no
+        ConfigError: If an option is unknown, or no option is a size; when fitting starts, if the LightningModule has no
             module of that name.
         CompressionError, TypeError, ValueError: If :func:`panther.compress` does not take an option.
         SketchMismatchError: When fitting starts, if processes have different sketches.

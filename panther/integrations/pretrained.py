@@ -26,16 +26,17 @@ _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "
 def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     """Load the transformers model of a folder, compressed or not, in the class that its config.json names.
 
-    The folder is one of :func:`panther.save_compressed`, of ``panther compress``, or of ``save_pretrained``. Nothing is
-    downloaded, pickles are not opened, and code that a folder brings is not run. Where the folder has checksums (one of
-    the first two) they are verified, also of config.json, and the model that transformers has built is compared with
-    what was saved, by names and values. A model is refused where weights would be new, or where weights of compressed
-    layers would not be used. transformers' own ``AutoModel*.from_pretrained`` loads such a folder too, in any class and
-    without checksums. Weights that ``save_pretrained(folder, variant="panther")`` wrote are found, too.
+    The folder was written by :func:`panther.save_compressed`, ``panther compress`` or ``save_pretrained``. Nothing is
+    downloaded, pickles are not opened, and code in the folder is not run. :func:`panther.save_compressed` and
+    ``panther compress`` write checksums, which are verified, including the one of config.json; the model that
+    transformers has built is then compared with the saved tensors, by names and values. A model is refused if some of
+    its weights would be new, or if weights of compressed layers would not be used. ``AutoModel*.from_pretrained`` of
+    transformers loads such a folder too, in any class and without checksums. Weights of
+    ``save_pretrained(folder, variant="panther")`` are also found.
 
     Args:
         dir: The folder.
-        **kwargs: Of transformers' ``from_pretrained``, such as ``dtype`` and ``device_map``.
+        **kwargs: Arguments of transformers' ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
     Returns:
         The model, in eval mode.
@@ -63,7 +64,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
     manifest = None
     if (folder / INFERENCE_MANIFEST).is_file():
-        check_folder(folder)  # first, because it gives the files of a save that was cut off their names
+        check_folder(folder)  # first, because it completes an interrupted save by renaming its files
         manifest = inference_manifest(folder)
     if not (folder / "config.json").is_file():
         raise FormatError(
@@ -75,7 +76,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     argument_names = set(kwargs)
     usual = [name for name in ("model.safetensors", "model.safetensors.index.json") if (folder / name).exists()]
     if not usual and any(folder.glob(f"model.{QUANTIZATION_METHOD}*.safetensors")):
-        kwargs.setdefault("variant", QUANTIZATION_METHOD)  # a folder that transformers alone refuses
+        kwargs.setdefault("variant", QUANTIZATION_METHOD)  # transformers does not look for this variant by itself
     if manifest is None:
         check_weight_files(folder, make.__name__, kwargs.get("variant"))
     kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
@@ -86,7 +87,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     except (PantherError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # With arguments of the caller, which may be the cause too, only a config that describes no model is.
+        # The caller's arguments may be the cause too. The folder is damaged only if its config describes no model.
         reason = _why_no_model(transformers, make, folder) if argument_names else error
         if reason is None:
             raise
@@ -106,7 +107,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json, whose entries that Panther reads have the right types."""
+    """Return the contents of config.json, after checking the types of the entries that Panther reads."""
     path = folder / "config.json"
     try:
         config = read_json(path)
@@ -142,7 +143,7 @@ def _model_class(transformers: Any, config: Mapping[str, Any], folder: Path) -> 
 
 
 def _why_no_model(transformers: Any, make: Any, folder: Path) -> Exception | None:
-    """Return the error of building the model of a folder's config.json without weights; None if it is built."""
+    """Return the error of building the model of a folder's config.json without weights, or None if there is none."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
@@ -173,9 +174,9 @@ def _check_filled(
     if missing or unexpected or resized:
         raise FormatError(
             f"{folder} does not fit the {type(model).__name__} that its config.json describes: missing "
-            f"{_some(missing)}; unexpected {_some(unexpected)}; of a different size {_some(resized)}. config.json was "
-            "damaged or changed, or the files are of different saves: copy or write the folder again. For weights that "
-            "are new on purpose call from_pretrained of transformers"
+            f"{_first_names(missing)}; unexpected {_first_names(unexpected)}; of a different size "
+            f"{_first_names(resized)}. config.json was damaged or changed, or the files are of different saves: copy "
+            "or write the folder again. For weights that are new on purpose call from_pretrained of transformers"
         )
 
 
@@ -188,7 +189,7 @@ def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> No
         if differing := sorted((saved_names | manifest["aliases"].keys()) ^ state.keys()):
             raise FormatError(
                 f"the {type(model).__name__} that transformers builds for {folder} has other tensors than the saved "
-                f"one ({_some(differing)}): build the architecture, and call pr.load_compressed(folder, model)"
+                f"one ({_first_names(differing)}): build the architecture, and call pr.load_compressed(folder, model)"
             )
         for name in sorted(saved_names):
             tensor = state[name]
@@ -198,7 +199,7 @@ def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> No
                     changed.append(name)
     if changed:
         raise FormatError(
-            f"transformers {_version()} changed tensors while it loaded {folder} ({_some(changed)}): build the "
+            f"transformers {_version()} changed tensors while it loaded {folder} ({_first_names(changed)}): build the "
             "architecture, and call pr.load_compressed(folder, model)"
         )
 
@@ -207,5 +208,5 @@ def _version() -> str:
     return str(require_extra("transformers", "transformers").__version__)
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"

@@ -1,8 +1,8 @@
 """Panther's Trainer on Ray Train: Ray places the workers, starts them again and keeps the checkpoints.
 
-Each worker runs the same :class:`panther.train.Trainer`, in the process group that Ray makes. Its checkpoints are in
-Panther's format and are written once, by all workers, into the folder of the run in Ray's storage, where Ray is told of
-them. Where that storage is not a mounted file system, the first worker uploads them.
+Each worker runs the same :class:`panther.train.Trainer`, in the process group that Ray makes. All workers write each
+checkpoint jointly, in Panther's format, into the folder of the run in Ray's storage, and report it to Ray. If the
+storage is not a mounted file system, the first worker uploads the checkpoints.
 """
 
 __all__ = ["RayTrainer"]
@@ -35,26 +35,26 @@ ray_torch: Any = require_extra("ray.train.torch", "ray")
 class RayTrainer:
     """Train a model on the workers of a Ray cluster, or on this machine.
 
-    The arguments are those of :class:`panther.train.Trainer`, except that the model is built on the workers. They are
-    sent there by cloudpickle, which also sends functions and classes of the script itself.
+    The arguments are the same as for :class:`panther.train.Trainer`, except that the model is built on the workers. The
+    arguments are sent to the workers by cloudpickle, which also sends functions and classes of the script itself.
 
     Args:
-        model_fn: A function without arguments that builds the model. Every worker calls it, after seeding the random
-            generators by ``config.seed``, so all build the same one.
+        model_fn: A function without arguments that builds the model. Every worker calls it after seeding the random
+            generators by ``config.seed``, so that all workers build the same model.
         optimizer: A function of parameters that makes an optimizer, such as a class. None is AdamW.
         loss_fn: ``loss_fn(output, target)``; None for a model that returns its loss.
-        config: The settings. Checkpoints are written synchronously, because Ray is told of a checkpoint by all workers
-            at once. ``resume`` is ``"auto"`` or a path.
-        callbacks: Called on every worker, where each worker has its own copy.
+        config: The settings. Checkpoints are written synchronously, because all workers report a checkpoint to Ray at
+            the same time. ``resume`` is ``"auto"`` or a path.
+        callbacks: Callbacks; every worker calls a copy of them.
         metrics: Functions ``metric(output, target)`` by name, for validation.
-        scaling_config: A ``ray.train.ScalingConfig``: number of workers, and what each of them gets. None is one worker
-            with one core.
-        run_config: A ``ray.train.RunConfig``: storage, restarts after failures, Ray's callbacks. If it has no
-            ``storage_path`` of its own, the folder of the run is ``config.checkpoint_dir``. If it says nothing of the
-            number of checkpoints, that is ``config.keep_checkpoints``.
-        address: The cluster: ``"ray://HOST:10001"``, ``"HOST:6379"`` or ``"auto"``. None is the one that ``ray.init``
-            has joined; else that of the variable RAY_ADDRESS, which Ray sets in its jobs; else this machine alone. A
-            cluster that ``fit`` joins or starts, it leaves or ends.
+        scaling_config: A ``ray.train.ScalingConfig`` with the number of workers and the resources of each worker. None
+            is one worker with one core.
+        run_config: A ``ray.train.RunConfig`` with storage, restarts after failures and Ray's callbacks. Without a
+            ``storage_path``, the folder of the run is ``config.checkpoint_dir``. Without a number of checkpoints,
+            ``config.keep_checkpoints`` are kept.
+        address: The cluster: ``"ray://HOST:10001"``, ``"HOST:6379"`` or ``"auto"``. None is the cluster that
+            ``ray.init`` has joined, or the address in the variable RAY_ADDRESS, which Ray sets in its jobs, or this
+            node alone. ``fit`` leaves a cluster that it joined, and ends a cluster that it started.
 
     Raises:
         MissingExtraError: If Ray Train is not installed.
@@ -88,22 +88,24 @@ class RayTrainer:
             )
         check_arguments(optimizer, loss_fn, config, callbacks, metrics)
         if isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError("the workers build the model, so pass a function of its parameters, as torch.optim.AdamW")
+            raise ConfigError(
+                "the workers build the model: pass a function of its parameters as the optimizer, as torch.optim.AdamW"
+            )
         config = config or TrainConfig()
-        if config.checkpoint_dir is not None:  # workers run in other folders
+        if config.checkpoint_dir is not None:  # an absolute path, because workers run in different folders
             config = dataclasses.replace(config, checkpoint_dir=os.path.abspath(config.checkpoint_dir))
         if config.resume == "never":
             raise ConfigError(
                 "resume='never' would refuse a restarted worker too: use 'auto', and a new checkpoint_dir"
             )
-        for name, given, kind in (
+        for name, argument, kind in (
             ("scaling_config", scaling_config, ray_train.ScalingConfig),
             ("run_config", run_config, ray_train.RunConfig),
         ):
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"{name} must be a ray.train.{kind.__name__}, not a {type(given).__name__}")
+            if argument is not None and not isinstance(argument, kind):
+                raise ConfigError(f"{name} must be a ray.train.{kind.__name__}, not a {type(argument).__name__}")
         self.scaling_config = scaling_config or ray_train.ScalingConfig()
-        self.run_config = _with_settings_of(config, run_config or ray_train.RunConfig())
+        self.run_config = _complete_run_config(config, run_config or ray_train.RunConfig())
         self.config, self.address = config, address
         self._arguments = (model_fn, optimizer, loss_fn, list(callbacks), metrics)
 
@@ -111,19 +113,20 @@ class RayTrainer:
         """Train the model, from its latest checkpoint if the run's folder has one.
 
         Args:
-            train: What ``Trainer.fit`` takes, which is sent to every worker; or a function that returns it there.
-            validation: The same, for validation.
+            train: Training data as for ``Trainer.fit``, which is sent to every worker, or a function that returns the
+                data on the worker.
+            validation: Data for validation, in the same form.
 
         Returns:
-            Ray's Result. Its ``checkpoint`` and ``metrics`` are the last ones reported, and its ``return_value`` is the
+            Ray's Result. Its ``checkpoint`` and ``metrics`` were reported last, and its ``return_value`` is the
             :class:`~panther.train.History`. :func:`panther.distributed.checkpoint.load` reads the checkpoint's path.
 
         Raises:
-            ConfigError: If the workers do not fit this machine.
+            ConfigError: If the workers need more than this node has.
             DistributedError: If a worker was lost and no restart is left, or the cluster did not have room for the
                 workers within ``config.timeout_s``.
             TrainingError: If a function of the user failed on a worker.
-            PantherError: What ``Trainer.fit`` raises there.
+            PantherError: If ``Trainer.fit`` raises it on a worker.
         """
         with join_cluster(self.address) as is_local:
             if is_local:
@@ -142,22 +145,22 @@ class RayTrainer:
             try:
                 return trainer.fit()
             except ray_train.TrainingFailedError as error:
-                raise self._in_words(error) from error
+                raise self._explain(error) from error
 
     def _check_room(self) -> None:
-        """Raise if the workers need more than this machine has: Ray would wait for what never comes."""
-        found, count = ray.cluster_resources(), _least(self.scaling_config.num_workers)
+        """Raise if the workers need more resources than this node has, for which Ray would wait without a limit."""
+        resources, count = ray.cluster_resources(), _min_workers(self.scaling_config.num_workers)
         for name, each in _per_worker(self.scaling_config).items():
-            if each * count > found.get(name, 0):
+            if each * count > resources.get(name, 0):
                 raise ConfigError(
                     f"num_workers={count} with {each:g} {name} each need {each * count:g} {name}, and this machine has "
-                    f"{found.get(name, 0):g}: lower them in the ScalingConfig, or give the address of a cluster"
+                    f"{resources.get(name, 0):g}: lower them in the ScalingConfig, or give the address of a cluster"
                 )
 
-    def _in_words(self, error: Any) -> PantherError:
-        """Return the error that says in a sentence why Ray ended the run."""
+    def _explain(self, error: Any) -> PantherError:
+        """Return an error that explains in one sentence why Ray ended the run."""
         if not hasattr(error, "worker_failures"):
-            size = f"{_least(self.scaling_config.num_workers)} workers of {_per_worker(self.scaling_config)}"
+            size = f"{_min_workers(self.scaling_config.num_workers)} workers of {_per_worker(self.scaling_config)}"
             return DistributedError(
                 f"Ray could not run {size} on {ray.cluster_resources()} ({_first_line(error.controller_failure)}): "
                 "lower the ScalingConfig, add nodes, or raise timeout_s"
@@ -166,7 +169,7 @@ class RayTrainer:
         for failure in failures.values():
             if isinstance(failure, PantherError) and not isinstance(failure, DistributedError):
                 return failure
-        # Workers that lost their connection to one that died fail too, and say less.
+        # Workers that lost their connection to a lost worker fail too, and their errors do not name the cause.
         lost = [rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure")]
         if lost:
             allowed = self.run_config.failure_config.max_failures
@@ -175,8 +178,8 @@ class RayTrainer:
                 f"max_failures={allowed} leaves no restart: raise it in FailureConfig, or call fit again, which "
                 f"continues from the latest checkpoint in {self.run_config.storage_path}/{self.run_config.name}"
             )
-        # So do those that lost it to one that raised.
-        rank, failure = min(failures.items(), key=lambda one: "onnection" in str(one[1]))
+        # The same holds if a worker raised an error: errors about a connection are considered last.
+        rank, failure = min(failures.items(), key=lambda item: "onnection" in str(item[1]))
         if isinstance(failure, PantherError):
             return failure
         return TrainingError(
@@ -184,8 +187,8 @@ class RayTrainer:
         )
 
 
-def _with_settings_of(config: TrainConfig, run: Any) -> Any:
-    """Return a RunConfig with what the TrainConfig says of storage, checkpoints and waiting."""
+def _complete_run_config(config: TrainConfig, run: Any) -> Any:
+    """Return a RunConfig, completed by the storage, number of checkpoints and timeout of the TrainConfig."""
     changes: dict[str, Any] = {}
     if config.checkpoint_dir is not None and run.storage_path == ray_train.constants.DEFAULT_STORAGE_PATH:
         directory = Path(config.checkpoint_dir)
@@ -193,19 +196,19 @@ def _with_settings_of(config: TrainConfig, run: Any) -> Any:
     if run.checkpoint_config.num_to_keep is None:
         changes["checkpoint_config"] = dataclasses.replace(run.checkpoint_config, num_to_keep=config.keep_checkpoints)
     if run.failure_config.controller_failure_limit == -1:
-        # Without a limit Ray asks a cluster for room forever, as often as this.
+        # Without a limit, Ray asks the cluster for room forever, once per this number of seconds.
         each = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 60))
         limit = math.ceil(config.timeout_s / each) - 1
         changes["failure_config"] = dataclasses.replace(run.failure_config, controller_failure_limit=limit)
     return dataclasses.replace(run, **changes)
 
 
-def _least(num_workers: int | tuple[int, int]) -> int:
+def _min_workers(num_workers: int | tuple[int, int]) -> int:
     return num_workers if isinstance(num_workers, int) else num_workers[0]
 
 
 def _per_worker(scaling: Any) -> dict[str, float]:
-    """Return what each worker asks for, by Ray's defaults where the ScalingConfig is silent."""
+    """Return the resources of each worker: of the ScalingConfig, or Ray's defaults."""
     return scaling.resources_per_worker or ({"GPU": 1, "CPU": 1} if scaling.use_gpu else {"CPU": 1})
 
 
@@ -229,72 +232,72 @@ def _train(job: dict[str, Any]) -> History:
 
 
 class _Report(Callback):
-    """Tells Ray of metrics and checkpoints. Every worker calls it at the same steps, as Ray demands."""
+    """A callback that reports metrics and checkpoints to Ray, on every worker at the same steps, as Ray requires."""
 
     def __init__(self, config: TrainConfig) -> None:
         storage = ray_train.get_context().get_storage()
         self._run = Path(storage.experiment_fs_path)
-        # pyarrow's name of the file systems that are mounted.
+        # "local" is pyarrow's name for mounted file systems.
         is_mounted = storage.storage_filesystem.type_name == "local"
         directory = Path(config.checkpoint_dir) if config.checkpoint_dir else None
         if directory is None and not is_mounted:
             raise ConfigError(
-                f"Ray's storage {self._run} is not a folder of this machine: set checkpoint_dir to a folder that all "
+                f"Ray's storage {self._run} is not a folder of this node: set checkpoint_dir to a folder that all "
                 "workers share, from which checkpoints are uploaded"
             )
         self._uploads = not is_mounted or (directory is not None and directory.resolve() != self._run.resolve())
         self._directory = directory if self._uploads and directory is not None else self._run
         latest = ray_train.get_checkpoint()
         if self._uploads:
-            run_on_first_rank(lambda: self._fetch(latest), None)
+            run_on_first_rank(lambda: self._download(latest), None)
         self.config = dataclasses.replace(
             config,
             checkpoint_dir=str(self._directory),
             checkpoint_asynchronously=False,
-            # Ray removes the checkpoints that it keeps a list of, and the Trainer those that were uploaded.
+            # Ray removes old checkpoints in its storage. Checkpoints that are uploaded are removed by the Trainer.
             keep_checkpoints=config.keep_checkpoints if self._uploads else None,
-            resume="auto" if latest is not None or self._found() else config.resume,
+            resume="auto" if latest is not None or self._checkpoints() else config.resume,
         )
         self._latest: dict[str, Any] = {}
         self._reported = None if latest is None else Path(latest.path).name
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """Report validations. Records of training go with the next report, as Ray takes one in 2 s."""
+        """Report validations; records of training are sent with the next report, because Ray takes one per 2 s."""
         self._latest |= record
         if any(name.startswith("validation_") for name in record):
-            # So that training does not wait until Ray asks for it.
+            # Asynchronous, so that training does not wait until Ray asks for the report.
             ray_train.report(dict(self._latest), checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC)
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Report the checkpoint, unless another one of the same step takes its place at the end of the run."""
+        """Report the checkpoint, unless a later one of the same step replaces it at the end of the run."""
         epochs = self.config.epochs or (None if self.config.max_steps else 1)
         if not (trainer.stop or trainer.step == trainer.total_steps or trainer.epoch == epochs):
-            self._tell(trainer)
+            self._report_checkpoint(trainer)
 
     def close(self, trainer: Trainer) -> None:
-        """Report the last checkpoint, also after a restart that found nothing more to do."""
-        if run_on_first_rank(lambda: self._found()[-1].name != self._reported, None):
-            self._tell(trainer)
+        """Report the last checkpoint, even after a restart at the end of the run."""
+        if run_on_first_rank(lambda: self._checkpoints()[-1].name != self._reported, None):
+            self._report_checkpoint(trainer)
 
-    def _tell(self, trainer: Trainer) -> None:
-        found = None
+    def _report_checkpoint(self, trainer: Trainer) -> None:
+        saved_checkpoint = None
         if get_rank() == 0:
-            path = self._found()[-1]
-            self._reported, found = path.name, ray_train.Checkpoint.from_directory(str(path))
+            path = self._checkpoints()[-1]
+            self._reported, saved_checkpoint = path.name, ray_train.Checkpoint.from_directory(str(path))
         mode = ray_train.CheckpointUploadMode
         ray_train.report(
             {**self._latest, "step": trainer.step, "epoch": trainer.epoch},
-            checkpoint=found,
+            checkpoint=saved_checkpoint,
             checkpoint_dir_name=self._reported,
             checkpoint_upload_mode=mode.SYNC if self._uploads else mode.NO_UPLOAD,
         )
 
-    def _found(self) -> list[Path]:
+    def _checkpoints(self) -> list[Path]:
         return checkpoint.checkpoints(self._directory)
 
-    def _fetch(self, latest: Any) -> None:
-        """Bring Ray's latest checkpoint here, if this machine has none."""
-        if latest is not None and not self._found():
+    def _download(self, latest: Any) -> None:
+        """Download Ray's latest checkpoint if this node has none."""
+        if latest is not None and not self._checkpoints():
             final = self._directory / Path(latest.path).name
             temporary = final.with_name(f"{final.name}.tmp")
             latest.to_directory(str(temporary))

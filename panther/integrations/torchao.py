@@ -1,4 +1,4 @@
-"""torchao on models with sketched layers: quantize their factors, and say which layers were not quantized."""
+"""torchao on models with sketched layers: quantize their factors, and report which layers were not quantized."""
 
 __all__ = ["quantize_"]
 
@@ -22,25 +22,24 @@ def quantize_(
 ) -> LinearsReport:
     """Replace sketched linear layers by pairs of nn.Linear and quantize all linear layers by torchao, in place.
 
-    torchao's own ``quantize_`` leaves what is not an nn.Linear without a word. Here every linear layer is in the
-    report, as replaced or as skipped with the reason. Layers of codes (:class:`~panther.nn.QuantizedLinear` with
-    ``bits``)
-    are skipped: they have few bits already.
+    torchao's ``quantize_`` silently skips modules that are not an nn.Linear. This function reports every linear layer,
+    as replaced or as skipped with the reason. Layers of codes (:class:`~panther.nn.QuantizedLinear` with ``bits``) are
+    skipped, because they have few bits already.
 
     Args:
         model: A model, changed in place; see :func:`panther.to_linears_`, which comes first.
         config: A configuration of torchao, such as ``Int8WeightOnlyConfig()``.
-        filter_fn: Called with each nn.Linear and its name, those of the pairs ("name.0" and "name.1") included;
-            false keeps it. None takes all.
+        filter_fn: Called with each nn.Linear and its name, including the layers of the pairs ("name.0" and "name.1");
+            if it returns False, the layer is kept. None quantizes all layers.
 
     Returns:
-        What became of every linear layer.
+        A report of every linear layer.
 
     Raises:
-        TypeError: If ``config`` is not one of torchao's.
-        ConfigError: If torchao is not installed, or a version that this adapter was not made for.
+        TypeError: If ``config`` is not a configuration of torchao.
+        ConfigError: If torchao is not installed, or its version is not supported.
 
-    Cost: that of :func:`panther.to_linears_` and of torchao's.
+    Cost: the sum of the costs of :func:`panther.to_linears_` and of torchao's ``quantize_``.
 
     Example:
         >>> import torch, panther as pr
@@ -55,9 +54,9 @@ def quantize_(
     """
     base = _quantization.quant_api.AOBaseConfig
     if not isinstance(config, base):
-        given = config.__name__ if isinstance(config, type) else type(config).__name__
+        kind_name = config.__name__ if isinstance(config, type) else type(config).__name__
         raise TypeError(
-            f"config must be an instance of a configuration of torchao, such as Int8WeightOnlyConfig(), not {given}"
+            f"config must be an instance of a configuration of torchao, such as Int8WeightOnlyConfig(), not {kind_name}"
         )
     pairs = to_linears_(model, lambda layer, name: _is_sketched_linear(layer))
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -93,7 +92,7 @@ def _is_sketched_linear(layer: nn.Module) -> bool:
 
 
 def _bytes(weight: Tensor) -> int:
-    """Return the bytes of a tensor, or of those that a quantized one consists of."""
+    """Return the bytes of a tensor; for a quantized tensor, the bytes of the tensors that it consists of."""
     if not hasattr(weight, "__tensor_flatten__"):
         return weight.nbytes
     names, _ = weight.__tensor_flatten__()

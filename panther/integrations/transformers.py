@@ -45,16 +45,16 @@ class PantherConfig(_configs.QuantizationConfigMixin):
     """The entry ``quantization_config`` of a compressed model's config.
 
     ``AutoModel.from_pretrained(folder, quantization_config=PantherConfig(budget=0.5, calibration=batches))`` loads a
-    dense model and compresses it. Of a folder that is compressed already the entry is read from its config.json, and
-    nobody needs to make one.
+    dense model and compresses it. For a folder that is compressed already, the entry is read from its config.json, and
+    users need not make one.
 
     Args:
         modules: Class, arguments and dtype of every compressed layer, by name; written by ``save_pretrained``.
         version: Version of this entry.
         quant_method: Name of the method, always ``"panther"``.
         panther_version: Version of the Panther that wrote the entry.
-        parts: The same for parts of the model that were compressed alone, by the names that layers have in the part.
-        options: Arguments of :func:`panther.compress`, without the model, by name. They are not saved.
+        parts: Records of parts of the model that were compressed separately, by the names of the layers in the part.
+        options: Arguments of :func:`panther.compress` by name, except for the model. They are not saved.
 
     Raises:
         ConfigError: If neither ``modules`` nor a size is given, or an option is unknown.
@@ -106,18 +106,18 @@ class PantherConfig(_configs.QuantizationConfigMixin):
 
 
 class PantherQuantizer(_quantizers.HfQuantizer):
-    """What transformers calls when it loads and saves a compressed model."""
+    """The quantizer that transformers calls when it loads and saves a compressed model."""
 
     quantization_config: PantherConfig
 
     report: pr.CompressionReport | None = None
-    """That of the compression, where the model was compressed on loading."""
+    """The report of the compression, if the model was compressed on loading."""
 
     saved: SavedWeights | None = None
-    """What the weights files hold, while a model is loaded."""
+    """Names and shapes of the tensors in the weights files, while a model is loaded."""
 
     placements: TensorParallelReport | None = None
-    """Where the layers are, with ``tp_plan="auto"``."""
+    """Placements of the layers, with ``tp_plan="auto"``."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a dense folder without a size."""
@@ -133,19 +133,22 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         return self.quantization_config.options
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Put layers without values, on the meta device, where config.json names compressed ones."""
-        asked = getattr(model.config, "distributed_config", None)
-        if asked is not None:
-            sizes = asked if isinstance(asked, dict) else vars(asked)
-            other = {name: sizes.get(name) for name in ("pp_size", "dp_size", "ep_size") if (sizes.get(name) or 1) > 1}
-            if other or not self.pre_quantized or isinstance(sizes.get("tp_plan"), dict):
+        """Replace the layers that config.json lists as compressed by layers without values, on the meta device."""
+        parallel_config = getattr(model.config, "distributed_config", None)
+        if parallel_config is not None:
+            sizes = parallel_config if isinstance(parallel_config, dict) else vars(parallel_config)
+            unsupported = {
+                name: sizes.get(name) for name in ("pp_size", "dp_size", "ep_size") if (sizes.get(name) or 1) > 1
+            }
+            if unsupported or not self.pre_quantized or isinstance(sizes.get("tp_plan"), dict):
                 raise ConfigError(
-                    "of transformers' plans (distributed_config, tp_plan), compressed layers know tp_plan='auto', on a "
-                    f"folder that is compressed already, and {other or 'a plan of your own or a dense folder'} was "
-                    "asked for: load the folder without a plan on every rank, and call panther.distributed."
-                    "tensor_parallel(model) or data_parallel(model)"
+                    "compressed layers know tp_plan='auto' only, of transformers' plans (distributed_config, tp_plan), "
+                    "and only on a folder that is compressed already, not "
+                    f"{unsupported or 'a plan of your own or a dense folder'}: load the folder without a plan on every "
+                    "rank, and call panther.distributed.tensor_parallel(model) or data_parallel(model)"
                 )
-            # Its rules shard a parameter called "weight". Every rank loads the whole, and Panther shards it afterwards.
+            # The rules of transformers shard a parameter called "weight", which compressed layers do not have. Every
+            # rank therefore loads the full model, and Panther shards it afterwards.
             model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
             config = self.quantization_config
@@ -159,7 +162,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         return model
 
     def _modules_of_parts(self, model: Any) -> dict[str, Any]:
-        """Return the records of parts by the names in the whole model, which the weights files tell."""
+        """Return the records of parts by the layers' names in the entire model, which the weights files show."""
         modules: dict[str, Any] = {}
         for part in self.quantization_config.parts:
             prefixes = [] if self.saved is None else self.saved.prefixes_of(part["modules"])
@@ -168,7 +171,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                 for prefix in prefixes
             ]
             places = [records for records in places if records.keys().isdisjoint(modules)]
-            if len(places) > 1:  # several parts with the same names, such as the blocks of an encoder
+            if len(places) > 1:  # parts with the same names, such as the blocks of an encoder, are told apart by shapes
                 places = [records for records in places if self._are_saved(model, records)]
             if not places:
                 raise FormatError(
@@ -179,16 +182,16 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         return modules
 
     def _are_saved(self, model: Any, records: Mapping[str, Any]) -> bool:
-        """Return whether the weights files hold layers of these records, by shape."""
+        """Return whether the weights files hold layers of these records, with equal shapes."""
         layers = {name: spec for name, spec in records.items() if not is_attention_record(spec)}
-        own = _specs_for(model, layers)
-        if len(own) < len(layers):
+        specs = _specs_for(model, layers)
+        if len(specs) < len(layers):
             return False
-        built = build_modules(own, model, device="meta")
+        built = build_modules(specs, model, device="meta")
         return self.saved is not None and self.saved.holds(dict(zip(layers, built.values(), strict=True)))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Draw the sketches, which are not stored; or compress, if the folder was dense."""
+        """Draw the sketches, which are not stored, or compress the model if the folder was dense."""
         if not self.pre_quantized:
             self.report = pr.compress(model, **self.options)
         if self.saved is not None:
@@ -204,8 +207,10 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     module.pack_()
             elif isinstance(module, QuantizedMatrix):
                 if module.record.tolist() != module._form:
-                    raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
-                # transformers makes tensors float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
+                    raise FormatError(
+                        f"layer {name!r} was saved in a form that differs from config.json: save the model again"
+                    )
+                # transformers converts tensors to float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
                 if module.scales_dtype() is not STORED_SCALES:
                     module.to(module.scales_dtype()).hold_scales_(STORED_SCALES)
             elif isinstance(module, InterpolativeLinear):
@@ -220,13 +225,13 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Make config.json, which is written afterwards, describe the layers as they are.
+        """Make config.json, which is written afterwards, describe the present layers.
 
-        Factors that layers share get copies: transformers refuses to save memory twice unless it ties it itself. A
-        model whose layers are all dense again is saved as a dense one.
+        Factors that layers share are copied, because transformers refuses to save shared memory twice unless it tied
+        the tensors itself. A model whose layers are all dense again is saved as a dense model.
         """
         if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # adapters alone are saved
+            return None, {}  # only adapters are saved
         pairs = [name for name, module in model.named_modules() if isinstance(module, LinearPair)]
         if pairs:
             raise FormatError(
@@ -237,19 +242,23 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.remove_quantization_config(model)
             return None, {}
         set_quantization_config_(model)
-        state, seen = inference_state(model), set[int]()
+        state, addresses = inference_state(model), set[int]()
         trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())
         copies: dict[str, Tensor] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, CompressedModule):
-                for key in (f"{name}.{own}" for own in module.state_dict() if f"{name}.{own}" in state):
-                    if state[key].numel() and state[key].data_ptr() in seen:
+                for key in (
+                    f"{name}.{key_in_module}"
+                    for key_in_module in module.state_dict()
+                    if f"{name}.{key_in_module}" in state
+                ):
+                    if state[key].numel() and state[key].data_ptr() in addresses:
                         copies[key] = state[key].clone()
-                    seen.add(state[key].data_ptr())
+                    addresses.add(state[key].data_ptr())
         return (state | copies if copies or trained else None), {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Put back dense layers; attention stays linear, and config.json says so."""
+        """Replace compressed layers by dense ones; attention stays linear, which config.json records."""
         config_dtype = model.config.dtype
         if dtype is None and isinstance(config_dtype, str):  # save_pretrained leaves the name of a dtype there
             dtype = getattr(torch, config_dtype)
@@ -258,7 +267,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        """Put back dense layers of the effective weights."""
+        """Replace compressed layers by dense layers with the effective weights."""
         for name, module in [*model.named_modules()]:
             if isinstance(module, CompressedModule):
                 dense: Any = module.to_conv() if hasattr(module, "to_conv") else module.to_linear()  # type: ignore[operator]
@@ -289,18 +298,18 @@ class CompressCallback(transformers.TrainerCallback):
     """For transformers' Trainer: log the sizes of compressed layers, and compress and heal the model after training.
 
     When training starts, the sketches of all processes are compared, and the number of compressed layers, their ranks
-    and bytes go to the log (logger ``panther.integrations``, level INFO) and to ``trainer.state.log_history``. When it
-    ends, the trained model is compressed if options are given, on all processes together, before it is saved.
+    and bytes go to the log (logger ``panther.integrations``, level INFO) and to ``trainer.state.log_history``. When
+    training ends, the trained model is compressed on all processes jointly if options are given, before it is saved.
 
     Args:
-        options: Arguments of :func:`panther.compress` by name, such as ``bits``, ``calibration`` and ``heal``; none
-            leaves the model as it is.
+        options: Arguments of :func:`panther.compress` by name, such as ``bits``, ``calibration`` and ``heal``. Without
+            options, the model is not compressed.
 
     Attributes:
-        report: That of the compression, None before it.
+        report: The report of the compression; None before it.
 
     Raises:
-        ConfigError: If an option is unknown, or none is a size.
+        ConfigError: If an option is unknown, or no option is a size.
         CompressionError, TypeError, ValueError: If :func:`panther.compress` does not take an option.
         SketchMismatchError: When training starts, if processes have different sketches.
 
@@ -328,15 +337,15 @@ class CompressCallback(transformers.TrainerCallback):
 def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> Any:
     """Resize the vocabulary of a model whose head may be compressed; the head is dense afterwards.
 
-    ``model.resize_token_embeddings`` of transformers takes an nn.Linear for a head, and changes the input embeddings
-    before it says so. Here a compressed head becomes an nn.Linear of its effective weight first: logits of the old
-    tokens stay the same up to rounding, and new rows are trained as in any model. Compress the head again afterwards if
-    it is to be small.
+    ``model.resize_token_embeddings`` of transformers requires an nn.Linear as the head, and changes the input
+    embeddings before it raises. This function first replaces a compressed head by an nn.Linear of its effective weight:
+    logits of the old tokens stay the same up to rounding, and new rows are trained as in any model. Compress the head
+    again afterwards if it should be small.
 
     Args:
         model: A PreTrainedModel, changed in place.
         new_num_tokens: The new size.
-        **kwargs: Of ``resize_token_embeddings``.
+        **kwargs: Arguments of ``resize_token_embeddings``.
 
     Returns:
         The input embeddings, as ``resize_token_embeddings`` returns them.
@@ -344,7 +353,7 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
     Raises:
         TypeError: If ``model`` is not a PreTrainedModel.
 
-    Cost: that of the head's dense weight.
+    Cost: the memory of the head's dense weight.
     """
     _check_pretrained(model, "resize_token_embeddings_")
     head = model.get_output_embeddings()
@@ -355,12 +364,12 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
 
 
 def set_quantization_config_(model: Any) -> Any:
-    """Give a transformers model the quantizer of this module, which keeps its config up to date in ``save_pretrained``.
+    """Set the quantizer of this module, which keeps the config of a transformers model up to date when it is saved.
 
     :func:`panther.compress`, :func:`panther.sketch_layers_` and :func:`panther.load_compressed` write the compressed
-    layers into ``model.config``, and that is enough for ``save_pretrained``. With the quantizer, what happens to the
-    layers afterwards (``pack_()``, ``to(torch.bfloat16)``, layers replaced by hand) is saved too, factors that layers
-    share can be saved, and ``model.dequantize()`` works. A model that ``from_pretrained`` compressed or loaded has it.
+    layers into ``model.config``, which is enough for ``save_pretrained``. With the quantizer, later changes of the
+    layers (``pack_()``, ``to(torch.bfloat16)``, layers replaced by hand) are saved too, factors that layers share can
+    be saved, and ``model.dequantize()`` works. Models that ``from_pretrained`` compressed or loaded have the quantizer.
 
     Args:
         model: A PreTrainedModel with compressed layers, whose config is changed.
@@ -370,7 +379,7 @@ def set_quantization_config_(model: Any) -> Any:
 
     Raises:
         TypeError: If ``model`` is not a PreTrainedModel.
-        FormatError: If it has no compressed layer, or one that cannot be saved.
+        FormatError: If the model has no compressed layer, or a layer that cannot be saved.
     """
     _check_pretrained(model, "set_quantization_config_", ": save other models by pr.save_compressed")
     specs = module_specs(model)
@@ -399,19 +408,23 @@ def _check_pretrained(model: Any, function: str, fix: str = "") -> None:
 
 
 def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Put layers without values, on the meta device, where an entry names compressed ones; return it as used."""
+    """Replace the layers that ``specs`` lists by compressed layers without values, on the meta device.
+
+    Returns:
+        The records by the names in this model.
+    """
     specs = _specs_for(model, specs)
     layers, _ = convert_as_saved_(model, specs)
     for name, module in build_modules(layers, model, device="meta").items():
-        wanted = model.get_submodule(name).get_parameter("weight").dtype  # that of from_pretrained(dtype=)
-        _put(model, name, module.to(wanted))
+        dtype = model.get_submodule(name).get_parameter("weight").dtype  # the dtype of from_pretrained(dtype=)
+        _put(model, name, module.to(dtype))
     return specs
 
 
 def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the records by the names that this class has: the body may be loaded alone, or under another head."""
+    """Return the records by the layers' names in this class; the body may be loaded alone, or with a different head."""
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    # What a class leaves out of folders by its own rules, as T5EncoderModel the decoder and, with it, the head.
+    # Layers that a class ignores by its own rules, as T5EncoderModel ignores the decoder and, with it, the head.
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     if left_out := {name for name in specs if any(re.search(pattern, name) for pattern in ignored)} - present:
         specs = {
@@ -427,7 +440,7 @@ def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     for records in [shared, *bodies] if body else bodies:
         if records and records.keys() <= present:
             return {name: _renamed(spec, specs, records, prefix) for name, spec in records.items()}
-    return dict(specs)  # build_modules names what is missing
+    return dict(specs)  # build_modules raises an error that names the missing layers
 
 
 def _with_prefix(spec: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -446,6 +459,6 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-# In place of what `import panther` has registered, which transformers' own functions for this would refuse to replace.
+# These assignments replace the entries of `import panther`, which transformers' register functions would refuse.
 _auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANTIZATION_METHOD] = PantherConfig
 _auto.AUTO_QUANTIZER_MAPPING[QUANTIZATION_METHOD] = PantherQuantizer

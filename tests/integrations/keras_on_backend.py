@@ -282,7 +282,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
     [
         (lambda: SKDense(0), ShapeError, "units=0 must be at least 1"),
         (lambda: SKDense(4, num_terms=2), ShapeError, "num_terms=2: give either sketch_size"),
-        (lambda: SKDense(4, 2, fitted=True, seed=3), ValueError, "fitted=True has sketches that are trained.*seed=3"),
+        (lambda: SKDense(4, 2, fitted=True, seed=3), ValueError, "fitted=True trains the sketches.*seed=3"),
         (lambda: SKDense(4, 2, seed=-1), ValueError, r"seed=-1 must be in \[0, 2\^63\)"),
         (lambda: SKDense(4, 2, use_bias="no"), TypeError, "use_bias must be True or False"),
         (lambda: SKDense(4, 2).to_torch(), ValueError, "has no weights yet: call it on an input"),

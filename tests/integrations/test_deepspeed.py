@@ -301,7 +301,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     assert "step-9_universal does not exist" in missing
     assert "has step-00000001;" in missing
     assert "mine_universal does not exist" in plain
-    assert "is of ZeRO stage 1, and this engine has stage 3, whose optimizer state has another layout" in stage
+    assert "is of ZeRO stage 1, and this engine has stage 3, whose optimizer state has a different layout" in stage
 
 
 def lose_a_worker():

@@ -61,7 +61,7 @@ def test_bad_input_is_refused_on_every_rank(outcomes):
         ("DistributedError", "root_rank is 0 on rank 0 and 1 on rank 1"),
         ("ConfigError", "compression='int8' is unknown: use 'none' or 'fp16'"),
         ("ConfigError", "optimizer must be a torch optimizer, not a Sequential"),
-        ("ConfigError", "named_parameters are those of the model: leave them out"),
+        ("ConfigError", "named_parameters are taken from the model: leave them out"),
         ("ConfigError", r"loss must be one number, not a tensor of shape \(2,\)"),
     ]
     for found in outcomes:

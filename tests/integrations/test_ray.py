@@ -241,7 +241,7 @@ def test_bad_arguments_are_refused_before_anything_starts(tmp_path, monkeypatch)
     model = network()
     for arguments, message in (
         ({"model_fn": model}, "model_fn must be a function .* not a Sequential: pass lambda"),
-        ({"optimizer": torch.optim.SGD(model.parameters(), 1.0)}, "the workers build the model, so pass a function"),
+        ({"optimizer": torch.optim.SGD(model.parameters(), 1.0)}, "the workers build the model: pass a function"),
         ({"config": {"epochs": 1}}, "config must be a TrainConfig"),
         ({"config": TrainConfig(resume="never")}, "resume='never' would refuse a restarted worker"),
         ({"scaling_config": {"num_workers": 2}}, "scaling_config must be a ray.train.ScalingConfig, not a dict"),

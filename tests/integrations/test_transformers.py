@@ -649,7 +649,7 @@ def test_a_folder_is_ready_for_a_hub(tmp_path):
     assert f"measured {report.measured_error:.3g}" in card
     assert "base_model" not in card
     model.config._name_or_path = "somebody/some-bert"
-    card = write_model_card(model, report, tmp_path, asked="budget=0.5").read_text()
+    card = write_model_card(model, report, tmp_path, settings="budget=0.5").read_text()
     assert "base_model: somebody/some-bert\n---\n\n# some-bert, compressed" in card
     assert "- Asked for: budget=0.5.\n" in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]

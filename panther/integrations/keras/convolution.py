@@ -19,16 +19,16 @@ class SKConv2D(SketchedLayer):
 
     .. math:: y = f\left(\frac{1}{2L} \sum_{i=1}^{2L} U_i^T (x * S_i) + b\right)
 
-    A convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these by ``U``. Seeds,
-    modes, files and the exchange with torch are as for :class:`SKDense`.
+    The layer is a convolution with the kernel ``S`` to ``2 num_terms low_rank`` channels, followed by a product of
+    these channels with ``U``. Seeds, modes, files and the exchange with torch are as for :class:`SKDense`.
 
     Args:
         filters: Channels of the output.
         kernel_size: One integer, or two.
         *sizes: As in :class:`SKDense`.
         strides: As ``kernel_size``.
-        padding: ``"valid"`` or ``"same"`` as in ``keras.layers.Conv2D``, or, as in torch, one integer or two: that many
-            zeros on each side.
+        padding: ``"valid"`` or ``"same"`` as in ``keras.layers.Conv2D``, or, as in torch, one integer or two: the
+            number of zeros on each side.
         data_format: ``"channels_last"`` or ``"channels_first"``; None is Keras' default.
         dilation_rate: As ``kernel_size``; not together with strides, as in Keras.
         groups: Number of groups; U is then block-diagonal.
@@ -36,17 +36,18 @@ class SKConv2D(SketchedLayer):
         low_rank: Rank K of a term, divisible by ``groups``.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
         activation: As in ``keras.layers.Conv2D``.
-        use_bias: Likewise.
-        bias_initializer: Likewise.
+        use_bias: As in ``keras.layers.Conv2D``.
+        bias_initializer: As in ``keras.layers.Conv2D``.
         fitted: As in :class:`SKDense`.
         seed: As in :class:`SKDense`.
-        **options: Those of ``keras.layers.Layer``.
+        **options: Arguments of ``keras.layers.Layer``.
 
     Shape:
         Input ``(batch, height, width, in)``, or ``(batch, in, height, width)`` with channels first; output likewise.
 
     Attributes:
-        S: Trained kernel ``(*kernel_size, in / groups, 2 L K)``; torch's ``S`` with its axes in Keras' order.
+        S: Trained kernel ``(*kernel_size, in / groups, 2 L K)``; the ``S`` of the torch layer, with axes in Keras'
+            order.
         U: Sketch ``(2 L K, filters / groups)``, entries +-1; not trained unless fitted.
         bias: Weight (filters,), or None.
 
@@ -120,7 +121,7 @@ class SKConv2D(SketchedLayer):
         inputs = divisible("the channels of the input", input_shape[axis], self.groups) // self.groups
         positions = math.prod(self.kernel_size)
         fan_in = inputs * positions
-        rows = 2 * self._settle_size(default_low_rank(fan_in, self.filters, self.groups))
+        rows = 2 * self._set_size(default_low_rank(fan_in, self.filters, self.groups))
         self._add_weights(
             {"S": (*self.kernel_size, inputs, rows)}, {"U": (rows, self.filters // self.groups)},
             fan_in=fan_in, fan_out=self.filters * positions, outputs=self.filters,
@@ -145,7 +146,7 @@ class SKConv2D(SketchedLayer):
         outputs = ops.conv(z, mix, 1, "valid", data_format)
         if transposed:
             outputs = ops.transpose(outputs, (0, 3, 1, 2))
-        return self._activated(outputs, (self.filters,) if self._channels_last else (self.filters, 1, 1))
+        return self._activate(outputs, (self.filters,) if self._channels_last else (self.filters, 1, 1))
 
     @property
     def kernel(self) -> Any:  # (*kernel_size, in / groups, filters)
@@ -159,8 +160,8 @@ class SKConv2D(SketchedLayer):
         """Return the shape of the output for that of an input."""
         batch, *sizes = input_shape
         sizes = sizes[:2] if self._channels_last else sizes[1:]
-        found = [self._output_size(i, size) for i, size in enumerate(sizes)]
-        return (batch, *found, self.filters) if self._channels_last else (batch, self.filters, *found)
+        output_sizes = [self._output_size(i, size) for i, size in enumerate(sizes)]
+        return (batch, *output_sizes, self.filters) if self._channels_last else (batch, self.filters, *output_sizes)
 
     def _output_size(self, i: int, size: int | None) -> int | None:
         if size is None:
@@ -181,36 +182,38 @@ class SKConv2D(SketchedLayer):
             **options: Arguments of the constructor besides the sizes, such as ``data_format`` and ``activation``.
 
         Raises:
-            TypeError: If it is another class.
-            ValueError: If it pads with other values than zeros, has strides together with a dilation, or a dtype that
-                the backend does not hold.
+            TypeError: If ``layer`` is not exactly a :class:`~panther.nn.SKConv2d`.
+            ValueError: If the layer's padding is not zeros, it has both strides and a dilation, or its dtype is not
+                supported by the backend.
         """
         if isinstance(layer, SKConv2d) and layer.padding_mode != "zeros":
             raise ValueError(
                 f"padding_mode={layer.padding_mode!r}: SKConv2D pads with zeros, so use padding_mode='zeros'"
             )
-        own = cls._like(
+        keras_layer = cls._from_sizes_of(
             layer, layer.out_channels, layer.kernel_size, strides=layer.stride, padding=layer.padding,
             dilation_rate=layer.dilation, groups=layer.groups, **options,
         )  # fmt: skip
-        own.build(
-            (None, None, None, layer.in_channels) if own._channels_last else (None, layer.in_channels, None, None)
+        keras_layer.build(
+            (None, None, None, layer.in_channels)
+            if keras_layer._channels_last
+            else (None, layer.in_channels, None, None)
         )
-        return own._take(layer)
+        return keras_layer._copy_from_torch(layer)
 
     def to_torch(self) -> SKConv2d:
         """Return the :class:`~panther.nn.SKConv2d` with these weights, copied, on the CPU; it has no activation.
 
         Raises:
             ValueError: If the layer is not built yet.
-            ShapeError: If it has strides and ``padding="same"``, which torch's convolutions do not have together.
+            ShapeError: If the layer has both strides and ``padding="same"``, which torch's convolutions do not support.
         """
         options = self._torch_options()
         layer = SKConv2d(
             self.S.shape[2] * self.groups, self.filters, self.kernel_size, stride=self.strides, padding=self.padding,
             dilation=self.dilation_rate, groups=self.groups, **options,
         )  # fmt: skip
-        return self._give(layer)
+        return self._copy_to_torch(layer)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
@@ -219,6 +222,6 @@ class SKConv2D(SketchedLayer):
 
 
 def _needs_channels_last() -> bool:
-    # TensorFlow has convolutions of channels first on GPUs, and on a CPU only through oneDNN, which it does not use by
-    # itself on processors without AVX-512.
+    # TensorFlow supports channels first on GPUs. On a CPU, it supports them only through oneDNN, which it does not use
+    # by default on processors without AVX-512.
     return keras.backend.backend() == "tensorflow" and not keras.distribution.list_devices("gpu")

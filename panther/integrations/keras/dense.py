@@ -18,9 +18,9 @@ class SKDense(SketchedLayer):
 
     .. math:: y = f(x W + b), \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
 
-    The sketches of a seed are those of :class:`~panther.nn.SKLinear`, bit for bit, and its weights fit here and back:
-    :meth:`from_torch`, :meth:`to_torch`. ``.keras`` and ``.weights.h5`` files hold the seed in place of the sketches;
-    files of weights take their seed along into a layer with another one.
+    The sketches of a seed equal the sketches of :class:`~panther.nn.SKLinear` bit for bit, and :meth:`from_torch` and
+    :meth:`to_torch` convert between the layers. ``.keras`` and ``.weights.h5`` files hold the seed instead of the
+    sketches; loading a file of weights into a layer with a different seed also sets the seed.
 
     Args:
         units: Size of each output sample.
@@ -30,21 +30,21 @@ class SKDense(SketchedLayer):
         low_rank: Rank k of each of a term's two halves; R = L k.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
         activation: As in ``keras.layers.Dense``.
-        use_bias: Likewise.
-        bias_initializer: Likewise.
-        fitted: Whether the sketches are trained and saved, as in layers that come from :func:`panther.compress`.
+        use_bias: As in ``keras.layers.Dense``.
+        bias_initializer: As in ``keras.layers.Dense``.
+        fitted: Whether the sketches are trained and saved, as in layers that :func:`panther.compress` makes.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from Python's generator, which
             ``keras.utils.set_random_seed`` seeds.
-        **options: Those of ``keras.layers.Layer``: ``name``, ``dtype``, ``trainable``.
+        **options: Arguments of ``keras.layers.Layer``: ``name``, ``dtype``, ``trainable``.
 
     Shape:
         Input ``(batch, *, in)``, output ``(batch, *, units)``.
 
     Attributes:
         S1: Trained factor (in, R), drawn so that W has the variance of Keras' default, ``2 / (in + units)``.
-        S2: Trained factor (R, units), likewise.
+        S2: Trained factor (R, units), drawn with the same variance as S1.
         U1: Sketch (R, units), entries +-1; not trained unless fitted.
-        U2: Sketch (in, R), likewise.
+        U2: Sketch (in, R), entries +-1; not trained unless fitted.
         bias: Weight (units,), or None.
 
     Raises:
@@ -92,7 +92,7 @@ class SKDense(SketchedLayer):
     def build(self, input_shape: tuple[Any, ...]) -> None:
         """Make the weights for the last size of an input."""
         inputs = check_size("the last size of the input", input_shape[-1], least=1)
-        R = self._settle_size(default_low_rank(inputs, self.units))
+        R = self._set_size(default_low_rank(inputs, self.units))
         factors, sketches = {"S1": (inputs, R), "S2": (R, self.units)}, {"U1": (R, self.units), "U2": (inputs, R)}
         self._add_weights(factors, sketches, fan_in=inputs, fan_out=self.units, outputs=self.units)
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: inputs})
@@ -102,7 +102,7 @@ class SKDense(SketchedLayer):
         ops = keras.ops
         left, right = ops.matmul(inputs, self.S1), ops.matmul(inputs, self.U2)
         outputs = ops.matmul(left * self.scale, self.U1) + ops.matmul(right * self.scale, self.S2)
-        return self._activated(outputs, (self.units,))
+        return self._activate(outputs, (self.units,))
 
     @property
     def kernel(self) -> Any:  # (in, units)
@@ -122,8 +122,8 @@ class SKDense(SketchedLayer):
             **options: Arguments of the constructor besides the sizes, such as ``activation`` and ``name``.
 
         Raises:
-            TypeError: If it is another class, as a sharded layer is.
-            ValueError: If the backend does not hold its dtype, as JAX does not hold float64 by default.
+            TypeError: If ``layer`` is not exactly an :class:`~panther.nn.SKLinear`; a sharded layer is not.
+            ValueError: If the backend does not support its dtype. JAX does not support float64 by default.
 
         Example:
             >>> import torch, numpy as np, panther as pr
@@ -132,9 +132,9 @@ class SKDense(SketchedLayer):
             >>> torch.equal(layer.to_torch().S1, linear.S1)
             True
         """
-        own = cls._like(layer, layer.out_features, **options)
-        own.build((None, layer.in_features))
-        return own._take(layer)
+        keras_layer = cls._from_sizes_of(layer, layer.out_features, **options)
+        keras_layer.build((None, layer.in_features))
+        return keras_layer._copy_from_torch(layer)
 
     def to_torch(self) -> SKLinear:
         """Return the :class:`~panther.nn.SKLinear` with these weights, copied, on the CPU; it has no activation.
@@ -143,7 +143,7 @@ class SKDense(SketchedLayer):
             ValueError: If the layer is not built yet.
         """
         options = self._torch_options()
-        return self._give(SKLinear(self.S1.shape[0], self.units, **options))
+        return self._copy_to_torch(SKLinear(self.S1.shape[0], self.units, **options))
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""

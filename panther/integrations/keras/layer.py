@@ -1,7 +1,8 @@
 """The base of the sketched Keras layers: the seed, the two modes, files, and the exchange of weights with torch.
 
-*Seeded*: the sketches are weights that are not trained, and files hold their seed in their place. *Fitted*: they are
-trained and saved like other weights. The record ``sketch_seed`` in files is that of :mod:`panther.nn`.
+*Seeded*: the sketches are weights that are not trained, and files hold the seed instead of the sketches. *Fitted*: the
+sketches are trained and saved like other weights. Files contain the same record ``sketch_seed`` as in
+:mod:`panther.nn`.
 """
 
 __all__ = ["SketchedLayer"]
@@ -27,14 +28,14 @@ Shape = tuple[int, ...]
 
 
 class SketchedLayer(keras.layers.Layer):
-    """Base of sketched layers: a subclass names its torch class, its factors and its sketches, and multiplies."""
+    """Base of sketched layers: a subclass names its torch class, factors and sketches, and defines ``call``."""
 
     torch_class: ClassVar[type[SketchedModule]]
     dense_name: ClassVar[str]
     """Name of the Keras layer that this one replaces."""
 
     torch_axes: ClassVar[dict[str, Shape]] = {}
-    """Axes of the torch layer's factor, in the order in which this layer has them, where that is another one."""
+    """Axes of the torch layer's factor in the order of this layer, for factors whose order of axes differs."""
 
     seed: int | None
     """The seed of a seeded layer, None for a fitted one."""
@@ -62,12 +63,12 @@ class SketchedLayer(keras.layers.Layer):
         check_flag("use_bias", use_bias)
         check_flag("fitted", fitted)
         if fitted and seed is not None:
-            raise ValueError(f"fitted=True has sketches that are trained, not those of seed={seed}: leave one out")
+            raise ValueError(f"fitted=True trains the sketches, and seed={seed} would fix them: leave one out")
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.bias_initializer = keras.initializers.get(bias_initializer)
         self.fitted = fitted
-        # From Python's generator, as Keras draws its own seeds: keras.utils.set_random_seed governs it.
+        # Drawn from Python's generator, as Keras draws its seeds, so that keras.utils.set_random_seed seeds it.
         self.seed = None if fitted else check_seed(random.randrange(1 << 63) if seed is None else seed)
         self.supports_masking = True
 
@@ -79,13 +80,13 @@ class SketchedLayer(keras.layers.Layer):
     def _add_weights(
         self, factors: Mapping[str, Shape], sketches: Mapping[str, Shape], fan_in: int, fan_out: int, outputs: int
     ) -> None:
-        """Make factors, bias and sketches of these shapes; the weight has the variance of Keras' default, Glorot's.
+        """Make factors, bias and sketches; the weight has the variance of Keras' default initializer (Glorot).
 
         Args:
-            factors: Shapes by name.
-            sketches: Shapes by name; the i-th is drawn from stream i of the seed.
+            factors: Shapes of the factors by name.
+            sketches: Shapes of the sketches by name; the i-th sketch is drawn from stream i of the seed.
             fan_in: Number of inputs that an output is a sum over.
-            fan_out: Number of outputs that an input is part of.
+            fan_out: Number of outputs that an input contributes to.
             outputs: Number of outputs.
         """
         warn_unless_smaller(
@@ -97,7 +98,7 @@ class SketchedLayer(keras.layers.Layer):
         level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25 if self.fitted else 1.0
         bound = level * math.sqrt(12 * self.num_terms * self.groups / (fan_in + fan_out))
         for name, shape in factors.items():
-            # One initializer each: called twice, one gives the same numbers twice.
+            # A separate initializer for each factor, because an initializer returns the same numbers at every call.
             setattr(self, name, self.add_weight(shape, keras.initializers.RandomUniform(-bound, bound), name=name))
         self.bias = self.add_weight((outputs,), self.bias_initializer, name="bias") if self.use_bias else None
         seed = random.randrange(1 << 63) if self.seed is None else self.seed
@@ -114,50 +115,51 @@ class SketchedLayer(keras.layers.Layer):
         """Write the weights by name, and the record of the seed in place of seeded sketches."""
         if not self.built:
             return
-        for name, own in self._drawn().items():
-            if not np.array_equal(_numpy(getattr(self, name)), own):
+        for name, signs in self._seeded_sketches().items():
+            if not np.array_equal(_numpy(getattr(self, name)), signs):
                 raise SketchMismatchError(
-                    f"{name} of {self.path} is not the sketch of seed={self.seed}, as when weights of a layer with "
-                    "another seed are set: build both with the same seed"
+                    f"{name} of {self.path} is not the sketch of seed={self.seed}; it may come from a layer with a "
+                    "different seed: build both layers with the same seed"
                 )
         store["sketch_seed"] = np.array(make_record(self.seed, self.num_terms), dtype=np.int64)
         for name in self._saved_names():
             store[name] = getattr(self, name)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read everything or nothing; a seeded layer takes over the seed.
+        """Load all weights, or none if an error is raised; a seeded layer also gets the seed of the file.
 
         Raises:
-            SketchMismatchError: If the record is damaged, or of the other mode or another num_terms.
-            ValueError: If weights are missing or have other shapes, or the layer is not built yet.
+            SketchMismatchError: If the record is damaged, or its mode or num_terms differs from the layer's.
+            ValueError: If weights are missing or have different shapes, or the layer is not built yet.
         """
         if not self.built:
             raise ValueError(f"{self.name} has no weights yet: call it on an input, or build it, before loading")
         shapes = {name: tuple(getattr(self, name).shape) for name in self._saved_names()}
-        found = {name: tuple(store[name].shape) for name in store.keys()}  # noqa: SIM118  (not always a mapping)
-        if found != shapes | {"sketch_seed": (4,)}:
-            raise ValueError(f"{self.path} has weights of shapes {shapes}, and the file has {found}")
+        saved_shapes = {name: tuple(store[name].shape) for name in store.keys()}  # noqa: SIM118  (not always a mapping)
+        if saved_shapes != shapes | {"sketch_seed": (4,)}:
+            raise ValueError(f"{self.path} has weights of shapes {shapes}, and the file has {saved_shapes}")
         seed = read_record(torch.tensor(np.asarray(store["sketch_seed"])), self.num_terms, f"{self.path}/sketch_seed")
-        if (seed is None) is not self.fitted:  # only with a file that was changed: fitted ones have more weights
+        # Only a file that was changed can differ here, because files of fitted layers have more weights.
+        if (seed is None) is not self.fitted:
             raise SketchMismatchError(
-                f"{self.path}/sketch_seed is of the other mode: build it with fitted={seed is None}"
+                f"{self.path}/sketch_seed is of a layer with fitted={seed is None}: build this layer so"
             )
         for name in shapes:
             getattr(self, name).assign(store[name])
         if seed != self.seed:
             self.seed = seed
-            for name, values in self._drawn().items():
+            for name, values in self._seeded_sketches().items():
                 getattr(self, name).assign(values)
 
     @classmethod
-    def _like(cls, layer: SketchedModule, *sizes: Any, **options: Any) -> Self:
-        """Return a layer with the sizes, the mode and the dtype of one of torch, not built yet."""
+    def _from_sizes_of(cls, layer: SketchedModule, *sizes: Any, **options: Any) -> Self:
+        """Return a layer with the sizes, the mode and the dtype of a torch layer, not built yet."""
         if type(layer) is not cls.torch_class:
             raise TypeError(
                 f"{cls.__name__}.from_torch takes a {cls.torch_class.__name__}, not {type(layer).__name__}: give a "
                 "layer that is neither sharded nor parametrized"
             )
-        own = {
+        layer_options = {
             "num_terms": layer.num_terms,
             "low_rank": layer.low_rank,
             "use_bias": layer.bias is not None,
@@ -165,9 +167,9 @@ class SketchedLayer(keras.layers.Layer):
             "seed": layer.seed,
             "dtype": str(layer.sketch_like().dtype).removeprefix("torch."),
         }
-        return cls(*sizes, **own | options)
+        return cls(*sizes, **layer_options | options)
 
-    def _take(self, layer: SketchedModule) -> Self:
+    def _copy_from_torch(self, layer: SketchedModule) -> Self:
         """Copy the weights of a torch layer of the same sizes."""
         for name in self._saved_names():
             variable, tensor = getattr(self, name), getattr(layer, name).detach().cpu()
@@ -180,8 +182,8 @@ class SketchedLayer(keras.layers.Layer):
             variable.assign(values.transpose(self.torch_axes.get(name, tuple(range(values.ndim)))))
         return self
 
-    def _give(self, layer: Any) -> Any:
-        """Copy the weights to a torch layer of the same sizes, and make it fitted if this one is."""
+    def _copy_to_torch(self, layer: Any) -> Any:
+        """Copy the weights to a torch layer of the same sizes, and make it fitted if this layer is."""
         tensors = {}
         for name in self._saved_names():
             values = _numpy(getattr(self, name))
@@ -207,7 +209,7 @@ class SketchedLayer(keras.layers.Layer):
         }
 
     def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, the seed among them."""
+        """Return the constructor's arguments, including the seed."""
         return super().get_config() | {
             "activation": keras.activations.serialize(self.activation),
             "use_bias": self.use_bias,
@@ -217,8 +219,8 @@ class SketchedLayer(keras.layers.Layer):
             **self._size,
         }
 
-    def _settle_size(self, default_rank: int) -> int:
-        """Set the number of terms and the low rank, now that the inputs are known, and return their product R."""
+    def _set_size(self, default_rank: int) -> int:
+        """Set the number of terms and the low rank, whose default depends on the inputs, and return their product R."""
         self.num_terms = self._size.get("num_terms", 1)
         self.low_rank = self._size.get("low_rank", default_rank)
         return self.num_terms * self.low_rank
@@ -227,23 +229,23 @@ class SketchedLayer(keras.layers.Layer):
         """Return the names of the weights that files hold."""
         return self._factors + ("bias",) * self.use_bias + self._sketches * self.fitted
 
-    def _drawn(self) -> dict[str, np.ndarray]:
-        """Return the sketches of the seed, by name; none for a fitted layer."""
+    def _seeded_sketches(self) -> dict[str, np.ndarray]:
+        """Return the sketches of the seed by name, or an empty dictionary for a fitted layer."""
         if self.seed is None:
             return {}
         shapes = {name: tuple(getattr(self, name).shape) for name in self._sketches}
         return {name: draw_signs(self.seed, stream, *shape) for stream, (name, shape) in enumerate(shapes.items())}
 
-    def _activated(self, outputs: Any, bias_shape: Shape) -> Any:
+    def _activate(self, outputs: Any, bias_shape: Shape) -> Any:
         """Add the bias and apply the activation."""
         if self.bias is not None:
-            # Not keras.ops.add: with TensorFlow, Keras 3.15 adds a bias of shape (n, 1, 1) along the last axis if that
-            # has n entries too.
+            # keras.ops.add cannot be used: with TensorFlow, Keras 3.15 adds a bias of shape (n, 1, 1) along the last
+            # axis if this axis has n entries too.
             outputs = outputs + keras.ops.reshape(self.bias, bias_shape)
         return self.activation(outputs)
 
 
 def _numpy(variable: Any) -> np.ndarray:
-    """Return the values of a weight; those of half precision, which torch does not take from NumPy, in float32."""
+    """Return the values of a weight, with half precision converted to float32, which torch can read from NumPy."""
     values = np.asarray(keras.ops.convert_to_numpy(variable))
     return values if values.dtype == np.float64 else values.astype(np.float32)

@@ -1,8 +1,9 @@
-r"""Signs of a sketch by their position in a stream, in NumPy: those of :func:`panther.sketch.signs`.
+r"""Signs of a sketch by their position in a stream, in NumPy; the values equal :func:`panther.sketch.signs`.
 
 Keras builds layers inside the tracers of TensorFlow and JAX, and on torch's meta device, where a torch tensor may have
-no values. NumPy's arrays always have. Philox-4x32-10 is by Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405; NumPy's own generator ``Philox`` has words of 64 bits.
+no values. NumPy's arrays always have values. Philox-4x32-10 is by Salmon, Moraes, Dror and Shaw, "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405; NumPy's own generator ``Philox`` has words of 64
+bits.
 """
 
 __all__ = ["draw_signs"]

@@ -1,6 +1,6 @@
-"""A weight split into an adapter on orthonormal directions and what the base layer keeps."""
+"""Split a weight into an adapter on orthonormal directions and the remainder, which the base layer keeps."""
 
-__all__ = ["ITERATIONS", "start_"]
+__all__ = ["ITERATIONS", "initialize_adapter_"]
 
 from typing import Any, Literal
 
@@ -11,13 +11,13 @@ from panther.linalg import randomized_svd
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 
-# With four, the norm of what is left was at most 0.2 % above the least one on weights with slowly falling singular
-# values; torch.svd_lowrank(niter=4), in about the same time, was up to 0.9 % above it.
+# With four iterations, the norm of the remainder was at most 0.2 % above the optimum on weights with slowly falling
+# singular values; torch.svd_lowrank(niter=4) was up to 0.9 % above it in about the same time.
 ITERATIONS = 4
-_RIDGE = 1e-6  # of the mean of the diagonal, so that a second moment of few positions has a root
+_RIDGE = 1e-6  # relative to the mean of the diagonal, so that the second moment of few positions has a Cholesky root
 
 
-def start_(
+def initialize_adapter_(
     layer: Any,  # PEFT's LoRA layer
     adapter_name: str,
     moment: Tensor | None,  # (in, in), float64
@@ -26,9 +26,9 @@ def start_(
     n_iter: int | Literal["auto"],
     seed: int,
 ) -> float:
-    """Make the adapter U U^T W, and the layer's weight what is left; return the adapter's own relative error.
+    """Set the adapter to U U^T W, and subtract it from the layer's weight; return the adapter's relative error.
 
-    U are leading left singular vectors of W, or of W C^(1/2) for a moment C; the last ones if ``trailing``.
+    U are the leading left singular vectors of W, or of W C^(1/2) for a moment C; the last ones if ``trailing``.
     """
     rank = layer.r[adapter_name]
     Q, core = _core(layer)
@@ -43,22 +43,26 @@ def start_(
         operand: Any = core if moment is None else _Weighted(core, _root(moment).to(core.dtype))
         U = randomized_svd(operand, rank, n_iter=n_iter, seed=seed).U
     T = U.mT @ core
-    inside, whole = (float(_energy(part, moment)) for part in (T, core))
+    adapter_energy, energy = (float(_energy(part, moment)) for part in (T, core))
     if Q is not None:
         U = Q @ U
-    # Balanced as PiSSA has it: columns of B have the norms of rows of A. Where these are zero, B is there to learn by.
+    # Balanced as in PiSSA: columns of B have the norms of rows of A. If a row of A is zero, the column of B is not, so
+    # that the row can learn.
     scale = layer.scaling[adapter_name]
     root = torch.linalg.vector_norm(T, dim=1).div(scale).sqrt()
     root = torch.where(root > 0, root, 1.0)
     A, B = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
     A.copy_(T / (scale * root)[:, None])
     B.copy_(U * root)
-    _leave_(layer, U, scale * B.to(U.dtype), A.to(U.dtype))
-    return (max(whole - inside, 0.0) / whole) ** 0.5 if whole else 0.0
+    _subtract_adapter_(layer, U, scale * B.to(U.dtype), A.to(U.dtype))
+    return (max(energy - adapter_energy, 0.0) / energy) ** 0.5 if energy else 0.0
 
 
 def _core(layer: Any) -> tuple[Tensor | None, Tensor]:
-    """Return Q with orthonormal columns and a smaller matrix whose product is the weight (out, in); Q None is I."""
+    """Return Q with orthonormal columns and a smaller matrix whose product is the weight, (out, in).
+
+    None stands for Q = I.
+    """
     base = layer.get_base_layer()
     if isinstance(base, SKLinear):
         left, right = torch.cat((base.U1.mT, base.S2.mT), 1), torch.cat((base.S1.mT, base.U2.mT))
@@ -73,8 +77,12 @@ def _core(layer: Any) -> tuple[Tensor | None, Tensor]:
     return Q, R @ _wide(right)
 
 
-def _leave_(layer: Any, U: Tensor, B: Tensor, A: Tensor) -> None:
-    """Subtract the adapter from the weight: ``B A`` as it is rounded, or, from factors of no larger rank, U U^T W."""
+def _subtract_adapter_(layer: Any, U: Tensor, B: Tensor, A: Tensor) -> None:
+    """Subtract the adapter from the weight, in place.
+
+    From a dense weight, the rounded product ``B A`` is subtracted. Factors are projected by I - U U^T, so that their
+    rank does not grow.
+    """
     base = layer.get_base_layer()
     if isinstance(base, SKLinear):
         for factor in (base.U1, base.S2):
@@ -92,7 +100,7 @@ def _leave_(layer: Any, U: Tensor, B: Tensor, A: Tensor) -> None:
 
 
 class _Weighted:
-    """The matrix W F, seen through its products, which is all that the randomized SVD needs."""
+    """The matrix W F as an operator: the randomized SVD needs only its products."""
 
     def __init__(self, W: Tensor, F: Tensor) -> None:
         self.factors, self.shape, self.dtype, self.device = (W, F), (len(W), F.shape[1]), W.dtype, W.device

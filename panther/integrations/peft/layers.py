@@ -1,7 +1,7 @@
 r"""LoRA on one compressed linear layer, and the layer that an adapter is merged into.
 
-An adapter adds :math:`s\\, x A^T B^T` to the output. Merged into two factors of the weight it is r more columns of
-them, so merging is exact: the layer's rank grows by r. Codes of few bits have no such place.
+An adapter adds :math:`s\\, x A^T B^T` to the output. Merging appends r columns to the two factors of the weight, which
+is exact and increases the layer's rank by r. Codes of few bits cannot hold an adapter.
 """
 
 __all__ = ["LoraCompressedLinear", "merged_layer"]
@@ -24,19 +24,20 @@ _Linear: Any = require_extra("peft.tuners.lora", "peft").Linear
 _utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
 
 _LINEAR = (SKLinear, InterpolativeLinear, QuantizedLinear)
-# Those that leave the layer as it is. PEFT's others write to `weight.data`, which of a compressed layer is a copy.
+# Values of init_lora_weights that do not change the layer. PEFT's other values write to `weight.data`, which is a copy
+# for a compressed layer.
 _STARTS = (True, False, "gaussian", "orthogonal")
 
 
 class LoraCompressedLinear(_Linear):
     """LoRA adapters on an SKLinear, an InterpolativeLinear or a QuantizedLinear.
 
-    PEFT makes it for every compressed layer that ``target_modules`` names; nobody needs to. It is PEFT's own LoRA layer
-    for nn.Linear (several adapters, batches that mix them, dropout, dtypes) except for what reads or writes the dense
-    weight, which a compressed layer does not have.
+    PEFT makes this layer for every compressed layer that ``target_modules`` names, and users need not make it. It is
+    PEFT's LoRA layer for nn.Linear (more than one adapter, batches that mix adapters, dropout, dtypes), except for
+    methods that read or write the dense weight, which a compressed layer does not have.
 
-    Merging replaces the layer below by one whose rank is r larger, or by an nn.Linear where that is not larger;
-    unmerging puts the layer itself back, equal in every bit.
+    Merging replaces the base layer by a layer whose rank is larger by r, or by an nn.Linear if this is not larger;
+    unmerging restores the base layer itself, equal in every bit.
 
     Args:
         base_layer: The compressed layer.
@@ -44,7 +45,7 @@ class LoraCompressedLinear(_Linear):
         config: PEFT's LoraConfig.
         r: Rank of the adapter.
         lora_alpha: The adapter is multiplied by ``lora_alpha / r``.
-        **kwargs: What else PEFT passes.
+        **kwargs: Further arguments of PEFT.
 
     Raises:
         ConfigError: If the layer is a convolution; if ``init_lora_weights`` would change the weight; or for DoRA and
@@ -61,9 +62,9 @@ class LoraCompressedLinear(_Linear):
                 "target the plain convolutions that stand there then"
             )
         super().__init__(base_layer, adapter_name, config, r=r, lora_alpha=lora_alpha, **kwargs)
-        # Compressed layers have nn.Linear's orientation, also those in the place of transformers' Conv1D.
+        # Compressed layers have nn.Linear's orientation, even if they replace transformers' Conv1D.
         self.fan_in_fan_out = False
-        self._before: list[nn.Module] = []  # the layer under merged adapters; in a list, it is not a submodule
+        self._unmerged: list[nn.Module] = []  # the layer under merged adapters; in a list, it is not a submodule
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config: Any, **kwargs: Any) -> None:
         """Add an adapter."""
@@ -92,17 +93,17 @@ class LoraCompressedLinear(_Linear):
         return {(): None}
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        return module.in_features, module.out_features  # type: ignore[return-value]  # PEFT's own warns
+        return module.in_features, module.out_features  # type: ignore[return-value]  # PEFT's method would warn
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        return _place(base_layer)  # PEFT's own computes the dense weight to ask it
+        return _device_and_dtype(base_layer)  # PEFT's method would compute the dense weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into a layer of a larger rank, which takes the place of the layer below.
+        """Merge adapters into a layer of a larger rank, which replaces the base layer.
 
         Args:
-            safe_merge: Whether to raise ValueError where the result is not finite.
-            adapter_names: None is the active ones.
+            safe_merge: Whether to raise ValueError if the result is not finite.
+            adapter_names: Names of the adapters; None merges the active ones.
 
         Raises:
             ConfigError: If the layer is quantized, or has no bias where the adapter has one.
@@ -120,18 +121,18 @@ class LoraCompressedLinear(_Linear):
             raise ValueError(
                 f"the merged weight is not finite: adapter {', '.join(map(repr, names))} has broken values"
             )
-        if not self._before:
-            self._before.append(base)
+        if not self._unmerged:
+            self._unmerged.append(base)
         self.base_layer = merged
         self.merged_adapters += names
 
     def unmerge(self) -> None:
-        """Put the layer back that was there before the adapters were merged."""
+        """Restore the layer from before the adapters were merged."""
         if not self.merged:
             warnings.warn("no adapter is merged, so nothing was unmerged", stacklevel=2)
             return
-        device, dtype = _place(self.base_layer)
-        self.base_layer = self._before.pop().to(device=device, dtype=dtype).train(self.base_layer.training)
+        device, dtype = _device_and_dtype(self.base_layer)
+        self.base_layer = self._unmerged.pop().to(device=device, dtype=dtype).train(self.base_layer.training)
         self.merged_adapters.clear()
 
 
@@ -144,8 +145,8 @@ def merged_layer(
 ) -> nn.Module:
     """Return a new layer with ``left @ right`` added to the weight, and ``bias`` to the bias, exact up to rounding.
 
-    An SKLinear gets fitted factors beside its own; an InterpolativeLinear, and a pair of nn.Linear, gets a larger rank.
-    Where an nn.Linear is not larger, they become one.
+    An SKLinear becomes a fitted one with additional factors; an InterpolativeLinear and a pair of nn.Linear get a
+    larger rank. If an nn.Linear is not larger than the result, an nn.Linear is returned.
 
     Raises:
         ConfigError: If the layer is quantized, or there is no bias to add to.
@@ -166,12 +167,12 @@ def merged_layer(
         new = _sketched(layer, left, right, R)
     elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
         factors = [_wide(factor) for factor in layer.factors()]
-        device, dtype = _place(layer)
+        device, dtype = _device_and_dtype(layer)
         sizes = (layer.in_features, layer.out_features, layer.low_rank + rank)
         new = InterpolativeLinear(*sizes, bias=layer.bias is not None, device=device, dtype=dtype)
         new.set_factors_(torch.cat((factors[0], left), 1), torch.cat((factors[1], right)))
     elif size and size * (inner + outer) < inner * outer:
-        device, dtype = _place(layer)
+        device, dtype = _device_and_dtype(layer)
         first, second = layer
         new = LinearPair(
             nn.Linear(inner, size, bias=False, device="meta", dtype=dtype),
@@ -180,29 +181,29 @@ def merged_layer(
         new[0].weight = nn.Parameter(torch.cat((_wide(first.weight), right)).to(dtype))
         new[1].weight = nn.Parameter(torch.cat((_wide(second.weight), left), 1).to(dtype))
     else:
-        device, dtype = _place(layer)
+        device, dtype = _device_and_dtype(layer)
         new = nn.Linear(inner, outer, bias=layer.bias is not None, device="meta", dtype=dtype)
         new.weight = nn.Parameter((_wide(layer.weight) + left @ right).to(dtype))
     if layer.bias is not None:
         old: Any = layer.bias
         holder = new[1] if isinstance(new, LinearPair) else new
         holder.bias = nn.Parameter(old.clone() if bias is None else (old + bias).to(old.dtype))
-    # Of a dense model PEFT leaves the weights frozen, too.
+    # The merged layer is frozen if the base layer is, as PEFT keeps the weights of a dense model frozen.
     trained = next(iter(layer.parameters())).requires_grad
     return new.requires_grad_(trained).train(layer.training)
 
 
 def _sketched(layer: SKLinear, left: Tensor, right: Tensor, R: int) -> SKLinear:
-    """Return the fitted SKLinear whose first factors are those of the layer, and the others the adapter's."""
-    _device, dtype = _place(layer)
+    """Return a fitted SKLinear with the factors of the layer followed by the factors of the adapter."""
+    _device, dtype = _device_and_dtype(layer)
     U1, U2 = layer._dense_sketches()
     first = (len(right) + 1) // 2
     odd = 2 * first - len(right)  # an odd rank leaves one column of the second half zero
 
-    def joined(own: Tensor, added: Tensor, dim: int) -> nn.Parameter:
-        return nn.Parameter(torch.cat((own, added.to(own.dtype)), dim))
+    def joined(factor: Tensor, added: Tensor, dim: int) -> nn.Parameter:
+        return nn.Parameter(torch.cat((factor, added.to(factor.dtype)), dim))
 
-    # Made without values, which would only be drawn.
+    # On the meta device, because values would be drawn only to be replaced below.
     new = SKLinear(
         layer.in_features, layer.out_features, R, bias=layer.bias is not None, device="meta", dtype=dtype, seed=0
     )
@@ -221,7 +222,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _place(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+def _device_and_dtype(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype of a layer's input, without computing its weight."""
     if isinstance(layer, QuantizedLinear):
         return layer.record.device, layer.dtype

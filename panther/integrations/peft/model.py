@@ -1,8 +1,9 @@
-"""PEFT's LoRA model, which also finds compressed layers; importing this puts it in the place of PEFT's own.
+"""A subclass of PEFT's LoRA model that also finds compressed layers; importing this module registers it in PEFT.
 
-PEFT has a hook for new kinds of layers, ``LoraConfig._register_custom_module``, but it is one of a config and is not
-saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter`` make configs of their
-own. All of them look up the class of the tuner in one table of PEFT, so this module replaces its entry.
+PEFT has a hook for new kinds of layers, ``LoraConfig._register_custom_module``, but it belongs to a config and is not
+saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter`` make new configs. All
+    of
+them look up the class of the tuner in a table of PEFT, and this module replaces the entry of the table.
 """
 
 __all__ = ["CompressedLoraModel"]
@@ -27,16 +28,16 @@ _LoraModel: Any = _peft.LoraModel
 class CompressedLoraModel(_LoraModel):
     """PEFT's LoraModel with :class:`LoraCompressedLinear` for compressed layers.
 
-    ``target_modules="all-linear"`` names compressed linear layers too, except for the head, as of nn.Linear.
+    ``target_modules="all-linear"`` also includes compressed linear layers, except for the head, as for nn.Linear.
     """
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to the model's layers."""
         config = self.peft_config[adapter_name]
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-            found = _compressed_linears(model, config)
+            linear_names = _compressed_linears(model, config)
             _utils._maybe_include_all_linear_layers(config, model)
-            config.target_modules = {*config.target_modules, *found}
+            config.target_modules = {*config.target_modules, *linear_names}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     @staticmethod
@@ -45,7 +46,7 @@ class CompressedLoraModel(_LoraModel):
         return _LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        """Put a layer in its place; PEFT's own computes the dense weight, for its device, many times a layer."""
+        """Replace a layer; PEFT's method would compute the dense weight many times per layer, to read its device."""
         if isinstance(new_module, LoraCompressedLinear) or isinstance(child, LoraCompressedLinear):
             setattr(parent, child_name, new_module)
         else:
@@ -72,7 +73,7 @@ def _compressed_linears(model: Any, config: Any) -> set[str]:
     heads = {getattr(model, name, None) for name in _HEADS} if config.task_type == "SEQ_CLS" else set()
     if hasattr(model, "get_output_embeddings"):
         heads.add(model.get_output_embeddings())
-    # PEFT finds these by their wrappers.
+    # PEFT itself finds layers that have adapters, by their wrappers.
     wrapped = {module.get_base_layer() for module in model.modules() if isinstance(module, _utils.BaseTunerLayer)}
     return {
         name

@@ -1,7 +1,7 @@
-r"""Saved LoRA adapters at smaller ranks, exactly: the SVD of B A from QR decompositions of the factors.
+r"""Reduce the ranks of saved LoRA adapters exactly: the SVD of B A from QR decompositions of the factors.
 
-With :math:`B = Q_B R_B` and :math:`A^T = Q_A R_A`, the SVD of the r x r matrix :math:`R_B R_A^T` is that of B A, which
-is never formed: :math:`O((in + out) r^2)` in place of :math:`O(in\,out \min(in, out))`.
+With :math:`B = Q_B R_B` and :math:`A^T = Q_A R_A`, the SVD of the r x r matrix :math:`R_B R_A^T` gives the SVD of B A,
+which is never formed: :math:`O((in + out) r^2)` instead of :math:`O(in\,out \min(in, out))`.
 """
 
 __all__ = ["ResizeReport", "ResizedLayer", "resize_lora"]
@@ -25,14 +25,15 @@ from panther.files import read_json, write_json
 from panther.files.tensors import write_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Suffixes of the factors that r x n and n x r matrices are stored under; convolutions are unfolded.
+# Suffixes of the names of A (r x n) and B (n x r); for convolutions, A and B are unfolded.
 _PAIRS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
-# Settings with which the function is no longer the base's plus s B A, or the base is no longer the original.
+# Settings with which the model is not the original base model plus s B A.
 _VARIANTS = (
     "use_dora", "alora_invocation_tokens", "arrow_config", "use_bdlora", "velora_config", "monteclora_config",
     "kasa_config", "target_parameters", "megatron_config",
 )  # fmt: skip
-_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of init_lora_weights; others change the base weights
+# Values of init_lora_weights that do not change the base weights.
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 Allocate = Literal["uniform", "global"]
 
 
@@ -42,27 +43,27 @@ class ResizedLayer(NamedTuple):
     name: str
     """Name of the layer in the base model."""
     rank_before: int
-    """Its rank as it was saved."""
+    """Rank of the adapter before."""
     rank: int
-    """Its rank now."""
+    """Rank of the adapter after resizing."""
     energy: float
-    """Share of its squared Frobenius norm that is kept."""
+    """Share of the adapter's squared Frobenius norm that is kept."""
     error: float
     """Relative error of the adapter's matrix in the Frobenius norm."""
 
 
 @dataclass(frozen=True)
 class ResizeReport:
-    """What :func:`resize_lora` did; ``print`` shows a table."""
+    """The result of :func:`resize_lora`; ``print`` shows a table."""
 
     layers: tuple[ResizedLayer, ...]
-    """A row for each adapter."""
+    """The result for each layer."""
     error: float
-    """Relative error of all adapters' matrices together."""
+    """Relative error in the Frobenius norm, over the adapters of all layers."""
     bytes_before: int
     """Bytes of the tensors that were read."""
     bytes_after: int
-    """Bytes of those that were written."""
+    """Bytes of the tensors that were written."""
 
     def __str__(self) -> str:
         """Return a line for each layer."""
@@ -83,19 +84,19 @@ def resize_lora(
 ) -> ResizeReport:
     r"""Write a saved LoRA adapter at smaller ranks: the best approximation of every layer's B A, to rounding.
 
-    One of ``rank`` and ``error`` says how small. ``allocate`` says over what: with ``"uniform"`` every layer gets that
-    rank, or the least rank within that error of its own; with ``"global"`` one threshold on the singular values of
-    :math:`s B A` over all layers gives each its rank, such that the ranks sum to ``rank`` times the number of layers,
-    or all layers together are within the error. A layer keeps rank 1 at least, because PEFT knows no other.
+    Give either ``rank`` or ``error``. With ``allocate="uniform"``, every layer gets this rank, or the smallest rank
+    with which its own error is within ``error``. With ``"global"``, a common threshold on the singular values of
+    :math:`s B A` of all layers determines the ranks, such that their sum is ``rank`` times the number of layers, or the
+    error over all layers is within ``error``. Every layer keeps at least rank 1, because PEFT supports no rank 0.
 
-    The new folder is PEFT's, with ranks and ``lora_alpha`` of single layers in ``rank_pattern`` and ``alpha_pattern``
-    where they differ; each layer's scale s is unchanged, also with ``use_rslora``. Everything else in the folder's
-    tensors is copied, as ``modules_to_save``. ``B`` and ``A`` come out balanced, with orthogonal columns and rows.
+    The new folder has PEFT's format. Where ranks and ``lora_alpha`` differ between layers, they are in ``rank_pattern``
+    and ``alpha_pattern``; each layer's scale s is unchanged, even with ``use_rslora``. All other tensors of the folder,
+    such as ``modules_to_save``, are copied. The new ``B`` and ``A`` are balanced, with orthogonal columns and rows.
 
     Args:
         adapter: Folder that ``save_pretrained`` of a PEFT model wrote.
-        output: Folder to write, made where it is missing; not the same one.
-        rank: Largest rank, 1 or more; layers of a smaller one keep theirs.
+        output: Folder to write, which is made if it is missing, and must differ from ``adapter``.
+        rank: Largest rank, at least 1; layers of a smaller rank are unchanged.
         error: Largest relative error in the Frobenius norm, in [0, 1); 0 removes directions that are zero to rounding.
         allocate: ``"uniform"`` or ``"global"``.
 
@@ -105,7 +106,7 @@ def resize_lora(
     Raises:
         ConfigError: If not exactly one of ``rank`` and ``error`` is given, or one is out of range; if the adapter is
             not plain LoRA (DoRA and other variants); or if its start changed the base weights (PiSSA and others).
-        FormatError: If the folder or its tensors are not those of a LoRA adapter.
+        FormatError: If the folder or its tensors are not a LoRA adapter.
         ShapeError: If ``rank`` is below 1.
 
     Cost: ``O((in + out) r^2)`` for each layer in float64: seconds for an adapter of a large model.
@@ -131,7 +132,7 @@ def resize_lora(
     ranks = _ranks(sigmas, rank, error, allocate)
     new = dict(state)
     layers = []
-    lost = whole = 0.0
+    lost = energy = 0.0
     for name, (A, B) in pairs.items():
         U, S, V = parts[name]
         k, energies = ranks[name], sigmas[name].square()
@@ -141,7 +142,7 @@ def resize_lora(
             shape[0 if key == A else 1] = k
             new[key] = factor.reshape(shape).to(state[key].dtype).contiguous()
         tail, total = energies[k:].sum().item(), energies.sum().item()
-        lost, whole = lost + tail, whole + total
+        lost, energy = lost + tail, energy + total
         share = tail / total if total else 0.0
         layers.append(ResizedLayer(name, len(state[A]), k, 1 - share, share**0.5))
     target.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def resize_lora(
     changed = config | _patterns(bool(config.get("use_rslora")), ranks, scales)
     write_json(target / _CONFIG, changed, indent=2)
     sizes = (sum(tensor.nbytes for tensor in tensors.values()) for tensors in (state, new))
-    return ResizeReport(tuple(layers), (lost / whole) ** 0.5 if whole else 0.0, *sizes)
+    return ResizeReport(tuple(layers), (lost / energy) ** 0.5 if energy else 0.0, *sizes)
 
 
 def _check(rank: Any, error: Any, allocate: Any) -> None:
@@ -193,7 +194,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     """Return the keys of A and B by the name of the layer."""
-    found: dict[str, tuple[str, str]] = {}
+    pairs: dict[str, tuple[str, str]] = {}
     for key in state:
         for first, second in _PAIRS.items():
             if key.endswith(first):
@@ -205,18 +206,18 @@ def _pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
                         f"{key!r} has shape {tuple(A.shape)} and its lora_B {shape}, which is not a product of rank "
                         "r: leave the adapter as it is"
                     )
-                found[name.removeprefix("base_model.model.")] = (key, name + second)
-    known = {key for pair in found.values() for key in pair}
+                pairs[name.removeprefix("base_model.model.")] = (key, name + second)
+    pair_keys = {key for pair in pairs.values() for key in pair}
     for key in state:
-        if ".lora_" in key and key not in known and not key.endswith(".lora_B.bias"):
+        if ".lora_" in key and key not in pair_keys and not key.endswith(".lora_B.bias"):
             raise ConfigError(f"the adapter has {key!r}, which plain LoRA has not (DoRA and others): resize plain LoRA")
-    if not found:
+    if not pairs:
         raise FormatError("the folder has no tensors lora_A and lora_B: give one that save_pretrained wrote")
-    return found
+    return pairs
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
-    """Return what B A of a layer is multiplied by."""
+    """Return the scale s by which B A of a layer is multiplied."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     alpha = next((value for key, value in patterns.items() if _matches(key, name)), config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -241,18 +242,19 @@ def _ranks(sigmas: Mapping[str, Tensor], rank: int | None, error: float | None, 
     if allocate == "uniform":
         if rank is not None:
             return {name: min(rank, len(S)) for name, S in sigmas.items()}
-        return {name: _least(S, error or 0.0) for name, S in sigmas.items()}
+        return {name: _least_rank(S, error or 0.0) for name, S in sigmas.items()}
     firsts = torch.tensor([S[0] for S in sigmas.values()], dtype=torch.float64)
     rest = torch.cat([S[1:] for S in sigmas.values()]).sort(descending=True).values
     if rank is not None:
         count = min((rank - 1) * len(sigmas), len(rest))
     else:
-        # Each layer keeps its first; of the rest as many as are needed. Sums from the small end do not cancel.
+        # Each layer keeps its largest singular value. Of the rest, as many are kept as the error needs. Summing from
+        # the smallest value avoids cancellation.
         tails = torch.cat((rest.square().flip(0).cumsum(0).flip(0), rest.new_zeros(1)))
-        count = int((tails > _allowed(error or 0.0, firsts.square().sum() + tails[0], firsts.max())).sum())
+        count = int((tails > _allowed_loss(error or 0.0, firsts.square().sum() + tails[0], firsts.max())).sum())
     threshold = rest[count - 1].item() if count else math.inf
     above = {name: int((S[1:] > threshold).sum()) for name, S in sigmas.items()}
-    spare = count - sum(above.values())  # of singular values equal to the threshold, as many as there is room for
+    spare = count - sum(above.values())  # how many singular values equal to the threshold are kept
     ranks = {}
     for name, S in sigmas.items():
         equal = min(int((S[1:] == threshold).sum()), spare)
@@ -261,26 +263,27 @@ def _ranks(sigmas: Mapping[str, Tensor], rank: int | None, error: float | None, 
     return ranks
 
 
-def _least(S: Tensor, error: float) -> int:
-    """Return the least rank, 1 or more, whose tail is within the error."""
+def _least_rank(S: Tensor, error: float) -> int:
+    """Return the smallest rank, at least 1, whose tail is within the error."""
     tails = S.square().flip(0).cumsum(0).flip(0)
-    return max(1, int((tails > _allowed(error, tails[0], S[0])).sum()))
+    return max(1, int((tails > _allowed_loss(error, tails[0], S[0])).sum()))
 
 
-def _allowed(error: float, energy: Tensor, largest: Tensor) -> float:
-    """Return the squared norm that may go; rounding of the factors, which are float32 at best, may in any case."""
+def _allowed_loss(error: float, energy: Tensor, largest: Tensor) -> float:
+    """Return the squared norm that may be removed: at least the rounding of the factors, which are at most float32."""
     rounding = torch.finfo(torch.float32).eps / 4
     return max(error**2 * energy.item(), (rounding * largest.item()) ** 2)
 
 
 def _patterns(rslora: bool, ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
-    """Return the settings of the new ranks: the most frequent ones for all, and patterns for the rest."""
+    """Return the settings of the new ranks: the most frequent rank and alpha, and patterns for the other layers."""
     alphas = {}
     for name, rank in ranks.items():
         alpha = scales[name] * (math.sqrt(rank) if rslora else rank)
         alphas[name] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
     r, lora_alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    # A key matches all names that end with it, and PEFT takes the first: only the whole name is to match then.
+    # PEFT takes the first key that a name ends with. If a name is the end of a different name, its key gets "^", so
+    # that it matches only the full name.
     keys = {
         name: "^" * any(other.endswith(f".{name}") for other in ranks) + re.sub(r"([^\w.])", r"\\\1", name)
         for name in ranks
