@@ -20,15 +20,9 @@ VAGUE = {
 }  # fmt: skip
 # How many variables have a vague name today, by package: the numbers only become lower.
 LIMITS = {
-    "kernels": 0,
-    "panther": 0,
     "panther/cli": 64,
-    "panther/distributed": 308,
-    "panther/linalg": 0,
-    "panther/nn": 0,
-    "panther/sketch": 0,
+    "panther/distributed": 66,
     "panther/train": 46,
-    "panther/tuning": 0,
 }
 
 

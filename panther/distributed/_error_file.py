@@ -1,7 +1,7 @@
-"""The error file by which torch's launcher learns of a rank's exception.
+"""The error file from which torch's launcher reads the exception of a rank.
 
-It has the form that ``torch.distributed.elastic.multiprocessing.errors.record`` writes. That decorator does not serve
-here: it has to stand around the main function of a script, and most scripts have none.
+It has the format that ``torch.distributed.elastic.multiprocessing.errors.record`` writes. This decorator is not used,
+because it has to wrap the main function of a script, and most scripts have none.
 """
 
 __all__ = ["record_failure", "record_uncaught_exceptions"]
@@ -20,19 +20,19 @@ _installed = False
 
 
 def record_failure(error: BaseException) -> None:
-    """Write the error file of this rank; does nothing in a process that no launcher started."""
+    """Write the error file of this rank; do nothing in a process that was not started by a launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or Path(path).exists():  # an inner handler, such as torch's record, came first
+    if not path or Path(path).exists():  # an inner handler, such as torch's record, has written the file
         return
     extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with suppress(OSError):  # the launcher still has the exit code
-        # At once: the launcher may end this process meanwhile, and torch fails on half a file.
+        # Written atomically, because the launcher may end this process, and torch fails on an incomplete file.
         write_json(path, {"message": message}, indent=None)
 
 
 def record_uncaught_exceptions() -> None:
-    """Install :func:`record_failure` in front of what shows uncaught exceptions, once in a process."""
+    """Make uncaught exceptions call :func:`record_failure` before they are shown, once in a process."""
     global _installed
     if _installed:
         return

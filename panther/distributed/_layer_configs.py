@@ -1,4 +1,4 @@
-"""The perceptron of sketched layers that several of the guide's classes build, and the `layer_configs` they take."""
+"""The perceptron of sketched layers that the guide's classes build, and the check of their `layer_configs`."""
 
 __all__ = ["check_configs", "perceptron"]
 
@@ -17,7 +17,7 @@ _KEYS = ("in_features", "out_features", "sketch_size")
 def check_configs(
     layer_configs: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
 ) -> list[tuple[int, int, int]]:
-    """Return every layer's three sizes, or raise if one is missing or an input is not as wide as the last output."""
+    """Return every layer's three sizes, or raise if a size is missing or an input's width is not the last output's."""
     if isinstance(layer_configs, str) or not isinstance(layer_configs, Sequence):
         raise TypeError(f"layer_configs must be a list of mappings, not {type(layer_configs).__name__}")
     if not layer_configs:

@@ -291,7 +291,7 @@ def test_attention_of_the_models_own_plan(n, sketched):
             close(gradients[name], parameter.grad, 1e-12, floor=1e-12)
 
 
-BESIDE = "the block has the tensor {!r} beside its layers, which may be one of all heads"
+BESIDE = "the block has the tensor {!r} beside its layers, which may apply to all heads"
 UNKNOWN = "the number of heads, or their size, is not an attribute of the attention"
 REFUSED = {
     "norm": (Declared(Grouped(norm=nn.LayerNorm(48))), BESIDE.format("norm.weight")),
@@ -301,7 +301,7 @@ REFUSED = {
     "width": (Declared(Grouped(head_dim=5)), "the projections are not linear layers of heads of size 5"),
     "style": (
         Declared(Grouped(), "packed_colwise"),
-        "the model's plan has styles for it that are not supported together: packed_colwise",
+        "the model's plan has styles for it that cannot be combined: packed_colwise",
     ),
     "no plan": (nn.ModuleDict({"self_attn": Grouped()}), "Grouped is not known to work on some of its heads: give"),
 }

@@ -191,7 +191,7 @@ def test_peak_memory_is_below_the_sum_and_above_its_parts():
         assert memory.total < sum(memory.parts().values())
         assert memory.total >= fixed + max(memory.activations, memory.gradients)
     whole = ModelStats.of(nn.ModuleList(layers)[0], torch.ones(2, 64))
-    assert estimate(whole, cluster, Layout(), 2).memory.apart == 0
+    assert estimate(whole, cluster, Layout(), 2).memory.overlap == 0
 
 
 def test_a_saved_file_is_plain_json(tmp_path):

@@ -218,9 +218,7 @@ def test_the_model_s_own_initialisation_comes_last():
     assert model.first.weight.eq(3).all()
     assert model.first.bias.abs().max() < 1
     assert model.second.S1s.isfinite().all()
-    with pytest.raises(
-        ValueError, match="'weight' of a Nothing was not drawn by its model's or its own initialisation"
-    ):
+    with pytest.raises(ValueError, match="'weight' of a Nothing was not drawn by the initialisation of its model"):
         materialize_(other)
 
 

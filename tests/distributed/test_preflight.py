@@ -20,7 +20,7 @@ from panther.distributed.preflight import check, node, pairs
 from panther.distributed.preflight import report as report_module
 from panther.distributed.preflight.node import NodeInfo
 from panther.distributed.preflight.pairs import Measured, schedule
-from panther.distributed.preflight.report import Found, judge
+from panther.distributed.preflight.report import Findings, judge
 
 pytestmark = pytest.mark.distributed
 
@@ -96,7 +96,7 @@ def test_another_clock(shift, word, tmp_path):
     assert report.faults == []
     (note,) = report.notes
     assert note.startswith("the clock of rank 2 (")
-    (difference,) = re.findall(rf"is (\S+) s {word} that of rank 0: synchronise", note)
+    (difference,) = re.findall(rf"is (\S+) s {word} the clock of rank 0: synchronise", note)
     assert abs(float(difference) - 3) < 1  # The error is that of a round trip between busy processes.
 
 
@@ -150,7 +150,7 @@ def test_a_pair_that_cannot_connect_is_named(tmp_path):
     (fault,) = report.faults
     assert fault.startswith("rank 1 (")
     assert ") cannot connect to rank 3 (" in fault
-    assert "the connection was refused, as a firewall does that rejects; let all ports through" in fault
+    assert "the connection was refused, for example by a firewall; let all ports through" in fault
     assert "11 connections between pairs" in report.text
 
 
@@ -165,7 +165,7 @@ def test_a_rank_to_which_nobody_can_connect(tmp_path):
 def test_somebody_else_at_the_address(tmp_path):
     (fault,) = report_of(examine(tmp_path, 2, redirect(0, wrong_rank=7))).faults
     assert "cannot connect to rank 1 (" in fault
-    assert "somebody else answered there, or the connection broke" in fault
+    assert "a different program answered there, or the connection broke" in fault
 
 
 def test_data_that_does_not_arrive(tmp_path, monkeypatch):
@@ -177,7 +177,9 @@ def test_data_that_does_not_arrive(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_CONNECT_S", limit_s := waits.scaled(1))
     (fault,) = report_of(examine(tmp_path, 2, inject)).faults
     assert fault.startswith("rank 0 (")
-    expected = f"connected, but data did not arrive within {limit_s:g} s, as where large packets are dropped (MTU)"
+    expected = (
+        f"connected, but data did not arrive within {limit_s:g} s, for example because large packets are dropped (MTU)"
+    )
     assert expected in fault
 
 
@@ -186,8 +188,8 @@ def test_a_rank_that_ends_meanwhile_is_named(tmp_path):
     report = report_of(examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[2]))
     (fault,) = report.faults
     assert fault == (
-        f"rank 2 did not answer within {timeout_s:g} s, testing its connection with rank 1: see its output, it has "
-        "ended or hangs"
+        f"rank 2 did not answer within {timeout_s:g} s, testing its connection with rank 1: it has exited or "
+        "hangs; see its log"
     )
 
 
@@ -195,8 +197,8 @@ def test_rank_0_that_ends_is_named(tmp_path):
     inject, timeout_s = in_rank(0, check, "judge", lambda *_: leave()), waits.scaled(1)
     results = examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[0])
     assert results == [
-        f"DistributedError: rank 0 did not answer rank {rank} of 3 within {2 * timeout_s:g} s: see its output, it has "
-        "ended or hangs"
+        f"DistributedError: rank 0 did not answer rank {rank} of 3 within {2 * timeout_s:g} s: it has exited or "
+        "hangs; see its log"
         for rank in (1, 2)
     ]
 
@@ -246,7 +248,7 @@ def test_every_two_ranks_meet_once(n):
 @pytest.fixture
 def nodes():
     """Three nodes without a fault."""
-    found = Found(3, False, "at 10.0.0.1:29500, tried from 10.0.0.1")
+    found = Findings(3, False, "at 10.0.0.1:29500, tried from 10.0.0.1")
     for rank in range(3):
         found.nodes[rank] = NodeInfo(
             f"node{rank}", f"10.0.0.{rank + 1}", f"10.0.0.{rank + 1}", "eth0", 1500, {"torch": "2.13"}, "/data",
@@ -288,9 +290,9 @@ def test_one_address_on_two_nodes(nodes):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"own_name_leads_to": ""}, "rank 1 cannot resolve its own host name: Panther finds the interface"),
+        ({"own_name_resolves_to": ""}, "rank 1 cannot resolve its own host name: Panther finds the interface"),
         (
-            {"own_name_leads_to": "127.0.1.1"},
+            {"own_name_resolves_to": "127.0.1.1"},
             "on rank 1 the own host name leads to the loopback interface (/etc/hosts)",
         ),
         ({"mtu": 9000}, "the MTU is 1500 on ranks 0, 2 and 9000 on rank 1: set the same on all nodes"),

@@ -339,7 +339,7 @@ def test_what_is_refused(part):
         "a Model is split by tracing it: pass sample_input=, the inputs of one microbatch",
         "layers='decoder.norm' must be the name of a ModuleList or nn.Sequential of the model: it has 'decoder.layers'",
         "points=['decoder.layers.9'] must be 1 different names of modules that begin stages: the model has no",
-        "the forward calls 'decoder.embed' before 'decoder.norm': begin stages in the order",
+        "the forward calls 'decoder.embed' before 'decoder.norm': name stages in the order",
         "split_stages takes points or layers, not both",
         "points=[1] must be a list of names of modules at which stages begin, such as ['2']",
         "4 layers cannot make 6 stages",

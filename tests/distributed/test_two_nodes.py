@@ -208,7 +208,7 @@ def test_the_doctor_finds_a_firewall(doctor, firewall):
     (fault,) = [line for line in report if line.startswith("fault: rank 0 (panther-a)")]
     assert "cannot connect to rank 1 (panther-b) at 10.99.0.2:" in fault
     connect_s = min(check._CONNECT_S, timeout_s / 4)
-    assert f"no answer within {connect_s:g} s, as from a firewall that drops packets" in fault
+    assert f"no answer within {connect_s:g} s, for example because a firewall drops packets" in fault
     assert "note: rank 1 cannot resolve panther-a, the host name of rank 0: give addresses" in "\n".join(report)
 
 

@@ -18,7 +18,7 @@ from panther.errors import DistributedError
 
 
 def build(model: nn.Module, layout: Layout, mixed_precision: str | None, activation_checkpointing: str) -> Any:
-    """Return what :meth:`ParallelismPlan.apply` does."""
+    """Distribute the model by the layout, in place; see :meth:`ParallelismPlan.apply`."""
     require_process_group()
     if get_world_size() != layout.world:
         raise DistributedError(

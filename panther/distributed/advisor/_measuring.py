@@ -20,17 +20,19 @@ from panther.distributed.comm.bandwidth import profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.nodes import physical_memory
 
-_SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
-_ACTIVATIONS, _OUTPUTS = 2**21, 2**25  # which tensor parallelism sums, on a CPU, and gathers
-_BLOCKS = 16  # of modules that show the time of an operation
-_WIDTHS = (4, 8, 16, 32, 64)  # of narrow products
+_SMALL, _LARGE = 2**12, 2**24  # bytes of the messages that measure latency and bandwidth
+# Rounds of each collective over n ranks, in multiples of n - 1; None is a single round.
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}
+# Bytes of typical tensors that tensor parallelism reduces (on a CPU) and gathers.
+_ACTIVATIONS, _OUTPUTS = 2**21, 2**25
+_BLOCKS = 16  # blocks of the model that measures the time of an operation
+_WIDTHS = (4, 8, 16, 32, 64)  # smallest sizes of narrow products
 
 
 def measured_fields(repetitions: int) -> dict[str, Any]:
     """Return the fields of a ClusterSpec that can be measured. Every rank of the default group must call it.
 
-    A figure is that of the slowest rank: the others wait for it.
+    Each figure is measured on the slowest rank, because the other ranks wait for it.
     """
     group = in_process_group()
     if group:
@@ -38,7 +40,7 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     world = dist.get_world_size() if group else 1
-    # Set by torchrun and panther launch; without it all ranks are on one node.
+    # LOCAL_WORLD_SIZE is set by torchrun and panther launch; without it, all ranks are on one node.
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
     timer = _Timer(device, repetitions, group)
     fields: dict[str, Any] = {
@@ -51,7 +53,7 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
         "peak_flops": _flops(timer, torch.bfloat16),
         "peak_flops_fp32": _flops(timer, torch.float32),
         "narrow_products": _narrow_products(timer),
-        "efficiency": 1.0,  # what is measured is reached
+        "efficiency": 1.0,  # measured flops need no correction
         "measured_gpus": world,
     }
     if world > 1:
@@ -65,9 +67,9 @@ class _Timer:
         self.device, self.repetitions, self.group = device, repetitions, group
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the median over repetitions of the time of the slowest rank, in seconds, with all ranks at work.
+        """Return the median over repetitions of the time of the slowest rank, in seconds, while all ranks work.
 
-        Steps wait for the slowest rank, too, which is another one each time where ranks share a core.
+        Training steps also wait for the slowest rank. If ranks share a core, the slowest rank varies.
         """
         times = []
         for _ in range(2 + self.repetitions):
@@ -100,9 +102,9 @@ def _flops(timer: _Timer, dtype: torch.dtype) -> float:
 
 
 def _narrow_products(timer: _Timer) -> tuple[tuple[int, float], ...]:
-    """Return how many times as long products of narrow matrices take as wide ones, for the same number of flops."""
+    """Return the slowdown of products of narrow matrices relative to wide ones with the same number of flops."""
     n = 4096 if timer.device.type == "cuda" else 512
-    # As many rows as a batch has tokens, which are more than a layer has features.
+    # Twice as many rows as features, because a batch usually has more tokens than a layer has features.
     speeds = {width: _flops_of(timer, 2 * n, n, width, torch.float32) for width in (*_WIDTHS, n)}
     return tuple((width, speeds[n] / speeds[width]) for width in _WIDTHS)
 
@@ -120,8 +122,8 @@ def _flops_of(timer: _Timer, rows: int, inner: int, width: int, dtype: torch.dty
 
 
 def _bandwidths(timer: _Timer) -> dict[str, float]:
-    """Return the bytes per second of additions, and of what else a transformer does besides products."""
-    # Results are allocated, as those of a model are.
+    """Return the bytes per second of additions, and of the other operations of a transformer except for products."""
+    # Results are allocated, as in a model.
     x = torch.ones(2**16 if timer.device.type == "cuda" else 2**10, 2**10, device=timer.device)
 
     def mixed() -> None:
@@ -145,7 +147,7 @@ def _optimizer_bandwidth(timer: _Timer) -> float:
 
 
 def _operation_seconds(timer: _Timer) -> float:
-    """Return the time of an operation of small modules, with what calling them and autograd add."""
+    """Return the time of an operation of small modules, including the overhead of module calls and autograd."""
     blocks = [(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(_BLOCKS)]
     model = nn.Sequential(*(module for block in blocks for module in block)).to(timer.device)
     x = torch.ones(8, 8, device=timer.device)
@@ -154,7 +156,8 @@ def _operation_seconds(timer: _Timer) -> float:
         model.zero_grad()
         model(x).sum().backward()
 
-    # Forward and backward of each, and the bias's sum; a layer has two products in its backward pass.
+    # A block has 8 operations: forward and backward of each module, a second product in the backward pass of the linear
+    # layer, and the sum for its bias.
     return timer(work) / (8 * _BLOCKS)
 
 
@@ -165,7 +168,7 @@ def _links(local: int, world: int, timer: _Timer) -> dict[str, Any]:
         if size == 1 or (link == "inter" and size == local):
             continue
         group = None
-        if size < world:  # the ranks of each node, all nodes at the same time
+        if size < world:  # a group for the ranks of each node; all nodes are measured at the same time
             group, _ = dist.new_subgroups(size)
         try:
             fitted = {**_profiled(group, timer.repetitions), **_tensor_parallel(group, timer)}
@@ -178,11 +181,11 @@ def _links(local: int, world: int, timer: _Timer) -> dict[str, Any]:
 
 
 def _profiled(group: Any, repetitions: int) -> dict[str, tuple[float, float]]:
-    """Return latency and bandwidth of collectives in buffers that exist, as data parallelism uses them."""
+    """Return latency and bandwidth of collectives in preallocated buffers, as data parallelism uses them."""
     profile = profile_communication_overhead((_SMALL, _LARGE), repetitions=repetitions, group=group, show=False)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, profile)
-    # One figure for the cluster: that of the slowest node.
+    # The figures of the slowest node are used for the entire cluster.
     slowest = max(gathered, key=lambda each: sum(timing.time_ms for timing in each.timings))
     times: dict[str, dict[int, float]] = {}
     for timing in slowest.timings:
@@ -193,23 +196,23 @@ def _profiled(group: Any, repetitions: int) -> dict[str, tuple[float, float]]:
 def _tensor_parallel(group: Any, timer: _Timer) -> dict[str, tuple[float, float]]:
     """Return latency and bandwidth of the collectives of sharded layers, which allocate their results."""
     n = dist.get_world_size(group)
-    found = {}
+    speeds = {}
     summed = _OUTPUTS if timer.device.type == "cuda" else _ACTIVATIONS
     collectives: tuple[tuple[str, Callable[..., Tensor], int, int], ...] = (
         ("all_reduce", all_reduce, 1, summed),
-        ("all_gather", all_gather, n, _OUTPUTS),  # of as many tensors as there are ranks
+        ("all_gather", all_gather, n, _OUTPUTS),  # each rank contributes one n-th of the result
     )
     for operation, run, ranks, large in collectives:
         times = {}
         for size in (_SMALL, large):
             x = torch.zeros(-(-size // (4 * ranks)), device=timer.device)
             times[x.nbytes * ranks] = timer(partial(run, x, group=group))
-        found[f"tp {operation}"] = _fit(operation, times, n)
-    return found
+        speeds[f"tp {operation}"] = _fit(operation, times, n)
+    return speeds
 
 
 def _fit(operation: str, times: dict[int, float], n: int) -> tuple[float, float]:
-    """Return latency and bandwidth that explain the seconds of a small and a large message, by their bytes."""
+    """Return latency and bandwidth, given the seconds of a small and a large message by their bytes."""
     small, large = sorted(times)
     rounds = _ROUNDS[operation]
     latency = times[small] / (1 if rounds is None else rounds * (n - 1))
@@ -219,7 +222,7 @@ def _fit(operation: str, times: dict[int, float], n: int) -> tuple[float, float]
 
 
 def _overlap(timer: _Timer) -> float:
-    """Return the share of the shorter of computing and sending that is hidden behind the other."""
+    """Return the share of the shorter one of computing and sending that is hidden behind the longer one."""
     n = 2048 if timer.device.type == "cuda" else 384
     a, message = torch.ones(n, n, device=timer.device), torch.zeros(2**20, device=timer.device)
 
@@ -232,5 +235,5 @@ def _overlap(timer: _Timer) -> float:
         compute()
         work.wait()
 
-    computing, sending, together = timer(compute), timer(lambda: dist.all_reduce(message)), timer(both)
-    return min(max((computing + sending - together) / min(computing, sending), 0.0), 1.0)
+    computing, sending, overlapped = timer(compute), timer(lambda: dist.all_reduce(message)), timer(both)
+    return min(max((computing + sending - overlapped) / min(computing, sending), 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""The sentences of a plan: why an option is best, and why another is not."""
+"""The sentences of a plan: why an option is the best, or why it is not."""
 
 __all__ = ["explain"]
 
@@ -18,7 +18,10 @@ _TIMES = {
 
 
 def explain(estimates: Sequence[Estimate], index: int, room: float, objective: str) -> str:
-    """Say why the first estimate is the best one, or why another is not; ``room`` is the memory that a rank may use."""
+    """Return a sentence that explains why the estimate at ``index`` is the best, or why it is not.
+
+    ``room`` is the memory that a rank may use, in bytes.
+    """
     best, other = estimates[0], estimates[index]
     if other.peak > room:
         start, closest = (f"{other.layout} does not fit.", "") if index else ("No layout fits.", ", the closest,")
@@ -42,7 +45,7 @@ def explain(estimates: Sequence[Estimate], index: int, room: float, objective: s
             f"{_TIMES[part]}, and a rank needs {format_bytes(best.memory.total)} of the {format_bytes(room)} that may "
             f"be used, mostly {_largest(best)}."
         )
-    # By the objective, or else by what breaks ties.
+    # Compare by the objective, and by the other measure in case of a tie.
     seconds = "takes {:.4g} times as long as", other.seconds, best.seconds, format_seconds
     memory = "needs {:.4g} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
     for words, parts, least, format_ in (seconds, memory) if objective == "time" else (memory, seconds):

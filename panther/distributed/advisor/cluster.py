@@ -19,8 +19,8 @@ class ClusterSpec:
 
     The presets of :meth:`preset` have NVIDIA's published figures: ``"a100-80gb"``, ``"h100-80gb"`` and ``"h200"`` are
     SXM modules, eight per node, without sparsity, with NVLink in one direction and one network card per GPU (InfiniBand
-    at 200 Gb/s for the A100, 400 Gb/s for the others). Data sheets have neither latencies nor ``efficiency``: these are
-    assumptions. ``"cpu"`` is a guess for one core of a server, for tests.
+    at 200 Gb/s for the A100 and at 400 Gb/s for the H100 and H200). Data sheets contain neither latencies nor
+    ``efficiency``, so that these are assumptions. ``"cpu"`` is a guess for one core of a server, for tests.
 
     Example:
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=16)
@@ -51,25 +51,25 @@ class ClusterSpec:
     overlap: float = 0.7
     """Share of the shorter of computing and data-parallel communication that is hidden behind the other."""
     usable: float = 0.9
-    """Share of the memory that a plan may use; the rest is for workspace, the driver and fragmentation."""
+    """Share of the memory that a plan may use; the rest is reserved for workspace, the driver and fragmentation."""
     memory_bandwidth: float = 3.35e12
     """Bytes per second that a device reads and writes."""
     operation_bandwidth: float | None = None
-    """Bytes per second of operations other than products, which compute too; None is ``memory_bandwidth``."""
+    """Bytes per second of operations other than matrix products, such as GELU; None is ``memory_bandwidth``."""
     operation_seconds: float = 0.0
-    """Time that an operation takes whatever its size; 0 where devices queue operations faster than they run."""
+    """Time of an operation that does not depend on its size; 0 if devices queue operations faster than they run."""
     optimizer_bandwidth: float | None = None
     """Bytes per second that the optimizer's step reads and writes; None is ``memory_bandwidth``."""
     narrow_products: tuple[tuple[float, float], ...] = ()
-    """How many times as long as by ``peak_flops`` products of matrices take whose narrowest size is so small (for a
-    sketched layer it is the sketch size): pairs of a size and a factor, by size. It is interpolated between them."""
+    """Slowdown of matrix products with a small size, relative to ``peak_flops``: pairs of the smallest size of the
+    product (for a sketched layer, the sketch size) and a factor, sorted by size. Factors are interpolated."""
     collectives: tuple[tuple[str, float, float], ...] = ()
-    """Latency and bandwidth of single operations, for links within nodes (``"intra all_gather"``) and between them, and
-    of those of tensor parallelism (``"intra tp all_gather"``). Without an entry those of the operation hold, or else
-    those above."""
+    """Latency and bandwidth of single collectives, for links within nodes (``"intra all_gather"``), between nodes
+    (``"inter all_gather"``) and for tensor parallelism (``"intra tp all_gather"``). Tensor parallelism without an entry
+    uses the entry of the collective, and a collective without an entry the latency and bandwidth of the link."""
     measured_gpus: int = 0
-    """Number of devices on which :meth:`measure` measured the speeds; 0 if they are from data sheets, and times that
-    follow from them are good for a ranking only."""
+    """Number of devices on which :meth:`measure` measured the speeds; 0 if they are from data sheets, so that predicted
+    times are good for a ranking only."""
 
     def __post_init__(self) -> None:
         check_size("gpus", self.gpus, least=1)
@@ -93,8 +93,8 @@ class ClusterSpec:
 
     def _check_collectives(self) -> None:
         for entry in self.collectives:
-            named = len(entry) == 3 and isinstance(entry[0], str)
-            if not (named and entry[1] >= 0 and entry[2] > 0):
+            is_named = len(entry) == 3 and isinstance(entry[0], str)
+            if not (is_named and entry[1] >= 0 and entry[2] > 0):
                 raise ValueError(
                     f"collectives has the entry {entry!r}: it must be a name, a latency and a bandwidth above 0"
                 )
@@ -127,12 +127,12 @@ class ClusterSpec:
     def measure(cls, *, repetitions: int = 10, **changes: Any) -> Self:
         """Measure the devices of the current process group and their links. Every rank must call it.
 
-        All ranks multiply matrices in bfloat16 and float32, add vectors, run small operations and collectives at the
-        same time, so that what they share (cores, memory, links) is shared as in training. A figure is the median over
-        repetitions on the slowest rank. Without a process group, it measures one device.
+        All ranks multiply matrices in bfloat16 and float32, add vectors, and run small operations and collectives at
+        the same time, so that they share cores, memory and links as in training. A figure is the median over
+        repetitions on the slowest rank. Without a process group, one device is measured.
 
         Args:
-            repetitions: Timed repetitions of each, after two that do not count.
+            repetitions: Number of timed repetitions of each measurement, after two that do not count.
             **changes: Fields with different values.
 
         Returns:
@@ -171,23 +171,23 @@ class ClusterSpec:
             ValueError: If it is not a file of :meth:`save`, or a figure is not valid.
         """
         try:
-            kept = read_json(path)
+            values = read_json(path)
         except ValueError as error:
             raise ValueError(f"{path} is not a file of ClusterSpec.save: it is not JSON ({error})") from error
-        if not isinstance(kept, dict) or kept.pop("format", None) != _FORMAT:
+        if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise ValueError(f'{path} is not a file of ClusterSpec.save: it has no "format": {_FORMAT!r}')
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(kept.keys() - known):
+        field_names = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - field_names):
             raise ValueError(f"{path} has fields that ClusterSpec does not have: {', '.join(unknown)}")
-        if "gpus" not in kept or "memory_bytes" not in kept:
+        if "gpus" not in values or "memory_bytes" not in values:
             raise ValueError(f"{path} must have gpus and memory_bytes")
         try:
             for name in ("collectives", "narrow_products"):  # JSON has lists
-                kept[name] = tuple(map(tuple, kept.get(name, ())))
-            cls(**kept)
+                values[name] = tuple(map(tuple, values.get(name, ())))
+            cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} has a figure that is not valid ({error}): measure the cluster again") from None
-        return cls(**{**kept, **({} if gpus is None else {"gpus": gpus}), **changes})
+        return cls(**{**values, **({} if gpus is None else {"gpus": gpus}), **changes})
 
     @property
     def nodes(self) -> int:
@@ -195,7 +195,7 @@ class ClusterSpec:
         return -(-self.gpus // self.gpus_per_node)
 
     def link(self, span: int) -> str:
-        """Return ``"intra"`` if groups of ``span`` neighbouring ranks lie within nodes, else ``"inter"``."""
+        """Return ``"intra"`` if groups of ``span`` neighbouring ranks are within a node, and otherwise ``"inter"``."""
         within = self.gpus <= self.gpus_per_node or (span <= self.gpus_per_node and self.gpus_per_node % span == 0)
         return "intra" if within else "inter"
 
@@ -212,7 +212,7 @@ class ClusterSpec:
         return self.intra_bandwidth if self.link(span) == "intra" else self.inter_bandwidth
 
     def latency(self, span: int, operation: str = "all_reduce") -> float:
-        """Return the latency of a round along that axis, in seconds."""
+        """Return the latency of a round, in seconds, along an axis whose groups span this many neighbouring ranks."""
         measured = self._measured(span, operation)
         if measured is not None:
             return measured[0]
@@ -228,7 +228,7 @@ class ClusterSpec:
         return (self.peak_flops if dtype_bytes <= 2 else self.peak_flops_fp32) * self.efficiency
 
     def slowdown(self, narrowest: int) -> float:
-        """Return how many times as long products of this narrowest size take as by :meth:`flops`; 0 is not known.
+        """Return the slowdown of products with this smallest size, relative to :meth:`flops`; 0 is an unknown size.
 
         Example:
             >>> ClusterSpec.preset("cpu", 1, narrow_products=((4, 3.0), (16, 1.5), (64, 1.0))).slowdown(16)

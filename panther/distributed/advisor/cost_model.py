@@ -1,19 +1,20 @@
-r"""What a layout of a model on a cluster costs each rank: memory, bytes sent, and time, by stated assumptions.
+r"""Predict the cost of a layout of a model on a cluster for each rank: memory, bytes sent, and time.
 
 Memory is reported for the most loaded rank, as the peak of all its tensors, excluding the workspace of operators: the
 backward pass goes through the layers from the last to the first, freeing activations and making gradients. In
-pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound. With activation
-checkpointing, blocks keep their inputs and what is saved selectively, and one of them at a time the rest. Before the
-first step, a model with values is on every rank in full; one on the meta device is filled shard by shard, a module in
-full at a time.
+pipelines, and for models that are not a sequence of layers, the prediction is the sum, which is an upper bound. With
+activation checkpointing, blocks keep their inputs and selectively saved tensors, and one block at a time has all its
+tensors. Before the first step, every rank holds a model with values in full; a model on the meta device is filled shard
+by shard, with one module at a time in full.
 
-Time: a product takes its flops over ``peak * efficiency`` and its bytes over the bandwidth of memory, other operations
-their bytes, and all ``operation_seconds``. The optimizer moves memory. Collectives
-run on rings: an all-reduce of V bytes over n ranks sends :math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)`
-rounds; a gather or scatter of V bytes in total sends :math:`V (n-1)/n` in :math:`n - 1`. A pipeline is idle for the
-share of its schedule, :math:`(p-1)/(v m + p - 1)` for p ranks, m microbatches and v stages per rank with 1F1B and its
-interleaved form. Traffic over tp and pp is waited for. Over dp, the share ``overlap`` of the shorter of sending and
-computing is hidden; under a pipeline none is, because gradients are sent at the end.
+Time: a product takes its flops over ``peak * efficiency`` plus its bytes over the bandwidth of memory, and other
+operations take their bytes over the bandwidth; every operation takes ``operation_seconds`` in addition. The optimizer
+takes its bytes over the bandwidth. Collectives run on rings: an all-reduce of V bytes over n ranks sends
+:math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)` rounds; a gather or scatter of V bytes in total sends
+:math:`V (n-1)/n` bytes in :math:`n - 1` rounds. A pipeline is idle for the share :math:`(p-1)/(v m + p - 1)` of the
+time, for p ranks, m microbatches and v stages per rank with 1F1B and its interleaved form. Ranks wait for traffic over
+tp and pp. Over dp, the share ``overlap`` of the shorter one of sending and computing is hidden; in a pipeline nothing
+is hidden, because gradients are sent at the end.
 """
 
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
@@ -51,13 +52,13 @@ class Estimate:
     bubble: float
     """Share of the time in which a pipeline's ranks are idle."""
     start: float
-    """Most bytes that a rank holds before the first step: all of a model with values, or :attr:`start_on_meta`."""
+    """Peak bytes of a rank before the first step: all of a model with values, or :attr:`start_on_meta`."""
     start_on_meta: float
-    """The same for a model on the meta device: the rank's shards, and the largest of its modules in full."""
+    """Peak bytes before the first step for a model on the meta device: the rank's shards and its largest module."""
 
     @property
     def peak(self) -> float:
-        """Most bytes that a rank holds, at the start or in a step."""
+        """Peak bytes of a rank, at the start or in a step."""
         return max(self.memory.total, self.start)
 
     @property
@@ -71,8 +72,8 @@ class Estimate:
         return sum(self.seconds.values())
 
     def sent(self, link: str | None = None) -> float:
-        """Return the bytes that a rank sends in a step, over one kind of link or over all."""
-        return sum(traffic.sent for traffic in self.traffic if link in (None, traffic.link))
+        """Return the bytes that a rank sends in a step over ``"intra"`` or ``"inter"`` links; None is all links."""
+        return sum(traffic.sent_bytes for traffic in self.traffic if link in (None, traffic.link))
 
 
 def estimate(
@@ -98,7 +99,7 @@ def estimate(
         stats = stats.under_autocast()
     for tensor in stats.tensors:
         if tensor.last_layer > max(next(stage for stage in stages if tensor.layer in stage)):
-            raise ShapeError(f"{tensor.name!r} would be trained by several of {len(stages)} stages")
+            raise ShapeError(f"{tensor.name!r} would be trained by more than one of {len(stages)} stages")
     held = {tensor.layer for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
         raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")
@@ -112,26 +113,26 @@ def estimate(
     compute = max(microbatch_seconds(rank, cluster, size) for rank in ranks) * layout.num_microbatches
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
-    # HSDP communicates along two axes, one after the other.
+    # HSDP communicates along two axes, and the times add up.
     dp = sum(t.seconds for t in along_dp)
     hidden = 0.0 if layout.pp > 1 else cluster.overlap * min(dp, compute)
     seconds = {
         "compute": compute,
         "optimizer": max(optimizer_seconds(rank, cluster) for rank in ranks),
-        # The share b of the whole time is idle, so the working time w extends to w / (1 - b).
+        # The share b of the total time is idle, so that a working time w takes w / (1 - b) in total.
         "bubble": (compute + tp + pp) * bubble / (1 - bubble),
         "tp": tp,
         "pp": pp,
         "dp": dp - hidden,
     }
-    used = tuple(t for t in (*traffic, *along_dp) if t.payload)
+    nonzero_traffic = tuple(t for t in (*traffic, *along_dp) if t.payload)
     on_meta = max(start_of(rank, held) for rank, held in zip(ranks, memory, strict=True))
-    return Estimate(layout, memory, used, seconds, bubble, full or on_meta, on_meta)
+    return Estimate(layout, memory, nonzero_traffic, seconds, bubble, full or on_meta, on_meta)
 
 
 @lru_cache(maxsize=256)
 def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> list[range]:
-    """Return the layers of each stage, as :func:`split_stages` chooses them."""
+    """Return the layers of each stage, by the same rule as :func:`split_stages`."""
     costs = [0.0] * layers
     for tensor in tensors:
         if tensor.role == "parameter":

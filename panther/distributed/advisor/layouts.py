@@ -1,4 +1,4 @@
-"""The layouts that a plan compares: meshes that divide the ranks of a cluster, and strategies that go together."""
+"""List the layouts that a plan compares: meshes that divide the ranks of a cluster, with compatible strategies."""
 
 __all__ = ["possible_layouts"]
 
@@ -15,16 +15,16 @@ from panther.errors import ShapeError
 def possible_layouts(
     stats: ModelStats, cluster: ClusterSpec, batch: int, schedules: Sequence[str], notes: list[str]
 ) -> Iterator[Layout]:
-    """Yield every layout to consider; ``notes`` gets a sentence on each kind that is left out.
+    """Yield every layout to consider; a sentence on each kind that is left out is appended to ``notes``.
 
-    These are all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node.
+    The layouts have all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node.
     """
     half = stats.mixed_precision is not None
     if not stats.is_sequential:
         notes.append("pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor")
     longest = len(stats.layers) if stats.is_sequential else 1
     if stats.activation_checkpointing != "none" and (split := [s for s in schedules if SCHEDULES[s].splits_backward]):
-        notes.append(f"{', '.join(split)} were not considered: they recompute blocks twice, or cannot")
+        notes.append(f"{', '.join(split)} were not considered: they recompute blocks twice, or do not support it")
         schedules = [name for name in schedules if name not in split]
     for tp in _divisors(cluster.gpus):
         # tp exchanges activations in every layer, for which links between nodes are too slow.
@@ -38,10 +38,10 @@ def possible_layouts(
             if pp == 1:
                 yield from _without_pipeline(dp, tp, cluster, half=half)
                 continue
-            # DDP does not go with a pipeline, for which HybridParallelTrainer takes a strategy even if dp is 1.
+            # DDP does not support pipelines. HybridParallelTrainer requires a strategy for a pipeline even if dp is 1.
             strategies = ("fsdp", "replicate") if dp > 1 else ("fsdp",)
             fitting = [name for name in schedules if pp * SCHEDULES[name].stages_per_rank <= len(stats.layers)]
-            # More microbatches make the bubble smaller and the messages more.
+            # With more microbatches the bubble is smaller, and there are more messages.
             numbers = [m for m in (pp, 2 * pp, 4 * pp) if batch // dp % m == 0]
             for strategy, schedule, m in product(strategies, fitting, numbers):
                 yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
@@ -51,8 +51,8 @@ def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> 
     if dp == 1:
         yield Layout(tp=tp, strategy="replicate" if half else None)
         return
-    # DDP loses the parameters of tensor parallelism. Of the two that replicate, FSDP2's engine takes whole gradients in
-    # one message, and in mixed precision casts parameters once a step.
+    # DDP does not support parameters of tensor parallelism. "replicate" uses FSDP2's engine, which sends the gradients
+    # of a unit in one message and, in mixed precision, casts parameters once per step.
     strategies = ("fsdp", "replicate") if tp > 1 else ("ddp", "fsdp", *(("replicate",) if half else ()))
     for strategy in strategies:
         yield Layout(dp=dp, tp=tp, strategy=strategy)

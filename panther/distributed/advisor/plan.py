@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 _UNCALIBRATED = (
-    "Times, and the costs that follow from them, are uncalibrated: they follow from data sheets and assumed shares of "
-    "peak speed. Measure the machine with `panther advise --measure FILE`, or ClusterSpec.measure()."
+    "Times and costs are uncalibrated: they are computed from data sheets and assumed shares of peak speed. Measure "
+    "the cluster with `panther advise --measure FILE`, or ClusterSpec.measure()."
 )
 
 
@@ -33,14 +33,14 @@ class Option:
 
     estimate: Estimate
     fits: bool
-    """Whether its memory fits, at the start and in a step."""
+    """Whether the layout's memory fits, at the start and in a step."""
     reason: str
     cost: TrainingCost | None = None
-    """What the training run costs, if one was given."""
+    """The cost of the training run, if a run was given."""
 
     @property
     def possible(self) -> bool:
-        """Whether it fits, and the run costs no more than its budget."""
+        """Whether the layout fits, and the run costs no more than its budget."""
         return self.fits and (self.cost is None or self.cost.within_budget is not False)
 
     @property
@@ -64,13 +64,13 @@ class ParallelismPlan:
     notes: tuple[str, ...]
     """Layouts that were not considered, and why."""
     mixed_precision: str | None = None
-    """Dtype of the computation; None is that of the parameters."""
+    """Dtype of the computation; None is the dtype of the parameters."""
     run: TrainingRun | None = None
-    """The run whose time and cost are estimated, if one was given."""
+    """The run whose time and cost are estimated, if a run was given."""
     tokens_per_sample: int | None = None
     """Number of tokens of a sample; None if the input has none."""
     activation_checkpointing: str = "none"
-    """What the backward pass recomputes."""
+    """The tensors that the backward pass recomputes: ``"none"``, ``"selective"`` or ``"full"``."""
     left_out: str | None = None
     """A sentence on the layout that would be the best, if it was refused."""
 
@@ -88,15 +88,15 @@ class ParallelismPlan:
         ]
         for i, option in enumerate(self.options[:rows], 1):
             e, fits = option.estimate, "yes" if option.fits else "no"
-            sent = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
+            sent_bytes = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
             memory = format_bytes(e.memory.total), format_bytes(e.start)
             costs = *memory, fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
             bill = () if option.cost is None else option.cost.cells(paid)
-            lines.append((str(i), str(option.layout), *costs, *sent, *bill))
+            lines.append((str(i), str(option.layout), *costs, *sent_bytes, *bill))
         return format_table(lines)
 
     def explain(self, rows: int = 10) -> str:
-        """Return one sentence for each of the first options: why it is best, or why it is not."""
+        """Return one sentence for each of the first options: why it is the best, or why it is not."""
         return "\n".join(f"{i}. {option.reason}" for i, option in enumerate(self.options[:rows], 1))
 
     def remarks(self) -> list[str]:
@@ -119,7 +119,7 @@ class ParallelismPlan:
         return "\n".join([self.table(), "", self.explain(), *more, *self.remarks()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan in types that JSON has."""
+        """Return the plan as plain numbers, strings, lists and dicts."""
         return {
             "objective": self.objective,
             "batch": self.batch,
@@ -136,7 +136,8 @@ class ParallelismPlan:
                     "seconds": {**option.estimate.seconds, "step": option.estimate.step_seconds},
                     "bubble": option.estimate.bubble,
                     "sent_bytes": {
-                        t.axis: {"link": t.link, "payload": t.payload, "sent": t.sent} for t in option.estimate.traffic
+                        t.axis: {"link": t.link, "payload": t.payload, "sent": t.sent_bytes}
+                        for t in option.estimate.traffic
                     },
                     "cost": None if option.cost is None else asdict(option.cost),
                     "reason": option.reason,
@@ -148,11 +149,11 @@ class ParallelismPlan:
         }
 
     def apply(self, model: "nn.Module", option: int = 0) -> Any:
-        """Distribute a model as an option says, on the present process group. Every rank must call it.
+        """Distribute a model by the layout of an option, on the present process group. Every rank must call it.
 
         Args:
             model: The model that was planned for, on its device. It is changed in place.
-            option: Its place in ``options``.
+            option: Index of the option in ``options``.
 
         Returns:
             The model to train, wrapped if the strategy is ``"ddp"``; for a pipeline a :class:`HybridParallelTrainer`.
@@ -160,10 +161,10 @@ class ParallelismPlan:
             ``"ddp"`` in :class:`torch.autocast`.
 
         Raises:
-            DistributedError: If there is no process group, or its size is not that of the plan.
+            DistributedError: If there is no process group, or its size differs from the plan's.
             IndexError: If ``option`` is out of range.
         """
-        # It imports all of torch's distribution, which planning from kept statistics does without.
+        # Imported here, because it imports torch.distributed, which planning from stored statistics does not need.
         from panther.distributed.advisor._building import build
 
         layout = self.options[option].layout
@@ -192,23 +193,23 @@ def plan_parallelism(
     rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost_model`.
 
     Args:
-        model: A module, whose shapes alone are read, or its :class:`ModelStats`.
+        model: A module, whose values are not read, or its :class:`ModelStats`.
         cluster: The devices and links.
         batch: Number of samples of a step, over all ranks.
-        objective: ``"time"`` for the shortest step or ``"memory"`` for the fewest bytes per rank; the other breaks
-            ties. Layouts that do not fit come last.
+        objective: ``"time"`` for the shortest step or ``"memory"`` for the fewest bytes per rank; the other objective
+            breaks ties. Layouts that do not fit come last.
         sample_input: For a module, an input of its forward with any batch size; see :meth:`ModelStats.of`.
         loss_fn: For a module, computes a scalar from its output.
         mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`; under DDP by
             autocast.
-        activation_checkpointing: For a module, what the backward pass recomputes: ``"selective"``, ``"full"`` or
-            nothing, as in :class:`panther.train.TrainConfig`.
+        activation_checkpointing: For a module, the tensors that the backward pass recomputes: ``"none"``,
+            ``"selective"`` or ``"full"``, as in :class:`panther.train.TrainConfig`; None is ``"none"``.
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
         schedules: Pipeline schedules to consider.
-        run: The length of the training run, with a price and a budget, to state what it costs. Layouts that cost more
-            than the budget come after those that do not.
-        refuse: Returns why a layout cannot be used, None if it can. Refused layouts are left out, and if one of them
-            would be the best, the plan says which and why.
+        run: The length of the training run, with a price and a budget, from which the cost is computed. Layouts that
+            cost more than the budget come after layouts within it.
+        refuse: A function that returns the reason why a layout cannot be used, or None if it can. Refused layouts are
+            left out. If a refused layout would be the best, the plan names it and the reason.
 
     Returns:
         All options, the best first, with reasons.
@@ -235,12 +236,12 @@ def plan_parallelism(
             f"cluster must be a ClusterSpec, not a {type(cluster).__name__}: use ClusterSpec.preset('h100-80gb', "
             "gpus=8), or ClusterSpec.load of a measured file"
         )
-    given = {
+    module_options = {
         "loss_fn": loss_fn,
         "mixed_precision": mixed_precision,
         "activation_checkpointing": activation_checkpointing,
     }
-    stats = _stats(model, sample_input, {name: value for name, value in given.items() if value is not None})
+    stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
     check_size("batch", batch, least=1)
     check_size("optimizer_states", optimizer_states, least=0)
     if objective not in _OBJECTIVES:
@@ -293,7 +294,7 @@ def plan_parallelism(
 def _allowed(
     estimates: list[Estimate], refuse: Callable[[Layout], str | None] | None, rank: Callable[[Estimate], Any]
 ) -> tuple[list[Estimate], str | None]:
-    """Return the estimates of the layouts that are not refused, and a sentence on a better one that is."""
+    """Return the estimates of the layouts that are not refused, and a sentence if a better layout was refused."""
     if refuse is None:
         return estimates, None
     reasons = [refuse(e.layout) for e in estimates]
@@ -306,7 +307,7 @@ def _allowed(
 
 
 def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Option:
-    """Return the option with the budget as its reason, where another one that fits keeps to it."""
+    """Return the option, with the budget as its reason if it exceeds the budget and the best option does not."""
     if run is None or option.possible or not option.fits or not best.possible or option.cost is None:
         return option
     reason = f"{option.layout} costs {option.cost.price:,.2f}, more than the budget of {run.budget:,.2f}."

@@ -4,16 +4,16 @@ __all__ = ["choose_parallelism_strategy"]
 
 from numbers import Real
 
-_BYTES = 4  # of a parameter in float32
+_BYTES = 4  # bytes of a parameter in float32
 
 
 def choose_parallelism_strategy(model_size: int, num_gpus: int, memory_per_gpu: float) -> list[str]:
-    """Return the kinds of parallelism that rules of thumb suggest, in this order; there can be several or none.
+    """Return the list of the kinds of parallelism that rules of thumb suggest; it can be empty.
 
-    ``"data_parallel"`` if the parameters in float32 need less than 70 % of a GPU; ``"model_parallel"`` if they need
-    more than one GPU; ``"tensor_parallel"`` with four GPUs or more; ``"hybrid_parallel"`` with eight or more, if the
-    parameters need more than half of a GPU. Gradients, optimizer states and activations are not counted; with Adam they
-    are more than three times the parameters. :func:`plan_parallelism` counts them.
+    The list has ``"data_parallel"`` if the parameters in float32 need less than 70 % of a GPU; ``"model_parallel"`` if
+    they need more than one GPU; ``"tensor_parallel"`` with four GPUs or more; and ``"hybrid_parallel"`` with eight or
+    more, if the parameters need more than half of a GPU. Gradients, optimizer states and activations are not counted;
+    with Adam they are more than three times the parameters. :func:`plan_parallelism` counts them.
 
     Args:
         model_size: Number of parameters of the model.
@@ -22,7 +22,7 @@ def choose_parallelism_strategy(model_size: int, num_gpus: int, memory_per_gpu: 
 
     Raises:
         TypeError: If an argument is not a number.
-        ValueError: If one is not positive.
+        ValueError: If an argument is not positive.
 
     Example:
         >>> choose_parallelism_strategy(7_000_000_000, 8, 80e9)
@@ -30,8 +30,8 @@ def choose_parallelism_strategy(model_size: int, num_gpus: int, memory_per_gpu: 
         >>> choose_parallelism_strategy(70_000_000_000, 16, 80e9)
         ['model_parallel', 'tensor_parallel', 'hybrid_parallel']
     """
-    given = {"model_size": model_size, "num_gpus": num_gpus, "memory_per_gpu": memory_per_gpu}
-    for name, value in given.items():
+    arguments = {"model_size": model_size, "num_gpus": num_gpus, "memory_per_gpu": memory_per_gpu}
+    for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, not {type(value).__name__}")
         if not value > 0:

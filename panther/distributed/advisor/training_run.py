@@ -1,4 +1,4 @@
-"""The length of a training run, and what it costs in device-hours and money at a predicted time of a step."""
+"""The length of a training run, and its cost in device-hours and money, given the predicted time of a step."""
 
 __all__ = ["TrainingCost", "TrainingRun", "describe"]
 
@@ -13,15 +13,15 @@ _LENGTHS = ("steps", "samples", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """The cost of a training run. It is as accurate as the time of a step that it was computed from."""
+    """The cost of a training run. It is as accurate as the predicted time of a step."""
 
     steps: int
     seconds: float
     """Time of the run, in seconds."""
     device_hours: float
-    """Hours of all devices together."""
+    """Hours, summed over all devices."""
     price: float | None = None
-    """Price of these device-hours, in the currency of the price of one."""
+    """Price of the device-hours, in the currency of ``price_per_device_hour``."""
     within_budget: bool | None = None
     """Whether the price is at most the budget; None without a budget."""
 
@@ -36,19 +36,19 @@ class TrainingCost:
 class TrainingRun:
     """The length of a training run, the price of a device, and a budget, for :func:`plan_parallelism`.
 
-    Without a length, it is the longest run that the budget pays for.
+    Without a length, the run is the longest one that the budget pays for.
 
     Args:
         steps: Number of steps.
-        samples: Number of samples, in place of ``steps``.
-        tokens: Number of tokens, in place of ``steps``.
+        samples: Number of samples, instead of ``steps``.
+        tokens: Number of tokens, instead of ``steps``.
         price_per_device_hour: Price of a device for an hour, in any currency.
-        budget: The most that the run may cost, in the same currency.
+        budget: Largest price of the run, in the same currency.
 
     Raises:
-        ValueError: If several lengths are given, or none without a budget; if there is a budget without a price, or a
-            number is not positive.
-        TypeError: If one is not a number.
+        ValueError: If more than one length is given, or neither a length nor a budget; if there is a budget without a
+            price, or a number is not positive.
+        TypeError: If an argument is not a number.
 
     Example:
         >>> run = TrainingRun(tokens=1e9, price_per_device_hour=2.5, budget=100)
@@ -64,13 +64,13 @@ class TrainingRun:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        for name, value in given.items():
+        settings = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, value in settings.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, not {type(value).__name__}")
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be above 0 and finite")
-        lengths = [name for name in _LENGTHS if name in given]
+        lengths = [name for name in _LENGTHS if name in settings]
         if len(lengths) > 1:
             raise ValueError(f"{' and '.join(lengths)} are both given: give one length of the run")
         if self.budget is not None and self.price_per_device_hour is None:
@@ -84,7 +84,7 @@ class TrainingRun:
         return not self.steps is self.samples is self.tokens is None
 
     def columns(self) -> tuple[str, ...]:
-        """Return which figures differ from layout to layout, for a table."""
+        """Return the names of the figures that differ between layouts, as columns of a table."""
         if not self.has_length:
             return ("steps",)
         return ("device-hours",) if self.price_per_device_hour is None else ("device-hours", "price")
@@ -122,7 +122,7 @@ class TrainingRun:
                     "batch of rows of integers: give steps or samples"
                 )
             return math.ceil(self.tokens / (batch * tokens_per_sample))
-        # Without a length there are a budget and a price.
+        # A run without a length has a budget and a price.
         return int((self.budget or 0) / (hours_per_step * (self.price_per_device_hour or 1)))
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: written by all ranks at once, and readable in any other layout.
+"""Checkpoints of a training run: written by all ranks in parallel, and readable in any layout.
 
 A directory has one folder for each saved step, such as ``step-00000100``. Tensors are in one safetensors file per rank,
-under the names of the whole model, sharded as they were on the ranks; torch's DCP (torch.distributed.checkpoint)
-assembles them for a reader with a different layout. A folder gets its name once it is completely on the disk, so a
-killed process leaves the earlier checkpoints as they were. All ranks must see the same directory.
+under the names of the full model, with the sharding of the ranks; torch's DCP (torch.distributed.checkpoint) assembles
+them for a reader with a different layout. A folder gets its name when it is completely on the disk, so that a killed
+process does not damage earlier checkpoints. All ranks must see the same directory.
 """
 
 from ._folders import checkpoints, latest

@@ -1,7 +1,8 @@
-"""The folders of a directory of checkpoints: their names, their order, and how they appear and disappear.
+"""The folders of a directory of checkpoints: their names, their order, and how they are published and removed.
 
-A folder is written under a name that ends in ``.tmp``, and renamed once it is completely on the disk. As long as it is
-written, a file beside it is locked, so that processes which save to one directory leave each other's folders alone.
+A folder is written under a name that ends in ``.tmp``, and renamed when it is completely on the disk. While it is
+written, a file beside it is locked, so that processes that save to the same directory do not remove each other's
+folders.
 """
 
 __all__ = ["begin", "checkpoints", "folder_of", "latest", "make_temporary", "note_damage", "publish", "remove", "tidy"]
@@ -38,20 +39,21 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
         []
     """
     paths = Path(directory).iterdir() if Path(directory).is_dir() else ()
-    # A step that was saved again has a number, by which its folders are in the order of writing.
+    # Folders of a step that was saved again have numbers, in the order of writing.
     return sorted((path for path in paths if _FOLDER.fullmatch(path.name) and path.is_dir()), key=_step_and_number)
 
 
 def _step_and_number(path: Path) -> tuple[int, int]:
-    """Return what the name of a checkpoint's folder says; -1 for a different name."""
+    """Return the step and the number in the name of a checkpoint's folder, or (-1, 0) for any other name."""
     match = _FOLDER.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the latest checkpoint whose files are all there, or None.
+    """Return the folder of the latest complete checkpoint, or None.
 
-    It warns of every later one that it skips. The contents of files are checked by :func:`load`.
+    A warning names each later checkpoint that is skipped because files are missing. :func:`load` checks the contents of
+    files.
 
     Args:
         directory: Directory of the checkpoints.
@@ -74,26 +76,26 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the path if it is the folder of a checkpoint, else the folder of the latest checkpoint in it."""
+    """Return the path if it is the folder of a checkpoint, and otherwise the folder of the latest checkpoint in it."""
     if (path / MANIFEST).exists():
         return path
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        found = latest(path)
-    if found is None:
+        folder = latest(path)
+    if folder is None:
         raise FormatError(
             f"{path} is not a checkpoint and contains none: give a folder that panther.distributed.checkpoint wrote"
         )
-    return found
+    return folder
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make a temporary folder for a checkpoint, and remove those that killed processes left."""
+    """Make a temporary folder for a checkpoint, and remove temporary folders that killed processes left."""
     return make_temporary(directory, f"step-{step:08d}", "step-*")
 
 
 def make_temporary(directory: Path, name: str, pattern: str) -> Path:
-    """Make a temporary folder, which nobody else writes to; remove abandoned ones whose names match the pattern."""
+    """Make a temporary folder for this process only, and remove abandoned ones whose names match the pattern."""
     directory.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(directory, pattern)
     name = f"{name}.{secrets.token_hex(8)}"
@@ -109,10 +111,10 @@ def make_temporary(directory: Path, name: str, pattern: str) -> Path:
 
 
 def publish(temporary: Path) -> Path:
-    """Give a finished folder its name, such that after a crash of the computer all of it is there or nothing.
+    """Rename a finished folder to its final name, such that after a crash it is complete or does not exist.
 
-    A step can be saved again, after resuming from an earlier one, or by two runs at the same time. Its folders then
-    have numbers, the latest the highest.
+    A step can be saved again, after resuming from an earlier step, or by two runs at the same time. Its folders then
+    have increasing numbers.
     """
     sync_folder(temporary)
     name = temporary.name.partition(".")[0]
@@ -133,9 +135,9 @@ def publish(temporary: Path) -> Path:
 
 
 def tidy(final: Path, keep: int | None) -> None:
-    """Remove earlier checkpoints of the step of a new one, and the oldest ones beyond ``keep``.
+    """Remove earlier checkpoints of the step of a new checkpoint, and the oldest ones beyond ``keep``.
 
-    A damaged checkpoint is not removed and not counted: a part of it may be all that is left of a run.
+    A damaged checkpoint is not removed and not counted, because it may be all that is left of a run.
     """
     step, number = _step_and_number(final)
     for folder in checkpoints(final.parent):
@@ -148,23 +150,23 @@ def tidy(final: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, renaming it first, so that a killed process never leaves a partial checkpoint."""
+    """Remove a folder after renaming it, so that a killed process never leaves a partial checkpoint."""
     temporary = folder
     if folder.suffix != ".tmp":
-        # A rename is atomic; removing file by file is not.
+        # A rename is atomic, but removing file by file is not.
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             folder.rename(temporary)
-        except FileNotFoundError:  # another process that saves there has removed it
+        except FileNotFoundError:  # another process that saves to the directory has removed the folder
             return
     shutil.rmtree(temporary, ignore_errors=True)
     _end_writing(temporary)
 
 
 def note_damage(folder: Path, reason: str | None) -> None:
-    """Write in a folder that it is damaged, so that no later save removes it; None removes the note."""
-    with suppress(OSError):  # a folder that cannot be written to cannot be removed either
+    """Write a note that a checkpoint is damaged, so that no later save removes it; None removes the note."""
+    with suppress(OSError):  # without write permission, later saves cannot remove the folder either
         if reason is None:
             (folder / _NOTE).unlink(missing_ok=True)
         elif _FOLDER.fullmatch(folder.name) and folder.is_dir():
@@ -172,23 +174,23 @@ def note_damage(folder: Path, reason: str | None) -> None:
 
 
 def _is_sound(folder: Path) -> bool:
-    """Return whether all files of a checkpoint are there, and no load has found damage in them."""
+    """Return whether all files of a checkpoint exist, and no load has found damage in them."""
     try:
         return damage(folder, read_manifest(folder)) is None and not (folder / _NOTE).exists()
     except FormatError:
         return False
 
 
-# Descriptors of the locks of the folders that this process writes.
+# File descriptors of the locks of the folders that this process writes.
 _locks: dict[Path, int] = {}
 
 
 def _new_lock(path: Path) -> int:
-    """Make a lock file and hold its lock, by which other processes know that a folder is being written."""
+    """Make a lock file and hold its lock, which tells other processes that the folder is being written."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
         hold_lock(descriptor)
-        if os.fstat(descriptor).st_nlink:  # else another process took it for abandoned, between these two lines
+        if os.fstat(descriptor).st_nlink:  # 0 if another process removed the file before the lock was held
             return descriptor
         os.close(descriptor)
 
@@ -204,9 +206,10 @@ def _release(path: Path, descriptor: int) -> None:
 
 
 def _remove_abandoned(directory: Path, pattern: str) -> None:
-    """Remove the temporary folders whose writers have ended; where there are no locks, only those without a lock."""
+    """Remove temporary folders whose writers have ended (without support for locks, folders without a lock file)."""
     for leftover in directory.glob(f"{pattern}.tmp"):
-        if not leftover.with_suffix(_LOCK).exists():  # of a checkpoint that was being removed, or of an older Panther
+        # Folders without a lock file are left from an interrupted removal, or from an older version of Panther.
+        if not leftover.with_suffix(_LOCK).exists():
             remove(leftover)
     for path in directory.glob(f"{pattern}{_LOCK}"):
         with unlocked_file(path) as is_abandoned:

@@ -1,4 +1,4 @@
-"""Load a checkpoint into a model of any layout, build its architecture, or export its whole model for inference."""
+"""Load a checkpoint into a model of any layout, build its architecture, or export the full model for inference."""
 
 __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
@@ -36,16 +36,16 @@ from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What :func:`load` returns in addition to loading the model and the optimizer."""
+    """The result of :func:`load`."""
 
     path: Path
     """The folder that was loaded."""
     step: int
-    """The number of steps that it was saved after."""
+    """The number of steps after which the checkpoint was saved."""
     extra: Any
     """The first rank's ``extra`` of :func:`save`."""
     per_rank_extra: Any
-    """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks is different now."""
+    """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks has changed."""
     world_size: int
     """Number of ranks that wrote the checkpoint."""
 
@@ -60,14 +60,14 @@ def load(
 ) -> LoadedCheckpoint:
     """Load a checkpoint into a model and its optimizer, in any layout. Every rank must call it.
 
-    Everything is read and checked on all ranks before anything is changed, and put back if a load hook of a module or
-    the optimizer raises an error. The model must have the sketched layers that were saved: see
+    Everything is read and checked on all ranks before anything is changed. If a load hook of a module or the optimizer
+    raises an error, all changes are undone. The model must have the sketched layers that were saved: see
     :func:`restore_architecture`.
 
     Args:
-        path: Folder of a checkpoint, or the directory of checkpoints, whose latest is loaded.
-        model: The same model; its layout may be different.
-        optimizer: Its optimizer, without state. None loads the model alone.
+        path: Folder of a checkpoint, or a directory of checkpoints, whose latest one is loaded.
+        model: The model that was saved; its layout may be different.
+        optimizer: The model's optimizer, without state. None loads only the model.
         random_state: Whether to set the random generators, if the number of ranks is the same.
         group: As for :func:`save`.
 
@@ -76,10 +76,10 @@ def load(
 
     Raises:
         FormatError: On every rank, if a file is missing, foreign, truncated or damaged, or there is no checkpoint.
-        CheckpointError: On every rank, if the checkpoint does not suit the model or the optimizer; names are given.
+        CheckpointError: On every rank, if the checkpoint does not fit the model or the optimizer; the error has names.
 
-    Cost: this rank's tensors are in memory twice while they are read, and the model's once more if a module could
-        refuse to load, because it has a load hook or a ``load_state_dict`` of its own, or quantized weights.
+    Cost: this rank's tensors are in memory twice while they are read. The model is copied once more if a module could
+        refuse to load, because it has a load hook, overrides ``load_state_dict``, or has quantized weights.
     """
     folder = run_on_first_rank(lambda: folder_of(Path(path)), group)
     try:
@@ -102,32 +102,32 @@ def _load(
 ) -> LoadedCheckpoint:
     manifest = run_on_all_ranks(lambda: read_manifest(folder), group)
     parts = states.parts_of(model)
-    # State by rank has a meaning only for the same number of ranks.
+    # The state of each rank is meaningful only for the same number of ranks.
     rank = get_rank(group) if manifest["world_size"] == get_world_size(group) else None
     per_rank_extra, generators = (None if rank is None else manifest[key][rank] for key in ("per_rank_extra", "random"))
-    # state_dict() of a sharded model can communicate, so it is called once, on all ranks together.
-    own = run_on_all_ranks(lambda: states.model_state(parts), group)
-    # Of attention that a checkpoint of an earlier version has without a record.
+    # state_dict() of a sharded model can communicate, so that it is called once, on all ranks at the same time.
+    state = run_on_all_ranks(lambda: states.model_state(parts), group)
+    # Checkpoints of earlier versions have no records of attention.
     for name in {states.plain(name) for part in parts for name in optional_names(part)} - manifest["model"].keys():
-        own.pop(name, None)
-    names = gather_objects(set(own), group)
-    entries = {name: entry for name, entry in manifest["model"].items() if name in own}
+        state.pop(name, None)
+    names = gather_objects(set(state), group)
+    entries = {name: entry for name, entry in manifest["model"].items() if name in state}
 
     def targets_of_rank() -> dict[str, Tensor]:
         check_architecture(parts, manifest["modules"], folder)
-        _check_names(own, names, manifest, folder)
+        _check_names(state, names, manifest, folder)
         targets = {
             place: empty(manifest["tensors"][place])
             for place in states.places([manifest["extra"], per_rank_extra, generators, entries])
         }
-        targets |= {entries[name]["$tensor"]: torch.empty_like(x) for name, x in own.items() if isinstance(x, Tensor)}
+        targets |= {entries[name]["$tensor"]: torch.empty_like(x) for name, x in state.items() if isinstance(x, Tensor)}
         if optimizer is not None:
             if manifest["optimizer"] is None:
                 raise CheckpointError(f"{folder} was saved without an optimizer: load it without one")
             targets |= states.optimizer_targets(optimizer, parts, manifest["optimizer"], manifest["tensors"])
         return targets
 
-    # An error here must reach all ranks before DCP begins to read, which is a collective.
+    # An error must reach all ranks before DCP begins to read, because reading is a collective.
     targets = run_on_all_ranks(targets_of_rank, group)
     read_tensors(reader_of(folder, manifest), targets, group)
 
@@ -140,24 +140,24 @@ def _load(
         if generator_states is not None:
             check_random_state(generator_states, where)
         if optimizer is None:
-            return None, Restore(parts, own, None)
+            return None, Restore(parts, state, None)
         saved_states, settings = (states.decode(manifest["optimizer"][key], targets) for key in ("states", "settings"))
         parameters = states.named_parameters(optimizer, parts)
         check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, where)
         values_of_optimizer = states.optimizer_values(optimizer, parts, manifest["optimizer"], targets)
-        return values_of_optimizer, Restore(parts, own, optimizer)
+        return values_of_optimizer, Restore(parts, state, optimizer)
 
     optimizer_values, before = run_on_all_ranks(checked, group)
 
     def fill() -> None:
-        # The optimizer first, because it is put back without a copy if it or the model refuses.
+        # The optimizer is filled first, because undoing this needs no copy.
         if optimizer is not None and optimizer_values is not None:
             states.fill_optimizer(optimizer, optimizer_values)
         states.fill_model(parts, values)
         if generator_states is not None:
             states.set_random_state(generator_states)
 
-    # Only now does anything change: all tensors were read, their checksums hold, and all values are of their kinds.
+    # Changes begin only now: all tensors were read, checksums are correct, and all values have valid types.
     try:
         run_on_all_ranks(fill, group)
     except BaseException:
@@ -178,13 +178,13 @@ def export(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write the whole model for inference, from any layout, in the format of :func:`panther.save_compressed`.
+    """Write the full model for inference, from any layout, in the format of :func:`panther.save_compressed`.
 
     Scales of quantized layers that were trained in a wider dtype are rounded to the format's bfloat16.
 
     Args:
-        model: A model as for :func:`save`, and then every rank must call it; or the folder of a checkpoint or the
-            directory of checkpoints, and then only one process may call it.
+        model: A model as for :func:`save`, for which every rank must call the function; or the folder of a checkpoint
+            or a directory of checkpoints, for which only one process may call it.
         directory: Folder to write, the same for all ranks, for :func:`panther.load_compressed`.
         group: As for :func:`save`.
 
@@ -192,11 +192,11 @@ def export(
         The folder.
 
     Raises:
-        CheckpointError: If it cannot be written.
+        CheckpointError: If the folder cannot be written.
         FormatError: If a checkpoint is damaged.
 
-    Cost: tensors are written to a temporary checkpoint beside ``directory`` first. From there, one process writes them
-        again, and holds one at a time.
+    Cost: tensors are first written to a temporary checkpoint beside ``directory``. One process then writes them again,
+        and holds one tensor at a time.
 
     Example:
         >>> import tempfile, torch, panther as pr
@@ -216,8 +216,8 @@ def export(
     temporary = run_on_first_rank(lambda: make_temporary(target.parent, ".export", ".export.*"), group)
     try:
         saved = save(temporary, model, step=0, group=group)
-        whole = unwrapped(model) if isinstance(model, nn.Module) else None  # not the stages of a pipeline
-        run_on_first_rank(lambda: _consolidate(saved, target, whole), group)
+        full_model = unwrapped(model) if isinstance(model, nn.Module) else None  # not the stages of a pipeline
+        run_on_first_rank(lambda: _consolidate(saved, target, full_model), group)
     finally:
         if get_rank(group) == 0:
             remove(temporary)
@@ -225,14 +225,14 @@ def export(
 
 
 def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> None:
-    """Write the whole model of a checkpoint in the inference format, in one process."""
+    """Write the full model of a checkpoint in the inference format, in one process."""
     manifest = read_manifest(folder)
     modules = {
         name: {key: value for key, value in spec.items() if key != TRAINED_SCALES}
         for name, spec in manifest["modules"].items()
     }
     quantized = [name for name, spec in modules.items() if spec.get("mode") == "quantized"]
-    # The names of scales, each with the name of the factors by which training has changed them.
+    # The name of each tensor of scales, with the name of the factors by which training has multiplied the scales.
     scales = {
         f"{name}.{key}" if name else key: f"{name}.{logs}" if name else logs
         for name in quantized
@@ -240,7 +240,7 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
     }
 
     def rounded(name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(STORED_SCALES) if name in scales else tensor  # in training they may be wider
+        return tensor.to(STORED_SCALES) if name in scales else tensor  # training may use a wider dtype for scales
 
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
@@ -277,23 +277,23 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Replace layers of a model, in place, by the compressed layers that a folder has under their names.
 
-    Those that have the class, the sizes and the mode that were saved are left.
+    Layers that have the saved class, sizes and mode are not replaced.
 
-    The new layers have no trained values: :func:`load` brings them, or, where the model is on the meta device and so
-    these layers too, :func:`panther.distributed.materialize_`. Call this before the model is wrapped or sharded, and
-    before its optimizer is made.
+    The new layers have no trained values. :func:`load` loads the values, or :func:`panther.distributed.materialize_` if
+    the model, and therefore the new layers, are on the meta device. Call this function before the model is wrapped or
+    sharded, and before its optimizer is made.
 
     Args:
-        path: Folder of a checkpoint, or the directory of checkpoints, or the folder of a compressed model, as
-            :func:`panther.save_compressed` or transformers' ``save_pretrained`` has written it.
+        path: Folder of a checkpoint, or a directory of checkpoints, or the folder of a compressed model that
+            :func:`panther.save_compressed` or transformers' ``save_pretrained`` wrote.
         model: The architecture, with dense or with compressed layers; or a function that builds it, which is called
-            with ``torch.device("meta")``. New layers take the dtype of those that they replace.
+            with ``torch.device("meta")``. New layers have the dtype of the layers that they replace.
 
     Returns:
         ``model``, or the new layer if the model is itself a layer that is replaced.
 
     Raises:
-        FormatError: If the folder is damaged or holds no model, or does not suit the model.
+        FormatError: If the folder is damaged or holds no model, or does not fit the model.
 
     Example:
         >>> import tempfile, torch, panther as pr
@@ -308,23 +308,23 @@ def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callab
     return with_saved_layers(built(model), saved_modules(Path(path)))
 
 
-def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
-    """Raise unless all ranks together have what was saved, with the same shapes and kinds of dtype."""
+def _check_names(state: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
+    """Raise unless the union of all ranks' names equals the saved names, with the same shapes and kinds of dtype."""
     saved = manifest["model"].keys()
-    # A pipeline rank has only its own names, so the names of all ranks together are compared.
+    # A pipeline rank has only the names of its stages, so that the union of the names of all ranks is compared.
     here = set().union(*names)
     wrong = []
-    for name, value in own.items():
+    for name, value in state.items():
         entry = manifest["model"].get(name)
         if name in saved and isinstance(value, Tensor) != states.is_tensor(entry):
             wrong.append(f"{name} saved {'as a tensor' if states.is_tensor(entry) else 'without a tensor'}")
         elif isinstance(value, Tensor) and states.is_tensor(entry):
             stored = manifest["tensors"][entry["$tensor"]]
             dtype = getattr(torch, stored["dtype"])
-            # float32 may be loaded into bfloat16; a float into an integer is a different model.
+            # float32 may be loaded into bfloat16. Floats and integers mean that the model is a different one.
             if list(value.shape) != stored["shape"] or value.is_floating_point() != dtype.is_floating_point:
-                found = f"{tuple(value.shape)}, {value.dtype}"
-                wrong.append(f"{name} saved {tuple(stored['shape'])}, {dtype}; here {found}")
+                form = f"{tuple(value.shape)}, {value.dtype}"
+                wrong.append(f"{name} saved {tuple(stored['shape'])}, {dtype}; here {form}")
     missing, extra = sorted(here - saved), sorted(saved - here)
     if missing or extra or wrong:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: read, and checked as a whole before anything relies on it."""
+"""Read the manifest of a checkpoint, and check it completely before anything relies on it."""
 
 __all__ = ["DEEPEST", "FORMAT", "MANIFEST", "VERSION", "damage", "read_manifest"]
 
@@ -16,23 +16,23 @@ from panther.files.records import read_record
 
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "panther-checkpoint", 2
-DEEPEST = 200  # levels of containers in a value, far below those that Python can follow
+DEEPEST = 200  # largest number of nested containers in a value, far below Python's recursion limit
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _CONTAINERS = ("$tensor", "$tuple", "$dict")
 
 
 class _InvalidError(Exception):
-    """What is wrong with an entry of the manifest."""
+    """An entry of the manifest is not valid; the message is a part of a sentence."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint, checked so that the rest of the library can rely on it.
 
-    Types are checked, that every tensor which an entry names is listed, and that the chunks of each tensor cover it
+    Types are checked, every tensor that an entry names must be listed, and the chunks of each tensor must cover it
     exactly.
 
     Raises:
-        FormatError: If it is missing, foreign, of another version, or damaged.
+        FormatError: If the manifest is missing or damaged, or has a different format or version.
     """
     path = folder / MANIFEST
     versions = range(VERSION, VERSION + 1)
@@ -45,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Name a file that is missing or has the wrong size, without reading it; None if there is none."""
+    """Return a message about a file that is missing or has the wrong size, or None. Files are not read."""
     for name, size in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -60,7 +60,7 @@ def _check(manifest: Mapping[str, Any]) -> None:
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise _InvalidError("it does not list its files and tensors")
     for name, size in files.items():
-        # A name such as ../x, which only somebody else can have written, would read outside of the folder.
+        # A name such as ../x, which Panther never writes, would read a file outside of the folder.
         if not _FILE.fullmatch(name) or not _is_size(size):
             raise _InvalidError(f"it names the file {name!r} of {size!r} bytes")
     for name, entry in tensors.items():
@@ -112,10 +112,10 @@ def _check_tensor(name: str, entry: Any, files: Mapping[str, Any]) -> None:
 
 
 def _gap(shape: list[int], chunks: list[dict[str, Any]]) -> str | None:
-    """Return how chunks fail to cover a tensor exactly once, or None."""
+    """Return a message if chunks do not cover a tensor exactly once, and otherwise None."""
     if any(len(chunk["offsets"]) != len(shape) or len(chunk["shape"]) != len(shape) for chunk in chunks):
         return f"do not have the {len(shape)} dimensions of its shape"
-    # Ranks that hold nothing of a tensor may have written an empty chunk.
+    # A rank without any part of a tensor may have written an empty chunk.
     chunks = [chunk for chunk in chunks if prod(chunk["shape"])]
     begins = np.array([chunk["offsets"] for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(shape))
     ends = begins + np.array([chunk["shape"] for chunk in chunks], dtype=np.int64).reshape(begins.shape)
@@ -128,7 +128,7 @@ def _gap(shape: list[int], chunks: list[dict[str, Any]]) -> str | None:
 
 
 def _overlap(begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> bool:
-    """Return whether two boxes overlap; each is compared with those that begin after it in one dimension."""
+    """Return whether any two boxes overlap; boxes are sorted along one dimension to compare only neighbours."""
     if begins.shape[1] == 0:
         return len(begins) > 1
     # The dimension in which most boxes differ leaves the fewest pairs to compare; for shards of one dimension, none.
@@ -146,7 +146,7 @@ def _overlap(begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> bool:
 
 
 def _check_value(value: Any, place: str, tensors: Mapping[str, Any], depth: int = 0) -> None:
-    """Raise unless a value is one that was encoded, and its tensors are listed."""
+    """Raise unless a value is a valid encoded value, and its tensors are listed."""
     if depth > DEEPEST:
         raise _InvalidError(f"{place[:60]} is nested too deeply")
     if value is None or isinstance(value, bool | str | int | float):

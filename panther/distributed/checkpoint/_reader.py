@@ -1,4 +1,4 @@
-"""Read slices of tensors from files of safetensors, as a storage of torch's DCP: each rank what its shards need."""
+"""Read slices of tensors from files of safetensors, as a storage of torch's DCP; each rank reads its shards."""
 
 __all__ = ["Chunk", "TensorReader", "UnusedHooks"]
 
@@ -17,7 +17,7 @@ from panther.files.tensors import StoredTensor, read_slice, stored_checksum, sto
 
 
 class UnusedHooks:
-    """The steps of DCP's protocol for which a folder that is written or read once has nothing to do."""
+    """Empty implementations of the steps of DCP's protocol that a folder does not need that is written or read once."""
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -33,22 +33,22 @@ class UnusedHooks:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # DCP asks this to choose a storage by a path, which is never done here
+        return False  # DCP calls this to choose a storage by a path, which is never done here
 
 
 class Chunk(NamedTuple):
-    """A chunk of a tensor, which a file holds under a name."""
+    """A chunk of a tensor, which a file holds under the name ``key``."""
 
     path: Path
     key: str
     checksum: int | None = None
-    """None where the file has none."""
+    """The checksum of the chunk; None if the file has none."""
     kind: tuple[torch.dtype, tuple[int, ...]] | None = None
-    """The dtype and the shape that the file must have; None takes what it has."""
+    """The dtype and the shape that the chunk must have in the file; None does not check them."""
 
 
 class TensorReader(UnusedHooks, StorageReader):
-    """Reads the slices that a rank asks for, from files of safetensors, and checks the chunks that they are of."""
+    """A reader of slices of tensors in files of safetensors, which checks the chunks that contain the slices."""
 
     def __init__(self, metadata: Metadata, chunks: Mapping[MetadataIndex, Chunk]) -> None:
         self.metadata, self.chunks = metadata, chunks
@@ -60,7 +60,7 @@ class TensorReader(UnusedHooks, StorageReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read slice by slice, into the target itself where that is possible."""
+        """Read slice by slice, directly into the target if possible."""
         for item in plan.items:
             stored = self._checked_chunk(self.chunks[item.storage_index])
             target = planner.resolve_tensor(item).detach()
@@ -71,7 +71,7 @@ class TensorReader(UnusedHooks, StorageReader):
         return future
 
     def _checked_chunk(self, chunk: Chunk) -> StoredTensor:
-        """Return where a chunk is, whose checksum holds: damage never reaches a tensor of the model."""
+        """Return the place of a chunk after checking it, so that damaged values never reach a tensor of the model."""
         path = chunk.path
         try:
             if path not in self._files:

@@ -1,4 +1,4 @@
-"""Load what was read, after all of it has been checked, and put everything back if a module or optimizer refuses it."""
+"""Check all values of a checkpoint before they are loaded, and undo the load if a module or optimizer refuses them."""
 
 __all__ = ["Restore", "check_optimizer_values", "check_random_state", "check_sketch_records"]
 
@@ -18,18 +18,19 @@ from panther.errors import FormatError, SketchMismatchError
 from panther.nn._sketch_record import read_record
 from panther.nn.base import SketchedModule
 
-# States of torch's optimizers that have the shape of their parameter.
+# Names of states of torch's optimizers that have the shape of their parameter.
 _LIKE_PARAMETER = {
     "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
     "square_avg", "sum",
 }  # fmt: skip
 
-# Modules whose methods and hooks take whatever passed the checks. Sketched layers refuse a record, which is checked.
+# Python modules whose methods and hooks accept all values that passed the checks. Sketched layers may refuse a record,
+# which is therefore checked.
 _TRUSTED = ("torch.", "panther.nn.base", "panther.distributed.tensor.")
 
 
 def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], where: str) -> None:
-    """Raise FormatError if the record of a sketch that would be loaded is not valid, as its layer would find."""
+    """Raise FormatError if the record of a sketch is not valid, before the layer would raise an error."""
     for part in parts:
         for name, module in part.named_modules():
             if not isinstance(module, SketchedModule):
@@ -44,14 +45,14 @@ def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], 
 
 
 def check_random_state(values: Any, where: str) -> None:
-    """Raise FormatError unless generators take the decoded states of :func:`_state.random_state`."""
+    """Raise FormatError unless random generators accept the decoded states of :func:`_state.random_state`."""
     try:
         torch.Generator().set_state(values["torch"])
         random.Random().setstate(states.python_state(values["python"]))
         np.random.RandomState().set_state(states.numpy_state(values["numpy"]))
         if "cuda" in values and (values["cuda"].dtype is not torch.uint8 or values["cuda"].dim() != 1):
             raise TypeError("the state of CUDA's generator is not a row of bytes")
-    except Exception as error:  # of three libraries, each of its own kinds
+    except Exception as error:  # three libraries raise errors of different types
         raise FormatError(f"{where} is damaged: it has no valid states of the random generators ({error})") from None
 
 
@@ -62,13 +63,13 @@ def check_optimizer_values(
     groups: Sequence[Mapping[str, Any]],
     where: str,
 ) -> None:
-    """Raise FormatError unless decoded states and settings, by parameter, are of the kinds that an optimizer has.
+    """Raise FormatError unless decoded states and settings, by parameter, have the types that an optimizer uses.
 
     Args:
         parameters: The optimizer's parameters with their names.
         saved_states: The state of each parameter, such as its moments.
         saved_settings: The settings of each parameter, such as ``lr``.
-        groups: The optimizer's own groups, whose settings tell the kinds.
+        groups: The optimizer's own groups, whose settings have the expected types.
         where: The file, for the message.
     """
     group_of = {parameter: group for group in groups for parameter in group["params"]}
@@ -95,7 +96,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_same_kind(value: Any, current: Any) -> bool:
-    """Return whether a saved setting can take the place of the optimizer's current one; None stands for a default."""
+    """Return whether a saved setting can replace the optimizer's current one; None stands for a default."""
     if value is None or current is None:
         return True
     if isinstance(current, tuple | list):
@@ -109,10 +110,10 @@ def _is_same_kind(value: Any, current: Any) -> bool:
 
 
 class Restore:
-    """The state of a model, an optimizer and the random generators before a load, which :meth:`undo` puts back.
+    """The state of a model, an optimizer and the random generators before a load, which :meth:`undo` restores.
 
-    A copy of the model's tensors is made only if a module could refuse to load: one with a load hook or a method of its
-    own. torch's modules and Panther's sketched layers take whatever passed the checks.
+    A copy of the model's tensors is made only if a module could refuse to load, because it has a load hook or overrides
+    a method. Modules of torch and sketched layers of Panther accept all values that passed the checks.
 
     Args:
         parts: The model, or the stages of this rank.
@@ -132,7 +133,7 @@ class Restore:
         self._cuda_state = torch.cuda.get_rng_state() if uses_cuda else None
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore the state before the load."""
         if self._undo_optimizer is not None:
             self._undo_optimizer()
         if self._values is not None:
@@ -140,7 +141,8 @@ class Restore:
                 for name, value in self._values.items():
                     if isinstance(value, Tensor):
                         _local(self._state[name]).copy_(_local(value))
-            # What modules derive from their tensors, such as sketches. The one that refused may refuse again.
+            # This restores values that modules derive from their tensors, such as sketches. The module that refused the
+            # load may refuse again.
             for part in self._parts:
                 with suppress(Exception):
                     states.fill_model([part], self._values)

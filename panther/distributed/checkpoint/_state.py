@@ -2,9 +2,9 @@
 
 Tensors and DTensors go to DCP by name; numbers, strings and containers of them go to the manifest.
 
-torch's ``get_optimizer_state_dict`` names an optimizer's state too, but not for all that is saved here: it takes a step
-on an optimizer without state, which leaves Adam's count at 1, and fails where one optimizer has the parameters of
-several pipeline stages.
+torch's ``get_optimizer_state_dict`` also names an optimizer's state, but does not support everything that is saved
+here: it takes a step on an optimizer without state, after which Adam's step count is 1, and fails if an optimizer has
+the parameters of more than one pipeline stage.
 """
 
 __all__ = [
@@ -31,21 +31,21 @@ from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # added to names by torch
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch inserts these into names
 
 
 def are_stages(model: nn.Module | Sequence[nn.Module]) -> bool:
-    """Return whether these are the stages of a pipeline, and not a model."""
+    """Return whether the argument is the stages of a pipeline instead of a model."""
     return isinstance(model, StageModules) or not isinstance(model, nn.Module)
 
 
 def parts_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose names are global: a model without its wrappers, or the stages of this rank."""
+    """Return the modules whose names are the names in a checkpoint: a model without wrappers, or this rank's stages."""
     return [unwrapped(stage) for stage in model] if are_stages(model) else [unwrapped(model)]  # type: ignore
 
 
 def plain(name: str) -> str:
-    """Return the name of a tensor or module without those of the wrappers around it."""
+    """Return the name of a tensor or module without the names of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -57,7 +57,7 @@ def module_name(name: str) -> str:
 
 
 def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return the entries of the state_dicts by global name; tensors are the model's own."""
+    """Return the entries of the state_dicts by their names in a checkpoint; tensors are not copied."""
     state: dict[str, Any] = {}
     for part in parts:
         for name, value in part.state_dict().items():
@@ -68,38 +68,38 @@ def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
 
 
 def first_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first name of each entry: tensors such as tied weights have several."""
-    seen: dict[Any, str] = {}
+    """Return the first name of each entry, because tensors such as tied weights have more than one name."""
+    first_by_place: dict[Any, str] = {}
     first = {}
     for name, value in state.items():
         local = value.to_local() if isinstance(value, DTensor) else value
         place: Any = name
-        if isinstance(local, Tensor) and local.numel():  # empty shards all have the address 0
-            # Shape and strides too: a view of the first rows has the same address, and is not the same tensor.
+        if isinstance(local, Tensor) and local.numel():  # all empty shards have the address 0
+            # Shape and strides are compared too, because a view of the first rows has the same address.
             place = (local.data_ptr(), local.device, value.dtype, value.shape, local.stride())
-        first[name] = seen.setdefault(place, name)
+        first[name] = first_by_place.setdefault(place, name)
     return first
 
 
 def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:
-    """Load values by global name through ``load_state_dict``, which also draws the sketches of a loaded seed."""
+    """Load values by their names in a checkpoint, by ``load_state_dict``, which also draws sketches of loaded seeds."""
     for part in parts:
         part.load_state_dict({name: values[plain(name)] for name in part.state_dict() if plain(name) in values})
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that has the state: of a ZeroRedundancyOptimizer that of this rank's parameters."""
+    """Return the optimizer that has the state: the inner one of a ZeroRedundancyOptimizer, or the optimizer itself."""
     return optimizer.optim if _is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
 
 
 def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is a ZeroRedundancyOptimizer, without importing its module, which is slow and warns."""
+    """Return whether this is a ZeroRedundancyOptimizer, without importing its module, which is slow and warns."""
     module = sys.modules.get("torch.distributed.optim")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def named_parameters(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's parameters with their names, in the order of its own numbers."""
+    """Return the optimizer's parameters with their names, in the optimizer's order."""
     return _named(_inner(optimizer), parts)
 
 
@@ -108,8 +108,8 @@ def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
-            f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: pass the model that it "
-            "was made from, or make the optimizer after wrapping the model"
+            f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: pass the model of this "
+            "optimizer, or make the optimizer after wrapping the model"
         )
     return [(names[parameter], parameter) for parameter in parameters]
 
@@ -117,18 +117,22 @@ def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the class, and states and settings by parameter, encoded; tensors are ``optimizer.<parameter>.<key>``."""
+    """Return the optimizer's class, and its states and settings by parameter, encoded.
+
+    Tensors are added to ``tensors`` under the names ``optimizer.<parameter>.<key>``.
+    """
     inner = _inner(optimizer)
     names = [name for name, _ in _named(inner, parts)]
-    whole = inner.state_dict()
+    state_dict = inner.state_dict()
     states = {
-        names[number]: encode(state, f"optimizer.{names[number]}", tensors) for number, state in whole["state"].items()
+        names[number]: encode(state, f"optimizer.{names[number]}", tensors)
+        for number, state in state_dict["state"].items()
     }
     settings = {}
-    for group in whole["param_groups"]:
-        chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for group in state_dict["param_groups"]:
+        group_settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for number in group["params"]:
-            settings[names[number]] = encode(chosen, f"optimizer.{names[number]}.setting", tensors)
+            settings[names[number]] = encode(group_settings, f"optimizer.{names[number]}.setting", tensors)
     return {"class": type(inner).__name__, "states": states, "settings": settings}
 
 
@@ -142,14 +146,14 @@ def optimizer_targets(
             f"the checkpoint has the state of {saved['class']}, but the optimizer is {type(inner).__name__}: make the "
             "same kind, or load without an optimizer"
         )
-    named = _named(inner, parts)
-    if missing := [name for name, _ in named if name not in saved["settings"]]:
+    parameters = _named(inner, parts)
+    if missing := [name for name, _ in parameters if name not in saved["settings"]]:
         raise CheckpointError(
             f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
         )
     return {
         place: _like(parameter, entries[place])
-        for name, parameter in named
+        for name, parameter in parameters
         for place in places([saved["states"].get(name), saved["settings"][name]])
     }
 
@@ -161,7 +165,7 @@ def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
     if not target.dim():
         return target  # a count of steps; load_state_dict moves it if necessary
     target = target.to(parameter.device)
-    if isinstance(parameter, DTensor):  # a state of a different shape, such as Adafactor's factors, is replicated
+    if isinstance(parameter, DTensor):  # states of a different shape, such as Adafactor's factors, are replicated
         mesh = parameter.device_mesh
         return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return target
@@ -170,31 +174,32 @@ def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
 def optimizer_values(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], saved: Mapping[str, Any], loaded: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the state_dict for the optimizer, of saved states and settings whose tensors have been loaded.
+    """Return a state_dict for the optimizer, made of saved states and settings whose tensors have been loaded.
 
     Raises:
         CheckpointError: If parameters of one group of the optimizer had different settings.
     """
     inner = _inner(optimizer)
     names = [name for name, _ in _named(inner, parts)]
-    whole = inner.state_dict()
+    state_dict = inner.state_dict()
     # Numbers of parameters differ between layouts; names do not.
     states = {number: saved["states"][name] for number, name in enumerate(names) if name in saved["states"]}
-    whole["state"] = decode(states, loaded)
-    for index, group in enumerate(whole["param_groups"]):
-        chosen = [saved["settings"][names[number]] for number in group["params"]]
-        if any(one != chosen[0] for one in chosen if not any(places(one))):  # tensors differ by name alone
+    state_dict["state"] = decode(states, loaded)
+    for index, group in enumerate(state_dict["param_groups"]):
+        saved_settings = [saved["settings"][names[number]] for number in group["params"]]
+        # Settings with tensors are not compared, because the names of the tensors differ.
+        if any(each != saved_settings[0] for each in saved_settings if not any(places(each))):
             raise CheckpointError(
                 f"parameters of the optimizer's group {index} had different settings when they were saved: use the "
                 "same groups"
             )
-        if chosen:
-            group.update(decode(chosen[0], loaded))
-    return whole
+        if saved_settings:
+            group.update(decode(saved_settings[0], loaded))
+    return state_dict
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-    """Load what :func:`optimizer_values` returned, through the optimizer's own ``load_state_dict``."""
+    """Load the result of :func:`optimizer_values` by the optimizer's own ``load_state_dict``."""
     inner = _inner(optimizer)
     inner.load_state_dict(values)
     if _is_zero(optimizer):
@@ -202,14 +207,14 @@ def fill_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> 
 
 
 def optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that puts the optimizer's states and settings of this moment back."""
+    """Return a function that restores the present states and settings of the optimizer."""
     inner = _inner(optimizer)
     state, groups = inner.state, inner.param_groups
     before = inner.state_dict()
 
     def undo() -> None:
         if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
-            inner.state, inner.param_groups = state, groups  # which it does not change, but replaces
+            inner.state, inner.param_groups = state, groups  # torch's load_state_dict replaces both objects
         else:
             inner.load_state_dict(before)
         if _is_zero(optimizer):
@@ -225,7 +230,7 @@ def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
     kind, keys, *rest = numpy_state
     states = {
         "torch": torch.get_rng_state(),
-        # Tensors in place of long tuples of integers, because they are stored in binary.
+        # Tensors instead of long tuples of integers, because tensors are stored in binary.
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": [kind, torch.tensor(keys.astype(np.int64)), *rest],
     }
@@ -244,7 +249,7 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
 
 def python_state(saved: Any) -> tuple[Any, ...]:
-    """Return the decoded state of Python's generator as its ``setstate`` takes it."""
+    """Return the decoded state of Python's generator for its ``setstate``."""
     version, words, gauss = saved
     return (version, tuple(words.tolist()), gauss)
 
@@ -261,14 +266,14 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     """Return a value for JSON. Tensors are added to ``tensors`` under names that begin with ``place``.
 
     Raises:
-        CheckpointError: If it has anything except numbers, strings, None, tensors, and lists, tuples, dicts of them, or
-            too many levels of these.
+        CheckpointError: If the value contains anything except numbers, strings, None, tensors, and lists, tuples and
+            dicts of these, or has too many levels.
     """
     if depth > DEEPEST // 4:  # a dict whose keys are numbers takes three levels in the manifest
         raise CheckpointError(f"{place[:60]} is nested more than {DEEPEST // 4} levels deep: store less")
     if value is None or isinstance(value, bool | str):
         return value
-    # Before Real: integers of NumPy are both.
+    # Checked before Real, because integers of NumPy are both.
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -284,7 +289,7 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
             [encode(key, place, {}, depth + 1), encode(item, f"{place}.{key}", tensors, depth + 1)]
             for key, item in value.items()
         ]
-        # JSON has only string keys; others, and keys like the marks of this format, become pairs.
+        # JSON has only string keys. Other keys, and keys that look like the marks of this format, become pairs.
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)
         return {"$dict": pairs}
@@ -295,7 +300,7 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that :func:`encode` was given; tensors that were not loaded become None."""
+    """Undo :func:`encode`; tensors that were not loaded become None."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):
@@ -310,12 +315,12 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether :func:`encode` has returned this value for a tensor."""
+    """Return whether a value is the encoding of a tensor."""
     return isinstance(value, dict) and "$tensor" in value
 
 
 def places(value: Any) -> Iterator[str]:
-    """Return the names of the tensors in a value that :func:`encode` has returned."""
+    """Yield the names of the tensors in an encoded value."""
     if isinstance(value, dict) and "$tensor" in value:
         yield value["$tensor"]
     elif isinstance(value, dict | list):

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint, which torch's DCP writes and reads here: one safetensors file per rank, and a manifest.
+"""Write and read the tensors of a checkpoint by torch's DCP: one safetensors file per rank, and a manifest.
 
-Nothing is pickled, and every chunk of a tensor has a checksum, so that a damaged or foreign file is refused and never
+Nothing is pickled, and every chunk of a tensor has a checksum, so that damaged files are refused and no file is
 executed.
 """
 
@@ -51,12 +51,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any], group: Group, failure: str
 ) -> None:
-    """Write this rank's tensors, on all ranks together, and a manifest with the ``header``.
+    """Write this rank's tensors, and a manifest with the ``header``. All ranks must call it.
 
     Raises:
         CheckpointError: On every rank, with the errors of all ranks after the words ``failure``.
     """
-    # Copies of a buffer such as BatchNorm's may differ between ranks, and DDP continues with the first's.
+    # Copies of a buffer such as BatchNorm's may differ between ranks, and DDP continues with the first rank's copy.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     with _errors_of_all_ranks(failure, get_world_size(group)):
         dcp_save(dict(tensors), storage_writer=_Writer(folder, header), planner=planner, **_where(group))
@@ -65,12 +65,12 @@ def write_tensors(
 def read_tensors(
     reader: StorageReader, targets: dict[str, Tensor], group: Group = None, *, alone: bool = False
 ) -> None:
-    """Read tensors into ``targets``: on every rank its own, or ``alone`` on one rank.
+    """Read tensors into ``targets``, on all ranks at the same time, or with ``alone`` on one rank.
 
     Raises:
         FormatError: On every rank, if a file is missing or damaged.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False)  # states are flat, and lists stay in the manifest
+    planner = DefaultLoadPlanner(flatten_state_dict=False)  # states are flat already, and lists are in the manifest
     where = {"no_dist": True} if alone else _where(group)
     with _errors_of_all_ranks("", 1 if alone else get_world_size(group)):
         dcp_load(targets, storage_reader=reader, planner=planner, **where)
@@ -82,15 +82,15 @@ def _where(group: Group) -> dict[str, Any]:
 
 @contextmanager
 def _errors_of_all_ranks(failure: str, world: int) -> Iterator[None]:
-    """Turn DCP's exception, which holds the errors of all ranks, into one with a single sentence."""
+    """Convert DCP's exception, which holds the errors of all ranks, into an error with a single sentence."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # true for a single process
             yield
     except CheckpointException as error:
-        failed = {rank: _class_and_text(found, writes=bool(failure)) for rank, (found, _) in error.failures.items()}
-        told = common_error(failed, world)
-        raise type(told)(f"{failure}{told}") from None
+        failed = {rank: _class_and_text(cause, writes=bool(failure)) for rank, (cause, _) in error.failures.items()}
+        combined = common_error(failed, world)
+        raise type(combined)(f"{failure}{combined}") from None
 
 
 def _class_and_text(error: BaseException, writes: bool) -> tuple[type[Exception], str]:
@@ -105,7 +105,7 @@ def _class_and_text(error: BaseException, writes: bool) -> tuple[type[Exception]
 
 
 class _Writer(UnusedHooks, StorageWriter):
-    """Writes this rank's chunks; the first rank also writes the manifest, which includes ``header``."""
+    """A writer of this rank's chunks; the first rank also writes the manifest, which includes ``header``."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         self.folder, self.header = folder, header
@@ -118,10 +118,10 @@ class _Writer(UnusedHooks, StorageWriter):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 raise FormatError(f"{item.index.fqn!r} is not a tensor")
-            # DCP gives a view of the tensor.
+            # DCP returns a view of the tensor.
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
-            # A file may have several chunks of a tensor, which their offsets tell apart.
+            # A file may have more than one chunk of a tensor, so that the key contains the offsets.
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
             tensors[key], items[key] = resolved.detach().resolve_conj().resolve_neg(), item
         results = []
@@ -139,7 +139,7 @@ class _Writer(UnusedHooks, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest with the place of each chunk, which all ranks have reported."""
+        """Write the manifest with the places of all chunks, which the ranks have reported."""
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
@@ -163,12 +163,12 @@ class _Writer(UnusedHooks, StorageWriter):
             "files": files,
             "tensors": tensors,
         }
-        # Over the sorted entries, so that reformatting the file does not count as damage.
+        # The checksum is of the sorted entries, so that reformatting the file does not count as damage.
         manifest["checksum"] = record_checksum(manifest)
         write_json(self.folder / MANIFEST, manifest, indent=None)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each plan its rank's number, so that each rank writes a file of its own."""
+        """Store the rank in each plan, so that each rank writes a separate file."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
 
@@ -193,12 +193,12 @@ def reader_of(folder: Path, manifest: Mapping[str, Any]) -> TensorReader:
 
 
 def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the offset of this rank's shard in the whole tensor, and the shard."""
+    """Return the offset of this rank's shard in the full tensor, and the shard."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
     return local_offsets(tensor), tensor.to_local().detach()
 
 
 def empty(entry: Mapping[str, Any], device: str = "cpu") -> Tensor:
-    """Return a tensor without values of the manifest's shape and dtype."""
+    """Return an uninitialised tensor with the shape and dtype of an entry of the manifest."""
     return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)

@@ -1,4 +1,4 @@
-"""Folders that hold the values of a model, of any writer: their names, shapes and compressed layers, read by slices."""
+"""Folders of weights in any supported format: names, shapes and compressed layers, with values read by slices."""
 
 __all__ = [
     "StoredWeights",
@@ -48,11 +48,11 @@ class StoredWeights:
     modules: Mapping[str, Any]
     """The records of the compressed layers, by name."""
     places: dict[str, str]
-    """Under which name the reader knows a tensor, by each name that it has in a model."""
+    """The reader's name of a tensor, by each name that the tensor has in a model."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What is not a tensor, as a checkpoint of Panther's encodes it."""
+    """Entries that are not tensors, in the encoding of Panther's checkpoints."""
     is_latest: bool = False
-    """Whether this is the latest checkpoint of the folder that was named."""
+    """Whether the user named a directory, and this is its latest checkpoint."""
 
     @cached_property
     def _tensors(self) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ class StoredWeights:
         return {*self.places, *self.values}
 
     def difference(self, name: str, value: Any) -> str | None:
-        """Return how a value of a model differs in kind and shape from that which is stored."""
+        """Return a message if a value of a model differs in kind or shape from the stored value, and otherwise None."""
         stored = self._tensors.get(self.places.get(name, ""))
         if not (isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor)):
             same = name in self.values and not isinstance(value, Tensor)
@@ -71,22 +71,22 @@ class StoredWeights:
         if stored.size != value.shape:
             return f"has the shape {tuple(value.shape)}, and {tuple(stored.size)}"
         dtype = stored.properties.dtype
-        # float32 may be read into bfloat16; a float into an integer is a different model.
+        # float32 may be read into bfloat16. Floats and integers mean that the model is a different one.
         return f"is {value.dtype}, and {dtype}" if value.is_floating_point() != dtype.is_floating_point else None
 
     def read(self, name: str, like: Any) -> Any:
-        """Return a value; of a tensor the shard that ``like`` is, on its device and in its floating dtype."""
+        """Return a value; for a tensor, the shard with the placement, device and floating dtype of ``like``."""
         if name in self.values:
             return states.decode(self.values[name], {})
         stored = self._tensors[self.places[name]].properties.dtype
-        # Integers in the stored dtype, for the module to judge.
+        # Integers keep the stored dtype, which the module checks.
         target = torch.empty_like(like, dtype=like.dtype if like.is_floating_point() else stored, requires_grad=False)
         read_tensors(self.reader, {self.places[name]: target}, alone=True)
         return target
 
 
 class _DCPReader(dcp.FileSystemReader):
-    """DCP's own, which reads the metadata once: it is asked for every module."""
+    """DCP's reader, with cached metadata, because the metadata is needed for every module."""
 
     _metadata: Any = None
 
@@ -97,20 +97,20 @@ class _DCPReader(dcp.FileSystemReader):
 
 
 def stored_weights(folder: Path) -> StoredWeights:
-    """Return what a folder holds.
+    """Return the weights of a folder.
 
     Raises:
-        CheckpointError: If it holds no weights.
+        CheckpointError: If the folder holds no weights.
         FormatError: If a file is damaged.
     """
     if _has_checkpoint(folder):
-        given, folder = folder, folder_of(folder)
+        named_path, folder = folder, folder_of(folder)
         manifest = read_manifest(folder)
         entries = manifest["model"]
         places = {name: entry["$tensor"] for name, entry in entries.items() if states.is_tensor(entry)}
         values = {name: entry for name, entry in entries.items() if name not in places}
         reader = reader_of(folder, manifest)
-        return StoredWeights(folder, reader, manifest["modules"], places, values, is_latest=folder != given)
+        return StoredWeights(folder, reader, manifest["modules"], places, values, is_latest=folder != named_path)
     if (folder / ".metadata").is_file():
         files = _DCPReader(folder)
         return StoredWeights(folder, files, {}, {name: name for name in files.read_metadata().state_dict_metadata})
@@ -128,7 +128,7 @@ def stored_weights(folder: Path) -> StoredWeights:
 
 
 def _inference_weights(folder: Path) -> StoredWeights:
-    """Return what a folder of ``save_compressed`` holds: of one file, which its manifest names."""
+    """Return the weights of a folder of ``save_compressed``, which are in one file that the manifest names."""
     manifest = inference_manifest(folder)
     path = weights_path(folder, manifest)
     tensors: dict[str, Any] = {}
@@ -149,10 +149,10 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def saved_modules(folder: Path) -> Mapping[str, Any]:
-    """Return the records of the compressed layers of a folder, by name; those without any have none.
+    """Return the records of the compressed layers of a folder, by name.
 
     Raises:
-        FormatError: If it holds no model, or a file with such records is damaged.
+        FormatError: If the folder holds no model, or a file with records is damaged.
     """
     if (folder / INFERENCE_MANIFEST).is_file():
         return inference_manifest(folder)["modules"]
@@ -171,14 +171,18 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise FormatError(f"{config} cannot be read as JSON ({error}): write the folder again") from None
     if isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD:
-        return entry.get("modules") or {}  # of transformers' save_pretrained
+        return entry.get("modules") or {}  # written by transformers' save_pretrained
     return {}
 
 
 def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
     """Replace layers that differ from their records by freshly initialised ones.
 
-    Return the model, or the layer in its place. Raises FormatError if the records do not fit the model.
+    Returns:
+        The model, or the new layer if the model itself is replaced.
+
+    Raises:
+        FormatError: If the records do not fit the model.
     """
     saved, _ = convert_as_saved_(model, saved)
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -193,27 +197,28 @@ def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
 
 
 def _differing(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str, str]:
-    """Return how compressed layers differ from their records in class, arguments or mode, by name."""
-    found = {}
+    """Return messages about compressed layers that differ from their records in class, arguments or mode, by name."""
+    differences = {}
     for part in parts:
-        own = module_specs(part, in_training=True)
+        specs = module_specs(part, in_training=True)
         present = {states.module_name(name): module for name, module in part.named_modules()}
-        for name in dict.fromkeys([*own, *saved]):
-            if name not in present or own.get(name) == saved.get(name):
+        for name in dict.fromkeys([*specs, *saved]):
+            if name not in present or specs.get(name) == saved.get(name):
                 continue
-            if name not in own:
-                found[name] = f"a {type(present[name]).__name__} is not the {saved[name].get('class')} that was saved"
+            if name not in specs:
+                kind, saved_kind = type(present[name]).__name__, saved[name].get("class")
+                differences[name] = f"a {kind} is not the {saved_kind} that was saved"
                 continue
-            spec, was = own[name], saved.get(name, {})
+            spec, was = specs[name], saved.get(name, {})
             compared = ("class", "args", "mode", "activations", TRAINED_SCALES)
             differ = [key for key in compared if spec.get(key) != was.get(key)]
             if differ:
-                found[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
-    return found
+                differences[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
+    return differences
 
 
 def check_architecture(parts: Sequence[nn.Module], saved: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError unless compressed layers have the class, the arguments and the mode that were saved."""
+    """Raise CheckpointError unless compressed layers have the saved class, arguments and mode."""
     for name, how in _differing(parts, saved).items():
         raise CheckpointError(
             f"{folder} does not fit layer {name!r}: {how}: call restore_architecture on the model first"

@@ -1,4 +1,4 @@
-"""Gradients that are added up on each rank, and averaged with those of a later backward pass."""
+"""Accumulate gradients on each rank, and average the sum over the ranks in a later backward pass."""
 
 __all__ = ["no_sync"]
 
@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not send gradients in the backward passes of this block; the first one after it sends the sum.
+    """Do not send gradients in the backward passes of this block; the first backward pass after it sends the sum.
 
     A Trainer does this itself for its ``gradient_accumulation_steps``.
 
     Args:
-        model: What :func:`data_parallel` returned. A model that is neither wrapped nor sharded sends nothing anyway,
-            so the same loop runs on one process.
+        model: The model that :func:`data_parallel` returned. A model that is neither wrapped nor sharded sends nothing,
+            so that the same loop runs in a single process.
 
-    Cost: with ``"fsdp"``, memory for the gradients of the whole model; otherwise nothing.
+    Cost: with ``"fsdp"``, memory for the gradients of the entire model; otherwise nothing.
 
     Example:
         >>> import torch, panther as pr

@@ -23,19 +23,20 @@ class AdvancedDistributedTrainer:
     """Train a model with data parallelism and clipped gradients, on ranks with any numbers of batches.
 
     Args:
-        model: Built equally on every rank, on its device; the first rank's weights and sketches are used.
-        rank: This process.
+        model: The model, built in the same way on every rank, on its device. The weights and sketches of the first rank
+            are used.
+        rank: Rank of this process.
         world_size: Number of processes.
         gradient_clipping: Largest norm of the averaged gradient.
         find_unused_parameters: Whether a forward may leave some parameters unused. False saves a pass over the graph in
-            every step, and DDP's warning where all are used.
+            every step, and avoids DDP's warning if all parameters are used.
 
     Attributes:
         model: The model.
-        ddp_model: The same wrapped by DistributedDataParallel.
+        ddp_model: The model wrapped by DistributedDataParallel.
 
     Raises:
-        DistributedError: If there is no process group, or its rank or world size differ.
+        DistributedError: If there is no process group, or its rank or world size differs from the arguments.
 
     Example:
         >>> import panther as pr
@@ -58,7 +59,7 @@ class AdvancedDistributedTrainer:
     ) -> None:
         if not in_process_group() or (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
-                f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
+                f"rank={rank} and world_size={world_size} must equal the process group's, {get_rank()} and "
                 f"{get_world_size()}: call panther.distributed.init() first, and pass get_rank() and get_world_size()"
             )
         if not gradient_clipping > 0:
@@ -69,10 +70,10 @@ class AdvancedDistributedTrainer:
         )
 
     def synchronize_sketching_matrices(self) -> None:
-        """Check that every rank has the same sketches; they are not sent again.
+        """Check that every rank has the same sketches. Nothing is sent again.
 
         Raises:
-            SketchMismatchError: On every rank, if they differ.
+            SketchMismatchError: On every rank, if the sketches differ.
         """
         verify_sketches(self.model)
 
@@ -84,29 +85,29 @@ class AdvancedDistributedTrainer:
     ) -> float:
         """Train for one epoch. Every rank must call it, with its own batches.
 
-        A rank that has used its batches takes part in the collectives of the others until they have too (torch's Join),
-        without contributing gradients. This costs a message a batch, and is left out where the lengths of lists or
-        loaders are equal on all ranks.
+        A rank that has used all of its batches takes part in the collectives of the remaining ranks, without
+        contributing gradients, until all ranks are finished (torch's Join). This costs a message per batch, and is
+        skipped if the lengths of lists or loaders are equal on all ranks.
 
         Args:
             dataloader: Batches of samples and targets.
-            optimizer: Of ``ddp_model.parameters()``.
-            criterion: A mean over samples.
+            optimizer: The optimizer of ``ddp_model.parameters()``.
+            criterion: A loss function that returns the mean over samples.
 
         Returns:
             The mean loss over the samples of all ranks.
 
         Raises:
-            ShapeError: On every rank, if none has a batch.
-            DistributedError: If a rank is gone or late.
+            ShapeError: On every rank, if no rank has a batch.
+            DistributedError: If a rank has ended or does not answer in time.
         """
         self.synchronize_sketching_matrices()
         self.ddp_model.train()
         device = next(self.model.parameters()).device
-        # In float64: a sum over an epoch loses digits in float32.
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of samples
+        # In float64, because a sum over an epoch loses digits in float32.
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of samples
         joined: list[Joinable] = [self.ddp_model]
-        if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer, which broadcasts in its step
+        if isinstance(optimizer, Joinable):  # such as ZeroRedundancyOptimizer, which broadcasts in its step
             joined.append(optimizer)
         with watched("train_epoch"), Join(joined, enable=not self._as_many_everywhere(dataloader)):
             for data, target in dataloader:
@@ -126,12 +127,12 @@ class AdvancedDistributedTrainer:
         return (sums[0] / sums[1]).item()
 
     def _as_many_everywhere(self, dataloader: Any) -> bool:
-        """Return whether all ranks have equal numbers of batches, by lengths that can be relied on."""
+        """Return whether all ranks have equal numbers of batches, judged by lengths that are reliable."""
         streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
-        # The length of a stream is its author's estimate, and a rank that ends early would leave the others waiting.
-        known = isinstance(dataloader, list | tuple | DataLoader) and not streams
-        length = len(dataloader) if known else -1
+        # The length of a stream is only an estimate, and the remaining ranks would wait for a rank that ends early.
+        has_length = isinstance(dataloader, list | tuple | DataLoader) and not streams
+        length = len(dataloader) if has_length else -1
         ends = torch.tensor([length, -length], device=next(self.model.parameters()).device)
         with watched("train_epoch"):
             dist.all_reduce(ends, dist.ReduceOp.MAX)
-        return known and bool(ends[0] == -ends[1])
+        return has_length and bool(ends[0] == -ends[1])

@@ -1,4 +1,4 @@
-"""Compression of DDP's gradients that adds what was not sent to the next ones: PowerSGD and top-k, as its hooks."""
+"""Hooks that compress DDP's gradients with error feedback: PowerSGD and top-k."""
 
 __all__ = ["PowerSGD", "TopK"]
 
@@ -18,32 +18,32 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 
 
 class _Feedback(ABC):
-    """What was not sent of the gradients of a step, and is added to those of the next one.
+    """Error feedback: the part of the gradient that compression dropped is added to the next step's gradient.
 
-    A step replaces it only if its gradients are finite on every rank: a loop, or its GradScaler, skips the others, as
-    if they had not been. GradScaler multiplies the loss; where its scale has changed, what was kept is multiplied by
-    the ratio, a power of two.
+    It is updated only if the gradients of all ranks are finite, because other steps are skipped by the loop or its
+    GradScaler. GradScaler multiplies the loss; if its scale has changed, the stored part is multiplied by the ratio of
+    the scales, a power of two.
     """
 
-    # gloo calls what a hook does with a message on a thread of the group, and drops it after the step has gone on. If
-    # that were the last reference to the group, the thread would end the group's threads, itself among them, which
-    # aborts the process.
+    # gloo runs the callbacks of a hook on a thread of the group, and frees them after the step has continued. If they
+    # held the last reference to the group, this thread would end the group's threads, including itself, which aborts
+    # the process.
     _last_group: ClassVar[dist.ProcessGroup | None] = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         _Feedback._last_group = self.group = group
         self.loss_scale: Callable[[], Tensor] | None = None
-        """Returns the factor of the loss of the present step; None stands for a loss that is not scaled."""
+        """A function that returns the scale of the present step's loss; None is a loss that is not scaled."""
         self._forget(None)
 
     def _forget(self, scale: Tensor | None) -> None:
-        self._before: dict[Any, Any] = {}  # what was kept before the last step, None where nothing was
-        self._finite: list[Tensor] = []  # by the buckets of the last step
+        self._before: dict[Any, Any] = {}  # the state before the last step; None for entries that did not exist
+        self._finite: list[Tensor] = []  # whether each bucket of the last step was finite
         self._buckets, self._ended = 0, False
         self._scale, self._scale_before = scale, scale
 
     def _begin(self, bucket: dist.GradBucket) -> None:
-        """Do what comes before a bucket is sent."""
+        """Settle the previous step and read the loss scale, before a bucket is sent."""
         if bucket.index() == 0:
             self._settle()
             scale = bucket.buffer().new_ones((), dtype=torch.float32) if self.loss_scale is None else self.loss_scale()
@@ -51,12 +51,16 @@ class _Feedback(ABC):
         self._buckets, self._ended = self._buckets + 1, bucket.is_last()
 
     def _note(self, mean: Tensor) -> Tensor:
-        """Note whether the mean of a bucket over all ranks, the same on each, is finite."""
-        self._finite.append((mean * 0).sum() == 0)  # in a thirteenth of the time of isfinite().all() on a CPU
+        """Record whether the mean of a bucket over all ranks, which is equal on all ranks, is finite."""
+        # This takes a thirteenth of the time of isfinite().all() on a CPU.
+        self._finite.append((mean * 0).sum() == 0)
         return mean
 
     def _settle(self) -> None:
-        """Restore what was kept before the last step unless that was finite; not earlier, as its buckets overlap."""
+        """Restore the state before the last step unless its gradients were finite.
+
+        This is done at the beginning of the next step, because the buckets of a step overlap.
+        """
         if self._before:
             assert self._scale is not None
             assert self._scale_before is not None
@@ -70,10 +74,10 @@ class _Feedback(ABC):
 
     @abstractmethod
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
-        """Restore what an entry of ``_before`` says, or not."""
+        """Restore the entry ``key`` to the value ``before`` unless ``finite``."""
 
     def _ratio(self) -> Tensor:
-        """Return the factor of what was kept, which is in the units of the loss scale of its step."""
+        """Return the ratio of the present loss scale to the one with which the state was stored."""
         assert self._scale is not None
         assert self._scale_before is not None
         return self._scale / self._scale_before
@@ -87,8 +91,8 @@ class PowerSGD(_Feedback):
 
     Args:
         group: The ranks that share gradients.
-        rank: Of the matrices that are sent.
-        start_step: Number of steps whose gradients are sent whole.
+        rank: Rank of the matrices that are sent.
+        start_step: Number of steps whose gradients are sent uncompressed.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, start_step: int) -> None:
@@ -99,16 +103,17 @@ class PowerSGD(_Feedback):
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to send a bucket; as DDP's hook, with the state as its first argument."""
         if self._last is not None and "nccl" not in dist.get_backend(self.group):
-            # The hook sends its factors in callbacks, which gloo calls on threads of its own. Those of two buckets
-            # would come in a different order on each rank, and abort the process: message sizes do not match.
+            # The hook sends its factors in callbacks, which gloo runs on its own threads. Callbacks of two buckets
+            # could run in a different order on each rank, and messages whose sizes differ would abort the process.
             self._last.wait()
         self._begin(bucket)
         state, index = self._state, bucket.index()
-        if state.iter < state.start_powerSGD_iter:  # sent whole; nothing is kept
+        if state.iter < state.start_powerSGD_iter:  # sent uncompressed, so that there is no error
             self._last = powerSGD_hook.powerSGD_hook(state, bucket)
             return self._last
         error = state.error_dict.get(index)
-        if error is not None and len(error) != len(bucket.buffer()):  # of a checkpoint with another bucket_cap_mb
+        # The length differs after loading a checkpoint with a different bucket_cap_mb.
+        if error is not None and len(error) != len(bucket.buffer()):
             error = None
             for name in _BY_BUCKET:
                 getattr(state, name).pop(index, None)
@@ -118,18 +123,18 @@ class PowerSGD(_Feedback):
             state.error_dict[index] = error * self._ratio()
         if factor is not None:  # the hook writes into it
             state.q_memory_dict[index] = factor.clone()
-        self._last = powerSGD_hook.powerSGD_hook(state, bucket).then(lambda sent: self._note(sent.value()))
+        self._last = powerSGD_hook.powerSGD_hook(state, bucket).then(lambda future: self._note(future.value()))
         return self._last
 
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
-        if finite:  # waits for a GPU, as torch's hook does itself
+        if finite:  # this waits for a GPU, as torch's hook does too
             return
-        # The first factors, with which errors begin too, are functions of Q, which is then drawn anew.
-        for kept, value in zip((self._state.error_dict, self._state.q_memory_dict), before, strict=True):
+        # If the factor Q did not exist before, it is drawn again, and P, which is computed from it, is removed too.
+        for entries, value in zip((self._state.error_dict, self._state.q_memory_dict), before, strict=True):
             if value is None:
-                kept.pop(key, None)
+                entries.pop(key, None)
             else:
-                kept[key] = value
+                entries[key] = value
         if before[1] is None:
             self._state.p_memory_dict.pop(key, None)
 
@@ -137,12 +142,12 @@ class PowerSGD(_Feedback):
         """Return the errors, factors and random state."""
         self._settle()
         kind, words, *position = self._state.rng.get_state(legacy=True)
-        kept = {name: getattr(self._state, name) for name in (*_BY_BUCKET, *_NUMBERS)}
-        kept["rng"] = (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), *position)
-        return kept | {"rank": self._state.matrix_approximation_rank, "scale": self._saved_scale()}
+        entries = {name: getattr(self._state, name) for name in (*_BY_BUCKET, *_NUMBERS)}
+        entries["rng"] = (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), *position)
+        return entries | {"rank": self._state.matrix_approximation_rank, "scale": self._saved_scale()}
 
     def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
-        """Set what :meth:`state_dict` returned; None begins anew. Factors of a different rank are left out."""
+        """Load the result of :meth:`state_dict`; None resets the state. Factors of a different rank are left out."""
         state, device = self._state, next(module.parameters()).device
         fresh = powerSGD_hook.PowerSGDState(self.group, state.matrix_approximation_rank, state.start_powerSGD_iter)
         self._state, self._last = fresh, None
@@ -159,11 +164,11 @@ class PowerSGD(_Feedback):
 
 
 class TopK(_Feedback):
-    """Send the largest entries of each bucket, and add the others to the next gradient (error feedback).
+    """Send the largest entries of each bucket, and add the remaining entries to the next gradient (error feedback).
 
     Without the feedback, entries that are never among the largest would never be trained. A rank sends k values and k
-    indices of 4 bytes to each other rank, for the mean of what all ranks chose (S. Stich, J.-B. Cordonnier and
-    M. Jaggi, 2018, arXiv:1809.07599).
+    indices of 4 bytes to every other rank. The result is the mean over the ranks, with zeros for entries that a rank
+    did not send (S. Stich, J.-B. Cordonnier and M. Jaggi, 2018, arXiv:1809.07599).
 
     Args:
         group: The ranks that share gradients.
@@ -174,61 +179,66 @@ class TopK(_Feedback):
     def __init__(self, group: dist.ProcessGroup, fraction: float, feedback: bool = True) -> None:
         super().__init__(group)
         self.fraction, self.feedback = fraction, feedback
-        # By parameter, because DDP forms other buckets after the first step.
+        # By parameter, because DDP forms different buckets after the first step.
         self._residuals: dict[Tensor, Tensor] = {}
 
     @property
     def residuals(self) -> dict[Tensor, Tensor]:
-        """What was not sent yet, by parameter, after a step."""
+        """The entries that were not sent yet, by parameter, after a step."""
         self._settle()
         return self._residuals
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return what was not sent yet, by the names of parameters."""
+        """Return the entries that were not sent yet, by the names of parameters."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         residuals = {names[parameter]: residual for parameter, residual in self.residuals.items()}
         return {"residuals": residuals, "scale": self._saved_scale()}
 
     def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
-        """Set what :meth:`state_dict` returned; None begins anew."""
+        """Load the result of :meth:`state_dict`; None resets the state."""
         parameters = dict(module.named_parameters())
         residuals = {} if saved is None else saved["residuals"]
-        self._residuals = {parameters[name]: one.to(parameters[name].device) for name, one in residuals.items()}
+        self._residuals = {
+            parameters[name]: residual.to(parameters[name].device) for name, residual in residuals.items()
+        }
         device = next(module.parameters()).device
         self._forget(None if saved is None else torch.tensor(saved["scale"], device=device))
 
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to send a bucket; as DDP's hook, with the state as its first argument."""
         self._begin(bucket)
-        whole = bucket.buffer()
+        buffer = bucket.buffer()
         parameters, gradients = bucket.parameters(), bucket.gradients()  # the gradients are views of the buffer
-        ratio = self._ratio().to(whole.dtype)
+        ratio = self._ratio().to(buffer.dtype)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter in self._residuals:
                 gradient.addcmul_(self._residuals[parameter], ratio)
-        k = math.ceil(self.fraction * len(whole))
-        chosen = whole.abs().topk(k, sorted=False).indices  # NaN is the largest, so that every rank receives it
-        values = whole[chosen]
+        k = math.ceil(self.fraction * len(buffer))
+        largest = buffer.abs().topk(k, sorted=False).indices  # NaN is the largest, so that every rank receives it
+        values = buffer[largest]
         if self.feedback:
-            whole[chosen] = 0.0
+            buffer[largest] = 0.0
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._before[parameter] = self._residuals.get(parameter)
                 self._residuals[parameter] = gradient.clone()
         # Indices and values in one message, as bytes.
-        mine = torch.cat((chosen.to(torch.int32).view(torch.uint8), values.view(torch.uint8)))
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        work = dist.all_gather(every, mine, group=self.group, async_op=True)
+        local_message = torch.cat((largest.to(torch.int32).view(torch.uint8), values.view(torch.uint8)))
+        messages = [torch.empty_like(local_message) for _ in range(dist.get_world_size(self.group))]
+        work = dist.all_gather(messages, local_message, group=self.group, async_op=True)
 
         def mean(_: Any) -> Tensor:
-            whole.zero_()
-            for message in every:
-                indices, sent = message[: 4 * k].view(torch.int32), message[4 * k :].clone().view(whole.dtype)
-                whole.index_add_(0, indices, sent)
-            return self._note(whole.div_(len(every)))
+            buffer.zero_()
+            for message in messages:
+                rank_indices, rank_values = (
+                    message[: 4 * k].view(torch.int32),
+                    message[4 * k :].clone().view(buffer.dtype),
+                )
+                buffer.index_add_(0, rank_indices, rank_values)
+            return self._note(buffer.div_(len(messages)))
 
         return work.get_future().then(mean)
 
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
-        # A GPU is not asked, because that would wait for its work in the middle of a backward pass.
+        # On a GPU, `finite` is not read, because this would wait for the GPU in the middle of a backward pass.
         if not (finite.is_cpu and finite):
             self._residuals[key] = torch.where(finite, self._residuals[key], 0.0 if before is None else before)

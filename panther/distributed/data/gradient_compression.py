@@ -1,4 +1,4 @@
-"""How DDP's gradients are compressed before they are sent: torch's communication hooks, and top-k, by name."""
+"""Compression of DDP's gradients before they are sent: torch's communication hooks, and top-k, by name."""
 
 __all__ = [
     "HOOKS",
@@ -25,25 +25,25 @@ from panther.distributed.data.error_feedback import PowerSGD, TopK
 from panther.errors import check_size
 
 HOOKS = ("fp16", "bf16", "powersgd", "topk")
-_RANK, _START_STEP, _FRACTION = 4, 10, 0.01  # what None stands for in a hook's settings
+_RANK, _START_STEP, _FRACTION = 4, 10, 0.01  # defaults of a hook's settings
 _HOOK_OF = {"powersgd_rank": "powersgd", "powersgd_start_step": "powersgd", "topk_fraction": "topk"}
 
 _groups_with_hooks: set[dist.ProcessGroup] = set()
 _states: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
-"""What the hooks of models keep from step to step."""
+"""The states that the hooks of models keep between steps."""
 
 
 def hold_group(group: dist.ProcessGroup) -> None:
-    """Keep the group of a communication hook until the process ends. Everyone who registers a hook must call it.
+    """Keep the group of a communication hook alive until the process ends. Call it for every registered hook.
 
-    A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
+    A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
     thread would destroy the group, wait for itself, and abort the process.
     """
     _groups_with_hooks.add(group)
 
 
 def check_hook(name: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError if a hook is unknown, or a setting that is not None is out of range or not its."""
+    """Raise ValueError or TypeError if a hook is unknown, or a setting is out of range or belongs to another hook."""
     if name is not None and name not in HOOKS:
         raise ValueError(f"comm_hook={name!r} is unknown: {value_hint('comm_hook', name, (*HOOKS, None))}")
     for key, value in settings.items():
@@ -58,7 +58,7 @@ def check_hook(name: str | None, settings: dict[str, Any]) -> None:
 
 
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
-    """Register a hook by its name; settings that are None have their defaults."""
+    """Register a hook by its name; None as a setting is its default."""
     state: Any = parallel.process_group
     hold_group(state)
     hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}.get(name)
@@ -73,15 +73,15 @@ def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[s
 
 
 def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:
-    """Let a hook that keeps gradients know the factor of the loss, a tensor on the model's device, in every step."""
+    """Give a hook with error feedback a function that returns the loss scale, a tensor on the model's device."""
     if isinstance(model, DistributedDataParallel) and model in _states:
         _states[model].loss_scale = scale
 
 
 def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
-    """Return what the hook of a model keeps on this rank, for its checkpoint; None if it keeps nothing.
+    """Return the state of a model's hook on this rank, for checkpoints; None if the hook has no state.
 
-    Without it a resumed run would lose what was not sent yet, up to a few gradients.
+    Without it, a resumed run would lose the entries that were not sent yet, up to a few gradients.
     """
     if not isinstance(model, DistributedDataParallel) or model not in _states:
         return None
@@ -89,14 +89,14 @@ def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
 
 
 def load_hook_state(model: nn.Module | list[nn.Module], saved: dict[str, Any] | None) -> None:
-    """Set what :func:`hook_state` returned; a hook begins anew if it is None or of a different hook.
+    """Load the result of :func:`hook_state`; the hook is reset if this is None or the state of a different hook.
 
-    The buckets of PowerSGD are those that DDP forms after its first step, which must be done before.
+    PowerSGD stores its state by the buckets that DDP forms after its first step, so that this step must come before.
     """
     if isinstance(model, DistributedDataParallel) and model in _states:
         _states[model].load_state_dict(model.module, (saved or {}).get(type(_states[model]).__name__))
 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook under another name: DDP refuses the original by its name on gloo, which does sum bfloat16."""
+    """Call torch's hook; DDP refuses the original by its name on gloo, although gloo can sum bfloat16."""
     return default_hooks.bf16_compress_hook(group, bucket)

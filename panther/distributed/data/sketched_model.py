@@ -16,14 +16,14 @@ from panther.errors import PerformanceWarning, ShapeError, check_size
 class DistributedSketchedModel(nn.Module):
     """A perceptron of sketched layers with ReLU between them.
 
-    The layer from a width n to the next has sketch size ``max(1, int(n * ratio))``.
+    A layer with n inputs has the sketch size ``max(1, int(n * ratio))``.
 
     Args:
         input_size: Width of the input.
         hidden_sizes: Widths of the hidden layers.
         output_size: Width of the output.
-        sketch_ratios: Sketch size divided by input width, for each hidden layer and the output layer. If the latter is
-            missing, the last one is used.
+        sketch_ratios: Sketch size divided by input width, for each hidden layer and the output layer. If the ratio of
+            the output layer is missing, the last ratio is used.
 
     Shape:
         Input ``(*, input_size)``, output ``(*, output_size)``.
@@ -35,7 +35,7 @@ class DistributedSketchedModel(nn.Module):
         ShapeError: If a size or ratio is not positive, or the number of ratios is wrong.
 
     Warns:
-        PerformanceWarning: Once, if layers multiply by more numbers than dense ones would.
+        PerformanceWarning: Once, if layers have at least as many numbers as dense layers would.
 
     Example:
         >>> model = DistributedSketchedModel(1024, [512, 256], 10, [0.02, 0.02, 0.01])
@@ -65,15 +65,15 @@ class DistributedSketchedModel(nn.Module):
         ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
         widths = [input_size, *hidden_sizes, output_size]
         sizes = [(n, m, max(1, int(n * ratio))) for n, m, ratio in zip(widths, widths[1:], ratios, strict=False)]
-        with warnings.catch_warnings():  # one warning for the model, in place of one for each layer
+        with warnings.catch_warnings():  # a single warning for the model replaces the warnings of its layers
             warnings.simplefilter("ignore", PerformanceWarning)
             self.model = perceptron(sizes)
         dense = [n * m for n, m, _ in sizes]
-        ours = [2 * (n + m) * sketch_size for n, m, sketch_size in sizes]
-        if large := sum(sketched >= plain for sketched, plain in zip(ours, dense, strict=True)):
+        sketched = [2 * (n + m) * sketch_size for n, m, sketch_size in sizes]
+        if large := sum(numbers >= plain for numbers, plain in zip(sketched, dense, strict=True)):
             warnings.warn(
                 f"{large} of {len(sizes)} layers multiply by no fewer numbers than dense ones; the model by "
-                f"{sum(ours):,}, a dense one by {sum(dense):,}: use smaller sketch_ratios",
+                f"{sum(sketched):,}, a dense one by {sum(dense):,}: use smaller sketch_ratios",
                 PerformanceWarning,
                 stacklevel=2,
             )

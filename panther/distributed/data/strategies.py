@@ -2,7 +2,7 @@
 
 ``"ddp"`` is torch's DistributedDataParallel, which replicates the model. ``"fsdp"`` is torch's FSDP2
 (``fully_shard``), which shards it over the ranks, and gathers it block by block when it is needed. ``"replicate"`` is
-FSDP2 with shards of size one: it replicates the model, and goes together with tensor parallelism, which DDP does not.
+FSDP2 with shards of size one: it replicates the model, and supports tensor parallelism, which DDP does not.
 """
 
 __all__ = ["STRATEGIES", "compute_dtype", "data_parallel"]
@@ -52,47 +52,50 @@ def data_parallel(
 ) -> Any:
     """Prepare a model for data-parallel training. Every rank must call it.
 
-    Sketches are synchronised here, by one seed a layer, and not sent again: torch's DDP would broadcast them in every
-    forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour; FSDP leaves them to each rank.
+    Sketches are synchronised in this call, by one seed per layer, and not sent again; torch's DDP would broadcast them
+    in every forward with the other buffers. Other buffers, such as BatchNorm's, are broadcast by DDP; FSDP does not
+    synchronise them.
 
     Args:
-        model: Built equally on every rank, on its device; weights and seeds may differ, the first rank's are taken.
-            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after. Except
-            for ``"ddp"`` also a model on the meta device, or a function that builds one, which is called with
-            ``torch.device("meta")``: it is sharded as it is, and :func:`materialize_` fills it.
-        mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
-            ``mesh["replicate", "dp"]``: sharded along the second, replicated along the first (HSDP).
+        model: The model, built in the same way on every rank, on its device. Weights and seeds may differ; the first
+            rank's are used. Load a fitted checkpoint before this call, because DDP and FSDP collect the parameters
+            here, and make the optimizer afterwards. Strategies other than ``"ddp"`` also take a model on the meta
+            device, or a function that builds one, which is called with ``torch.device("meta")``: the model is sharded
+            without values, and :func:`materialize_` fills it.
+        mesh: One-dimensional DeviceMesh, or a process group; None is the world. ``"fsdp"`` also takes a mesh of two
+            axes, ``mesh["replicate", "dp"]``: the model is sharded along the second and replicated along the first
+            (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
             children of ModuleLists and Sequentials, are sharded one by one.
         comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after
-            uncompressed steps; Vogels and others 2019, arXiv:1905.13727) or ``"topk"`` (the largest entries, and what
-            is left added to the next gradient; Stich and others 2018, arXiv:1809.07599). None sends them uncompressed.
-            What the last two keep from step to step is in the checkpoints of a :class:`panther.train.Trainer`, not in
-            those of :func:`panther.distributed.checkpoint.save` in a loop of your own.
+            uncompressed steps; Vogels and others 2019, arXiv:1905.13727) or ``"topk"`` (the largest entries, while the
+            remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599). None sends them
+            uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the state of ``"powersgd"`` and
+            ``"topk"``; in a loop of your own, :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
-        powersgd_start_step: Number of uncompressed steps before, at least 2; 10 if None.
+        powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
         topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if
             None.
-        mixed_precision: For ``"fsdp"`` and ``"replicate"``, ``"bf16"`` or ``"fp16"`` to compute in; parameters and sums
-            of gradients stay float32, and so does the output.
+        mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype of the computation, ``"bf16"`` or ``"fp16"``;
+            parameters, sums of gradients and the output stay float32.
         cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are kept in the CPU's memory.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``, or
             for :func:`torch.distributed.fsdp.fully_shard`, such as ``reshard_after_forward``.
 
     Returns:
-        With ``"ddp"`` the wrapped model, the original its attribute ``module``; else the model itself.
+        With ``"ddp"``, the wrapped model, whose attribute ``module`` is the original; otherwise the model itself.
 
     Raises:
-        ValueError: If ``strategy``, ``comm_hook`` or ``mixed_precision`` is unknown, an option belongs to another
-            strategy, nothing in the model can be trained or has values, or a list of modules without a forward is to be
-            sharded.
-        TypeError: If the model or the mesh is something else.
-        ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
+        ValueError: If ``strategy``, ``comm_hook`` or ``mixed_precision`` is unknown, an option belongs to a different
+            strategy, no parameter of the model can be trained, or FSDP would shard a list of modules that has no
+            forward.
+        TypeError: If the model or the mesh has a different type.
+        ShapeError: If ``mesh`` has too many axes, or a parameter that FSDP would shard has no dimension.
         SketchMismatchError: On every rank, if sketched layers differ between ranks.
         DistributedError: On every rank, if models, arguments or versions of the libraries differ between ranks, or a
-            rank is gone or late. If there is no process group or the mesh's is gone, the model is wrapped or sharded
-            already, or tensor parallelism has sharded layers and the strategy is ``"ddp"``, which loses their
-            parameters.
+            rank has ended or does not answer in time; if there is no process group, or the mesh's was destroyed; if the
+            model is wrapped or sharded already; or if tensor parallelism has sharded layers and the strategy is
+            ``"ddp"``, which loses their parameters.
 
     Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
     ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
@@ -119,28 +122,28 @@ def data_parallel(
             _check_ddp_options(options)
         check_model(model, strategy)
         axes = (mesh.mesh_dim_names, tuple(mesh.shape)) if isinstance(mesh, DeviceMesh) else None
-        given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
-        return {**given, **hook_settings, "cpu_offload": cpu_offload, **options}
+        arguments = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
+        return {**arguments, **hook_settings, "cpu_offload": cpu_offload, **options}
 
-    # Ranks that new_group leaves out get a number, which ranks_of explains.
+    # new_group returns a number on ranks that are not in the group; ranks_of raises an error for it.
     if not (
         mesh is None or isinstance(mesh, DeviceMesh | dist.ProcessGroup) or mesh == dist.GroupMember.NON_GROUP_MEMBER
     ):
         raise TypeError(f"data_parallel takes a DeviceMesh, a process group or None, not {mesh!r}")
     groups = groups_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
-    # On all axes before anything is sent: a rank that raises must not leave others in a broadcast.
+    # All axes are compared before anything is sent, because a rank that raises must not leave ranks in a broadcast.
     for group in groups:
         check_same_model(model, group, "data_parallel", settings)
     if strategy == "ddp":
         unfuse_(model)
-        send_sketches(model, ranks_of(groups[0])[0], groups[0])  # by their seeds; DDP itself broadcasts the rest
+        send_sketches(model, ranks_of(groups[0])[0], groups[0])  # sends seeds; DDP broadcasts all other tensors
         parallel = wrap_in_ddp(model, groups[0], **options)
         if comm_hook is not None:
             register_hook(parallel, comm_hook, hook_settings)
         return parallel
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, transport(mesh).type, mesh_dim_names=("dp",))  # type: ignore[arg-type]
-    for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
+    for axis in range(mesh.ndim):  # along the axes one after the other, so that all ranks get the first rank's tensors
         send_model(model, mesh.get_group(axis), "data_parallel")
     return fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
 
@@ -157,9 +160,9 @@ def fully_shard_(
 ) -> Any:
     """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on all ranks already; nothing is sent.
 
-    With ``one_block``, its blocks are not sharded one by one. Stages of a pipeline need that: sharded block by block,
-    zero-bubble schedules compute wrong gradients. Trained factors of scales take the dtype of their layer, because
-    torch takes trained parameters of one dtype.
+    With ``one_block``, the model is one unit instead of one unit per block. Stages of a pipeline need this, because
+    zero-bubble schedules compute wrong gradients for stages that are sharded block by block. Trained factors of scales
+    are converted to the dtype of their layer, because FSDP requires trained parameters of one dtype.
     """
     for module in model.modules():
         if isinstance(module, QuantizedState):
@@ -167,14 +170,14 @@ def fully_shard_(
     if strategy == "replicate":
         mesh = with_inner_axis(mesh, ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)
-    # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
+    # Gradients are reduced in float32, because sums over many ranks lose small gradients in half precision.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     place = partial(_placement, mesh.shape[-1])
     options = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": place, **options}
     for block in () if one_block else fsdp_blocks(model):
         fully_shard(block, mp_policy=half, **options)
-    # Only the model's own output is float32: between blocks, activations stay in the dtype that they compute in.
+    # Only the model's output is converted to float32; activations between blocks stay in the compute dtype.
     return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 
 
@@ -202,24 +205,24 @@ def _check_options(
 
 
 def _check_ddp_options(options: Mapping[str, Any]) -> None:
-    ours = ("module", "device_ids", "process_group")
-    known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in ours]
+    reserved = ("module", "device_ids", "process_group")
+    option_names = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in reserved]
     for name in options:
-        if name not in known:
-            raise TypeError(f"{name!r} is not an option of DistributedDataParallel: {name_hint(name, known)}")
+        if name not in option_names:
+            raise TypeError(f"{name!r} is not an option of DistributedDataParallel: {name_hint(name, option_names)}")
     if (size := options.get("bucket_cap_mb")) is not None and not size > 0:
         raise ValueError(f"bucket_cap_mb={size} must be positive, or None")
 
 
 def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:
-    """Return the dtype of matrix products with ``mixed_precision``; None without it."""
+    """Return the dtype of matrix products with ``mixed_precision``, or None without it."""
     if mixed_precision not in _DTYPES:
         raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
     return _DTYPES[mixed_precision]
 
 
 def check_model(model: nn.Module, strategy: str) -> None:
-    """Raise if a strategy cannot take the model, before torch says so with half of it sharded."""
+    """Raise if a strategy does not support the model, before torch raises with a part of the model sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"data parallelism takes an nn.Module, not {model!r}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -261,7 +264,8 @@ def check_model(model: nn.Module, strategy: str) -> None:
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Choose the dimension that FSDP shards: columns of S2 and U1, (R, out), if R is not a multiple of the ranks.
 
-    FSDP pads rows up to a multiple of the ranks. Columns are chosen only then: gathering them needs one more copy.
+    FSDP would pad the rows to a multiple of the ranks. Columns are chosen only in this case, because gathering them
+    needs one more copy.
     """
     if isinstance(parameter, DTensor) or parameter.dim() != 2:
         return None
@@ -270,8 +274,8 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def wrap_in_ddp(model: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> DistributedDataParallel:
-    """Wrap a model whose sketches are equal on all ranks already; with ``init_sync=False``, all of it."""
-    # They never change in training: without this list DDP sends them again in every forward, evaluation included.
+    """Wrap a model whose sketches (with ``init_sync=False``, all tensors) are equal on all ranks already."""
+    # Seeded sketches never change in training. Without this list, DDP would broadcast them in every forward.
     sketches = sketch_ids(model)
     fixed = [name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in sketches]
     device = next(model.parameters()).device
@@ -282,10 +286,10 @@ def wrap_in_ddp(model: nn.Module, group: dist.ProcessGroup | None, **options: An
             parallel = DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
             )
-    finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
+    finally:  # DDP reads the list only at construction; a layer that is fitted later must not stay in it
         ignore_in_ddp(model, users)
-    # Attributes are freed in the order in which they were set. A reducer that is the last to refer to its group (in a
-    # model that outlives shutdown()) destroys it while it holds the GIL, and waits for gloo's threads, which may need
-    # the GIL to end.
+    # Attributes are freed in the order in which they were set. If the reducer held the last reference to the group (in
+    # a model that outlives shutdown()), it would destroy the group while it holds the GIL, and wait for gloo's threads,
+    # which may need the GIL to end.
     parallel.process_group = parallel.__dict__.pop("process_group")
     return parallel

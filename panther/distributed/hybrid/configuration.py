@@ -1,4 +1,4 @@
-"""What a HybridParallelTrainer is made of: the checked parallelism_config, and the layers of a model_config."""
+"""Check the parallelism_config of a HybridParallelTrainer, and build the layers of its model_config."""
 
 __all__ = ["checked_config", "layers_of"]
 
@@ -20,9 +20,9 @@ from panther.errors import ConfigError, DistributedError, ShapeError, check_size
 from panther.nn import SKLinear
 
 
-def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with its defaults, or raise if it is not valid."""
-    known = {
+    defaults = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": None,
@@ -39,12 +39,12 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
         "sample_input": None,
         "inside_sketched_layers": False,
     }
-    if not isinstance(given, Mapping):
-        raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(given).__name__}")
-    if unknown := [key for key in given if key not in known]:
-        hint = name_hint(str(unknown[0]), known, "parallelism_config")
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(settings).__name__}")
+    if unknown := [key for key in settings if key not in defaults]:
+        hint = name_hint(str(unknown[0]), defaults, "parallelism_config")
         raise ConfigError(f"{unknown[0]!r} is not a setting of parallelism_config: {hint}")
-    config: dict[str, Any] = known | dict(given)
+    config: dict[str, Any] = defaults | dict(settings)
     tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
     if config["data_parallel_size"] is None:
@@ -116,15 +116,15 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layers_of(model_config: Mapping[str, Any]) -> tuple[nn.Sequential, dict[str, ParallelStyle] | None]:
-    """Build the layers; return also the styles of those to shard, or None where no layer says so."""
+    """Build the layers, and return them with the styles of the layers to shard, or None if no layer has the key."""
     if not isinstance(model_config, Mapping):
         raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
     if set(model_config) != {"layers"}:
-        found = ", ".join(map(str, model_config)) or "none"
-        raise ValueError(f"model_config must be a module or have the key 'layers', and has {found}")
+        keys = ", ".join(map(str, model_config)) or "none"
+        raise ValueError(f"model_config must be a module or have the key 'layers', and has {keys}")
     layers = model_config["layers"]
     sizes = check_configs(layers, optional=("tensor_parallel",))
-    model = nn.Sequential(*(SKLinear(*one) for one in sizes))
+    model = nn.Sequential(*(SKLinear(*layer_sizes) for layer_sizes in sizes))
     if not any("tensor_parallel" in layer for layer in layers):
         return model, None
     for index, layer in enumerate(layers):

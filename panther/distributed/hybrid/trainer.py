@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism together, on one mesh.
+"""Data, tensor and pipeline parallelism combined, on one mesh.
 
 The order is fixed: plan the stages while layers are full, shard layers along tp, wrap the blocks that are recomputed in
 backward, make the stages, shard them along dp.
@@ -31,7 +31,7 @@ from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
-from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
+from panther.distributed.tensor.parallelize import TensorParallelReport, describe_plan, shard_model_
 from panther.errors import ShapeError
 
 
@@ -39,15 +39,16 @@ class HybridParallelTrainer:
     """Train a model over up to three axes of ranks. Every rank must make it and call it.
 
     Layers are sharded along tp (:func:`tensor_parallel`), the model is split into stages along pp
-    (:func:`split_stages`), and every stage is replicated or sharded along dp. Weights and sketches are those of rank 0.
+    (:func:`split_stages`), and every stage is replicated or sharded along dp. All ranks get the weights and sketches of
+    rank 0.
 
     Args:
         model_config: A module. Or a module on the meta device, or a function that builds one, which is called with
-            ``torch.device("meta")``: it is sharded as it is, and ``materialize_(trainer.model)`` fills this rank's
-            shards. Or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
-            ``out_features`` and ``sketch_size``, without activations between them. With ``tensor_parallel`` in any of
-            the mappings, the layers that have True there are sharded along tp by their outputs, which are gathered, and
-            the others are replicated; without it pairs are sharded, as by :func:`tensor_parallel`.
+            ``torch.device("meta")``: it is sharded without values, and ``materialize_(trainer.model)`` fills this
+            rank's shards. Or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``, ``out_features``
+            and ``sketch_size``, without activations between them. If any mapping has the key ``tensor_parallel``,
+            layers with the value True are sharded along tp by their outputs, which are gathered, and all other layers
+            are replicated. Without this key, pairs are sharded, as by :func:`tensor_parallel`.
         parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (the
             rest of the world), ``data_parallel_replicate_size`` (1: the number of replicas that these ranks form, each
             sharded in itself, with ``"fsdp"``), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``),
@@ -60,19 +61,19 @@ class HybridParallelTrainer:
 
     Attributes:
         model_config: The mapping or function that was passed; None for a module.
-        parallelism_config: What was passed, with the defaults of the other settings.
+        parallelism_config: The settings that were passed, completed by defaults.
         model: The module, or an nn.ModuleList of this rank's stages. The optimizer is made from
             ``model.parameters()``.
-        mesh: The mesh, with the axes dp, pp and tp, and replicate before them if there are several replicas.
-        report: What tensor parallelism did, or None.
+        mesh: The mesh, with the axes dp, pp and tp, preceded by replicate if there is more than one replica.
+        report: The report of tensor parallelism, or None.
         dp_group: The ranks that have the same stages and shards.
         tp_group: The ranks that share this rank's layers.
-        dp_rank: The place of this rank among those of ``dp_group``.
-        tp_rank: The place of this rank among those of ``tp_group``.
+        dp_rank: The rank of this process in ``dp_group``.
+        tp_rank: The rank of this process in ``tp_group``.
 
     Raises:
         ConfigError: If a key or the kind of data parallelism is unknown.
-        ValueError: If another value is unknown or out of range.
+        ValueError: If any other value is unknown or out of range.
         TypeError: If a value has the wrong type.
         ShapeError: If the product of the sizes is not the world size, or the model cannot be split into stages.
         DistributedError: If there is no process group, the model is wrapped or sharded already, or torch does not
@@ -97,7 +98,7 @@ class HybridParallelTrainer:
         parallelism_config: Mapping[str, Any],
     ) -> None:
         config = checked_config(parallelism_config)
-        # Not a module, which would keep the layers of other ranks alive.
+        # A module is not stored, because it would keep the layers of other ranks in memory.
         self.model_config = None if isinstance(model_config, nn.Module) else model_config
         self.parallelism_config = config
         replicas = config["data_parallel_replicate_size"]
@@ -129,26 +130,28 @@ class HybridParallelTrainer:
             if config["tensor_parallel_size"] > 1:
                 ranks = config["tensor_parallel_size"]
                 layer_plan.update(plan_automatically(model, ranks) if styles is None else plan_by_names(model, styles))
-            if config["pipeline_parallel_size"] > 1:  # here, because the trace needs layers of full size
+            if (
+                config["pipeline_parallel_size"] > 1
+            ):  # before the layers are sharded, because the trace needs full layers
                 stage_plans[:] = [self._plan(model, config)]
                 described["sample_input"] = stage_plans[0].sample
-            return described | plan_in_words(layer_plan)
+            return described | describe_plan(layer_plan)
 
-        # The only exchange and the only broadcast of the model: what follows sends nothing of it.
+        # This is the only exchange and the only broadcast of the model; later steps send none of its tensors.
         broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
-        # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
+        # Tensor parallelism comes before data parallelism, because only FSDP can shard a shard again.
         if config["tensor_parallel_size"] > 1:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
         halved = stage_plans[0].blocks.halved if stage_plans else ()
-        whole = {module for name, module in model.named_modules() if name not in halved}
-        # Halves of a layer have nothing to recompute: one keeps its input, the other 2R numbers.
-        blocks = [block for block in fsdp_blocks(model) if block in whole]
+        undivided = {module for name, module in model.named_modules() if name not in halved}
+        # Recomputing halves of a layer saves nothing, because they keep only their inputs.
+        blocks = [block for block in fsdp_blocks(model) if block in undivided]
         checkpoint_blocks_(model, blocks, config["activation_checkpointing"])
         self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
         sharding: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": config["cpu_offload"]}
         if not config["reshard_after_forward"]:
-            sharding["reshard_after_forward"] = False  # FSDP2's own default keeps what is in no block
+            sharding["reshard_after_forward"] = False  # FSDP2's default keeps only the root unit gathered
         for stage in self.stages:
             fully_shard_(stage.submod, data, strategy, one_block=True, **sharding)
         if self.stages:
@@ -188,13 +191,14 @@ class HybridParallelTrainer:
 
         Args:
             batch: Samples and targets, equal on all ranks with the same dp rank. Different dp ranks may have different
-                numbers of samples, and the loss is weighted by them; with a pipeline the numbers must be equal.
-            optimizer: Of ``model.parameters()``.
-            criterion: A mean over samples; or their sum, if its attribute ``reduction`` is ``"sum"``.
+                numbers of samples, by which the loss is weighted; with a pipeline, the numbers must be equal.
+            optimizer: The optimizer of ``model.parameters()``.
+            criterion: A loss function that returns the mean over samples, or their sum if its attribute ``reduction``
+                is ``"sum"``.
 
         Returns:
-            The mean loss over the samples of all dp ranks, or their sum, on every rank. The gradient is that of this
-            loss.
+            The mean loss over the samples of all dp ranks, or their sum, on every rank. The gradients are the gradients
+            of this loss.
 
         Raises:
             ShapeError: If a rank has no samples, or a different number of targets, or they cannot be split into
@@ -202,7 +206,7 @@ class HybridParallelTrainer:
             TypeError: If the batch is not a pair, or the criterion not a function.
             ValueError: If the criterion's ``reduction`` is neither ``"mean"`` nor ``"sum"``.
             DistributedError: If ranks that share layers, or with a pipeline any ranks, pass batches of different shapes
-                or dtypes, or a rank is gone or late.
+                or dtypes, or a rank has ended or does not answer in time.
         """
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise TypeError(f"batch must be a pair of samples and targets, not {type(batch).__name__}")
@@ -213,11 +217,11 @@ class HybridParallelTrainer:
             optimizer.zero_grad()
             loss = self._forward_and_backward(data.to(device), targets.to(device), criterion, divisor)
             if self.gradient_clipping is not None:
-                # Over all stages and shards: torch's own norm sees this rank's stages only.
+                # The norm over all stages and shards; torch's own norm includes only this rank's stages.
                 norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
                 clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
             optimizer.step()
-            # Only the ranks of a last stage have a loss, and each tp rank of those has the same one.
+            # Only ranks with the last stage have a loss, which is equal on their tp ranks.
             total = torch.zeros((), dtype=torch.float64, device=device)
             if loss is not None:
                 total += loss.detach()
@@ -225,34 +229,36 @@ class HybridParallelTrainer:
             return total.item() / (dist.get_world_size(self.dp_group) * self.mesh["tp"].size())
 
     def _device(self) -> torch.device:
-        """Return where the model computes; with ``cpu_offload`` its parameters are elsewhere between uses."""
+        """Return the device on which the model computes; with ``cpu_offload``, its parameters are on the CPU."""
         if self.parallelism_config["cpu_offload"]:
             return transport(None)
         return next(self.model.parameters()).device
 
     def _divisor_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
-        """Return the loss's divisor for which the gradients, averaged along dp, are those of all samples' loss.
+        """Return the divisor of the loss with which the average of gradients along dp is the gradient of the full loss.
 
-        Ranks exchange the sizes of their batches in every step: none sees by itself that another's has changed.
+        Ranks exchange the sizes of their batches in every step, because any rank's size can change.
         """
         form = partial(_form, data, targets, criterion)
         try:
             digest = hashlib.blake2b(repr(form()).encode(), digest_size=8).digest()
-            mine = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
-        except Exception:  # agree, below, raises it on every rank; leaving now would let the others wait
-            mine = [0, 0, 0]
+            numbers = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
+        except Exception:  # agree, below, raises the error on every rank; raising here would leave other ranks waiting
+            numbers = [0, 0, 0]
         dp, pp = dist.get_world_size(self.dp_group), self.mesh["pp"].size()
-        # Three numbers a rank in every step; the descriptions themselves are exchanged only if these differ.
-        sent = torch.tensor(mine, device=transport(None))
-        found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, sent)
-        places = torch.stack(found).cpu().view(1 if pp > 1 else dp, -1, 3)  # (dp ranks that may differ, ranks, 3)
-        samples, alike = places[..., 0], (places == places[:, :1]).all() and len(places[..., 2].unique()) == 1
-        if not (samples.all() and alike):
+        # Three numbers per rank are exchanged in every step, and the full descriptions only if they differ.
+        local_numbers = torch.tensor(numbers, device=transport(None))
+        rank_numbers = [torch.empty_like(local_numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(rank_numbers, local_numbers)
+        places = (
+            torch.stack(rank_numbers).cpu().view(1 if pp > 1 else dp, -1, 3)
+        )  # (dp ranks that may differ, ranks, 3)
+        samples, are_equal = places[..., 0], (places == places[:, :1]).all() and len(places[..., 2].unique()) == 1
+        if not (samples.all() and are_equal):
             fix = "every rank batches of one size and shape" if pp > 1 else "ranks with the same dp rank the same batch"
             agree("train_step", form, dist.group.WORLD, f"pass {fix}", "batches")
         if reduction_of(criterion) == "sum":
-            return 1 / dp  # undoes the mean that data parallelism takes of the gradients
+            return 1 / dp  # undoes the average of the gradients in data parallelism
         return int(samples[:, 0].sum()) / (len(data) * len(places))
 
     def _forward_and_backward(self, data: Tensor, targets: Tensor, criterion: Any, divisor: float) -> Tensor | None:
@@ -270,7 +276,7 @@ class HybridParallelTrainer:
 
 
 def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
-    """Describe a batch, or raise if no step can be done with it."""
+    """Describe a batch, or raise if it cannot be used for a step."""
     if len(data) == 0 or len(targets) != len(data):
         raise ShapeError(
             f"a batch must have samples and a target for each, and has {len(data)} and {len(targets)}: give every rank "

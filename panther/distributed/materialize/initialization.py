@@ -21,7 +21,7 @@ from panther.nn.base import SketchedModule
 
 
 def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:
-    """Draw the seeds of sketches and random features that nobody has chosen, by the module's name."""
+    """Derive the seeds of sketches and random features that were not given, from ``seed`` and the module's name."""
     for part in parts:
         for name, module in part.named_modules():
             if not getattr(module, "seed_is_given", True) and module.seed is not None:
@@ -29,29 +29,30 @@ def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:
 
 
 class Draw(NamedTuple):
-    """A module whose tensors are to be drawn."""
+    """A module whose tensors have to be drawn."""
 
     name: str
     module: nn.Module
     names: list[str]
-    """Of its own tensors without values."""
+    """Names of the module's own tensors that have no values."""
     owner: nn.Module
-    """The module that draws them: of a stage's code, and of half a layer, that of the model."""
+    """The module that draws the values: for the code of a stage, or half of a layer, the module of the full model."""
     draw: Callable[[], Any]
+    """A function that draws all values of ``owner``."""
 
     def fill(self, seed: int, filled: set[int]) -> None:
-        """Draw the module in full on the CPU, and copy this rank's shards to those of its tensors not filled yet."""
-        with _in_full(self.owner) as drawn, preserved_generators():
+        """Draw the module in full on the CPU, and copy this rank's shards into the tensors that are not filled yet."""
+        with _full_tensors(self.owner) as full_values, preserved_generators():
             seed_cpu_generators(_number(f"{seed} {self.name}", 7))
             self.draw()
         for name in self.names:
-            tensor, full = getattr(self.module, name), drawn[name]
+            tensor, full = getattr(self.module, name), full_values[name]
             if id(tensor) in filled:
                 continue
             if full.is_floating_point() and full.sum().isnan():
                 raise ConfigError(
-                    f"{name!r} of a {type(self.owner).__name__} was not drawn by its model's or its own "
-                    "initialisation: give the class a reset_parameters that draws it, or weights that hold it"
+                    f"{name!r} of a {type(self.owner).__name__} was not drawn by the initialisation of its model or "
+                    "class: give the class a reset_parameters that draws it, or weights that hold it"
                 )
             offsets, shard = placed(tensor)
             shard.copy_(full[tuple(slice(o, o + size) for o, size in zip(offsets, shard.shape, strict=True))])
@@ -63,7 +64,7 @@ def _number(text: str, size: int) -> int:
 
 
 def planned_draws(parts: Sequence[nn.Module], draw_all: bool) -> list[Draw]:
-    """Return what is to be drawn, or raise if the model cannot be filled."""
+    """Return the modules that have to be drawn, or raise if the model cannot be filled."""
     draws = []
     for part in parts:
         source = source_of(part)
@@ -78,40 +79,40 @@ def planned_draws(parts: Sequence[nn.Module], draw_all: bool) -> list[Draw]:
                     f"{name!r}, a {type(owner).__name__}, has tensors and no reset_parameters that draws their values: "
                     "give the class one, or weights that hold them all"
                 )
-            sketches = _drawn_apart(module)
+            sketches = _seeded_buffers(module)
             draws.append(Draw(module_name(name), module, [key for key in names if key not in sketches], owner, draw))
     return draws
 
 
-def _drawn_apart(module: nn.Module) -> tuple[str, ...]:
+def _seeded_buffers(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the buffers that a module draws from its seed when it is allocated."""
     if not isinstance(module, SketchedModule) or module.is_fitted:
         return ()
-    # A class with an initialisation of its own may draw other things there, in an order that counts.
+    # A class that overrides the initialisation may draw further values in it, whose order matters.
     is_own = type(module).reset_parameters is not SketchedModule.reset_parameters
     return () if is_own else (*module.sketch_names, "sketch_seed")
 
 
 def _drawing(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
-    """Return what draws the values of a module's own tensors; None if nothing is known to."""
-    own: Any = drawing_method(module)
-    if _drawn_apart(module):
-        own = module.reset_factors
+    """Return a function that draws the values of a module's own tensors, or None if there is none."""
+    draw_module: Any = drawing_method(module)
+    if _seeded_buffers(module):
+        draw_module = module.reset_factors
     initialize = getattr(model, "_init_weights", None)
-    if not callable(own) and not callable(initialize):
+    if not callable(draw_module) and not callable(initialize):
         return None
 
     def draw() -> None:
-        if callable(own):
-            own()
-        if callable(initialize):  # that of transformers' models has the last word, and leaves what it does not know
+        if callable(draw_module):
+            draw_module()
+        if callable(initialize):  # called last; models of transformers ignore modules that they do not know
             initialize(module)
 
     return draw
 
 
 def _is_unsaved(module: nn.Module) -> bool:
-    """Return whether a module has buffers that files do not hold, and that are not sketches, which are drawn anew."""
+    """Return whether a module has buffers that files do not hold, except for sketches, which are drawn from seeds."""
     sketches = sketch_ids(module)
     return any(
         id(buffer) not in sketches and name in unsaved_buffers_of(module)
@@ -120,25 +121,28 @@ def _is_unsaved(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _in_full(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Let a module's own tensors be full and on the CPU; return what they are at the end."""
+def _full_tensors(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Replace a module's own tensors by full ones on the CPU within the block.
+
+    The dictionary that is yielded has the drawn tensors at the end of the block.
+    """
     places: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-    kept = [dict(place) for place in places]
+    saved_places = [dict(place) for place in places]
     packed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}  # bits of sketches
-    apart = _drawn_apart(module)
+    seeded = _seeded_buffers(module)
     for place in places:
         for name, tensor in place.items():
-            if tensor is not None and name not in apart:
+            if tensor is not None and name not in seeded:
                 full = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
                 trained = isinstance(tensor, nn.Parameter)
                 place[name] = nn.Parameter(full, tensor.requires_grad) if trained else full
-    drawn: dict[str, Tensor] = {}
+    full_values: dict[str, Tensor] = {}
     try:
-        yield drawn
+        yield full_values
         for place in places:
-            drawn.update(place)
+            full_values.update(place)
     finally:
-        for place, before in zip(places, kept, strict=True):
+        for place, before in zip(places, saved_places, strict=True):
             place.clear()
             place.update(before)
         vars(module).update(packed)

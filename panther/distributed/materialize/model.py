@@ -1,4 +1,4 @@
-"""Give a model on the meta device its values, shard by shard: no rank ever holds the whole."""
+"""Give a model on the meta device its values, shard by shard, so that no rank ever holds the entire model."""
 
 __all__ = ["materialize_"]
 
@@ -32,37 +32,37 @@ def materialize_(
     """Allocate and fill a model on the meta device, in place. Every rank must call it.
 
     Shard the model first: :func:`tensor_parallel`, :func:`split_stages`, ``data_parallel(model, strategy="fsdp")`` and
-    :class:`HybridParallelTrainer` take one without values. A rank then allocates its shards alone. From ``weights`` it
-    reads the slices that it needs. Without, every module draws its values by its own ``reset_parameters`` (or the
-    model's ``_init_weights``, as those of transformers) from generators that are seeded by ``seed`` and the module's
-    name, and so are the sketches of layers that were built without a seed: the same numbers in every layout and on one
-    process, whatever was drawn before. A rank holds one module at a time in full.
+    :class:`HybridParallelTrainer` take a model without values. A rank then allocates only its shards. From ``weights``
+    it reads the slices that it needs. Without ``weights``, every module draws its values by its own
+    ``reset_parameters`` (or the model's ``_init_weights``, as in transformers) from generators that are seeded by
+    ``seed`` and the module's name. Seeds of sketches in layers that were built without a seed are derived in the same
+    way. The numbers are the same in every layout and in a single process, and do not depend on earlier draws. A rank
+    holds one module at a time in full.
 
-    Layers that ``weights`` holds in compressed form are put in the place of dense ones, if the model is not sharded.
-    Before it is sharded, :func:`panther.distributed.checkpoint.restore_architecture` does that.
+    Layers that ``weights`` holds in compressed form replace dense layers if the model is not sharded. For a model that
+    will be sharded, :func:`panther.distributed.checkpoint.restore_architecture` replaces the layers beforehand.
 
     Args:
-        model: With all parameters on the meta device, sharded or not; or the modules of this rank's stages,
+        model: The model with all parameters on the meta device, sharded or not; or the modules of this rank's stages,
             ``[stage.submod for stage in stages]``.
-        weights: A folder of safetensors (one file or several), as transformers and :func:`panther.save_compressed`
-            write it, a checkpoint of ``torch.distributed.checkpoint``, or one of Panther's. None draws new values.
+        weights: A folder of safetensors (one or more files), as transformers and :func:`panther.save_compressed` write
+            it, a checkpoint of ``torch.distributed.checkpoint``, or a checkpoint of Panther. None draws new values.
             torch unpickles the file ``.metadata`` of its own checkpoints, which can run code: trust their writers.
-        seed: Of the values that are drawn.
-        device: Where to allocate; None is the device of this rank, :func:`get_distributed_info`.
+        seed: Seed of the values that are drawn.
+        device: Device on which to allocate; None is the device of this rank, :func:`get_distributed_info`.
 
     Returns:
         The model; or the compressed layer, if the model is itself a layer that is replaced.
 
     Raises:
-        ConfigError: On every rank, if a parameter has values already, or a module has parameters or buffers and no way
-            to draw them.
-        CheckpointError: On every rank, if the folder does not hold the model's tensors, all of them and no others, in
-            their shapes, or compressed layers that a sharded model does not have.
+        ConfigError: On every rank, if a parameter has values already, or a module has parameters or buffers and no
+            initialisation that draws them.
+        CheckpointError: On every rank, if the folder does not hold exactly the model's tensors in their shapes, or
+            holds compressed layers that a sharded model does not have.
         FormatError: On every rank, if a file is damaged.
         SketchMismatchError: On every rank, if a seed is damaged.
 
-    Cost: the bytes of this rank's shards, read or drawn. Drawing takes every rank the time of the whole model, or of
-    its stages.
+    Cost: the bytes of this rank's shards, read or drawn. Every rank draws the entire model, or its stages.
 
     Example:
         >>> with torch.device("meta"):
@@ -80,7 +80,7 @@ def materialize_(
         parts = parts_of(model)
         names = names_in(stored, parts)
     draws = _on_all_ranks(lambda: planned_draws(parts, stored is None))
-    # Before the model is allocated, when sketches are drawn.
+    # Seeds are set before the model is allocated, because sketches are drawn at the allocation.
     _on_all_ranks(lambda: set_seeds_(parts, seed) if stored is None else read_seeds_(parts, stored, names))
     for part in parts:
         tied = shared_parameters(part)
@@ -90,7 +90,7 @@ def materialize_(
         tie_(part, tied)
 
     def fill() -> None:
-        filled: set[int] = set()  # what modules share has the values of the first
+        filled: set[int] = set()  # ids of filled tensors; a shared tensor gets the values of the first module
         for draw in draws:
             draw.fill(seed, filled)
         if stored is not None:
@@ -104,7 +104,7 @@ def materialize_(
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Do the work, and raise on all ranks if it fails on one: stages have different modules."""
+    """Do the work, and raise on all ranks if it fails on one, because stages have different modules."""
     return work() if get_world_size() == 1 else run_on_all_ranks(work, None)
 
 

@@ -19,40 +19,40 @@ from panther.nn.base import SketchedModule
 
 
 def with_layers_of(stored: StoredWeights, model: Any) -> Any:
-    """Return the model with the compressed layers of a folder, or raise if it is sharded and does not have them."""
+    """Return the model with the compressed layers of a folder, or raise if a sharded model does not have them."""
     if not stored.modules:
         return model
     parts = parts_of(model)
     if not are_stages(model) and not any(isinstance(p, DTensor) for p in model.parameters()):
-        made = with_saved_layers(parts[0], stored.modules)
-        return model if made is parts[0] else made
+        replaced = with_saved_layers(parts[0], stored.modules)
+        return model if replaced is parts[0] else replaced
     check_architecture(parts, stored.modules, stored.folder)
     return model
 
 
 def names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str]:
-    """Return under which name a folder holds each of this rank's values, or raise if it does not suit all ranks."""
+    """Return the name of each of this rank's values in a folder, or raise if the folder does not fit all ranks."""
     state = {name: value for part in parts for name, value in part.state_dict().items()}
     aliases = _aliases(parts)
-    every = gather_objects((set(state), stored.folder.name), None)
-    of_all = set().union(*(names for names, _ in every))  # a stage has only its own
+    rank_names = gather_objects((set(state), stored.folder.name), None)
+    of_all = set().union(*(names for names, _ in rank_names))  # the union, because a stage has only its own names
 
     def found() -> dict[str, str]:
-        if stored.is_latest and len({folder for _, folder in every}) > 1:
+        if stored.is_latest and len({folder for _, folder in rank_names}) > 1:
             raise CheckpointError(
                 f"ranks find different checkpoints in {stored.folder.parent} "
-                f"({', '.join(sorted({folder for _, folder in every}))}): name the folder of one"
+                f"({', '.join(sorted({folder for _, folder in rank_names}))}): name the folder of one"
             )
         held = stored.names()
-        # Names that share a tensor are one: files hold it once.
+        # A shared tensor has more than one name in the model, and files hold it under one of them.
         names = {name: next((alias for alias in aliases.get(name, [name]) if alias in held), "") for name in state}
         missing = sorted({aliases.get(name, [name])[0] for name, alias in names.items() if not alias})
         unknown = sorted(held - of_all)
         if missing or unknown:
-            kind, some = ("lacks", missing) if missing else ("holds, beside the model's tensors,", unknown)
-            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            kind, listed = ("lacks", missing) if missing else ("holds, beside the model's tensors,", unknown)
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
             raise CheckpointError(
-                f"{stored.folder} {kind} {', '.join(some[:3])}{more}: build the model that was saved there"
+                f"{stored.folder} {kind} {', '.join(listed[:3])}{more}: build the model that was saved there"
             )
         for name, alias in names.items():
             if wrong := stored.difference(alias, state[name]):
@@ -63,17 +63,17 @@ def names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str
 
 
 def _aliases(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
-    """Return the names of each shared tensor of the model, by each of them."""
+    """Return, for each name of a tensor in the model, the list of all names of this tensor."""
     names: dict[int, list[str]] = {}
     for source in {id(source): source for source in map(source_of, parts)}.values():
-        named = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
-        for name, tensor in named:
+        tensors = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
+        for name, tensor in tensors:
             names.setdefault(id(tensor), []).append(plain(name))
     return {name: shared for shared in names.values() for name in shared}
 
 
 def read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mapping[str, str]) -> None:
-    """Read the seeds of sketched layers, which are then drawn once."""
+    """Read the seeds of sketched layers before the sketches are drawn, so that they are drawn once."""
     for part in parts:
         for name, module in part.named_modules():
             key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
@@ -90,10 +90,10 @@ def read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str
         owner, _, key = name.rpartition(".")
         entries.setdefault(owner, {})[key] = name, value
     filled: set[int] = set()
-    for owner, own in entries.items():
+    for owner, owner_entries in entries.items():
         state = {}
-        for key, (name, value) in own.items():
+        for key, (name, value) in owner_entries.items():
             state[key] = value if id(value) in filled else stored.read(names[name], value)
             filled.add(id(value))
-        # Through the module's own way of loading, which checks records of its form.
+        # load_state_dict of the module also checks the records of its form.
         modules[owner].load_state_dict(state, strict=False)

@@ -1,4 +1,4 @@
-"""Where the stages of a model begin, balanced by parameters, and which of them a rank has."""
+"""Choose where the stages of a model begin, balanced by parameters, and list the stages of a rank."""
 
 __all__ = ["Blocks", "balance_stages", "check_shared", "sizes_in_parameters", "stages_of_rank"]
 
@@ -26,7 +26,7 @@ class Blocks(Protocol):
 
 
 def balance_stages(costs: Sequence[float], n: int) -> list[int]:
-    """Return where each of n runs of consecutive items begins, none empty, for the smallest possible largest run.
+    """Divide items into n non-empty runs of consecutive items with the smallest largest sum; return where runs begin.
 
     Raises:
         ShapeError: If there are fewer items than runs.
@@ -40,7 +40,7 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     if len(costs) < n:
         raise ShapeError(f"{len(costs)} layers cannot make {n} stages of at least one layer: use fewer stages")
     before = [0, *accumulate(costs)]
-    # best[j]: the cost of the largest run if the first j items are divided best, and where the last run begins
+    # best[j] is the cost of the largest run in the best division of the first j items, and where its last run begins.
     best = [(float(total), 0) for total in before]
     begins = []
     for run in range(1, n):
@@ -62,24 +62,24 @@ def stages_of_rank(rank: int, ranks: int, n: int, order: str) -> list[int]:
 
 
 def _tensors(model: "nn.Module", names: set[str]) -> "dict[str, nn.Parameter]":
-    """Return parameters by name, of modules or of their own names."""
+    """Return the parameters whose name, or whose module's name, is in ``names``."""
     inside = tuple(f"{name}." for name in names)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in named if name in names or name.startswith(inside)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in parameters if name in names or name.startswith(inside)}
 
 
 def sizes_in_parameters(model: "nn.Module", blocks: Blocks) -> list[int]:
-    """Return the number of parameters of each block, each counted once in it."""
+    """Return the number of parameters of each block; a parameter that is shared within a block counts once."""
     parts = (_tensors(model, blocks.names_in(i, i + 1)) for i in range(len(blocks)))
     return [sum(parameter.numel() for parameter in set(part.values())) for part in parts]
 
 
 def check_shared(model: "nn.Module", blocks: Blocks, begins: list[int]) -> None:
-    """Raise if several stages train one parameter: each would apply only its part of the gradient."""
-    seen: dict[nn.Parameter, tuple[str, int]] = {}
+    """Raise if more than one stage trains a parameter, because each stage would apply only a part of the gradient."""
+    first_uses: dict[nn.Parameter, tuple[str, int]] = {}
     for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):
         for name, parameter in _tensors(model, blocks.names_in(begin, end)).items():
-            other, first = seen.setdefault(parameter, (name, stage))
+            other, first = first_uses.setdefault(parameter, (name, stage))
             # A frozen parameter has no gradient that would be incomplete.
             if first != stage and parameter.requires_grad:
                 alias = "" if other == name else f", which is also {name!r},"

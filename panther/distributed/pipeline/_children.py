@@ -1,4 +1,4 @@
-"""The children of an nn.Sequential as the blocks of a pipeline, and stages that begin inside a sketched one."""
+"""The children of an nn.Sequential as the blocks of a pipeline, and stages that begin inside a sketched layer."""
 
 __all__ = ["Children", "begin_inside"]
 
@@ -31,7 +31,7 @@ class Children:
     def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
         children = OrderedDict((name, model.get_submodule(name)) for name in self.names[begin:end])
         for name, half in zip(self.names[begin:end], self.halves[begin:end], strict=True):
-            if half is not None:  # a stage never has both, as it begins or ends between them
+            if half is not None:  # a stage never has both halves, because it begins or ends between them
                 children[name] = half(children[name])  # type: ignore[arg-type]
         return nn.Sequential(children)
 
@@ -44,10 +44,10 @@ class Children:
 def begin_inside(children: Children, begins: list[int]) -> tuple[Children, list[int]]:
     """Move stages that begin with a sketched layer, or after one, to the middle of the layer."""
     model, halved = children.model, set()
-    places: list[tuple[int, int]] = [(0, 0)]  # of each stage: a child, and the half of it
+    places: list[tuple[int, int]] = [(0, 0)]  # the child with which each stage begins, and the half of this child
     for begin in begins[1:]:
         inside = next((i for i in (begin, begin - 1) if i not in halved and can_halve(model[i])), None)
-        # Stages stay in order: a child that begins one is not divided before it.
+        # Stages stay in order, so that a child is not divided before the place where a stage begins with it.
         if inside is not None and (inside, 1) > places[-1]:
             halved.add(inside)
             places.append((inside, 1))

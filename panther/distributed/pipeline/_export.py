@@ -1,10 +1,10 @@
 """Split any model into blocks at the calls of some of its modules; torch.export traces the code between the calls.
 
-Modules in which no block begins are *leaf modules*: they are called as they are, with their hooks, modes and names, and
-their code is not traced. Each call is one opaque operation of the exported graph; the shapes of its outputs come from a
-run on fake tensors. The model's own code between the calls (position embeddings, masks, residual sums) is exported to
-ATen, for the sizes of the sample. A block begins before the first call inside the module that names it. Tensors that
-are made in an earlier block are sent along to the block that uses them.
+Modules in which no block begins are *leaf modules*: their code is not traced, and stages call them with their hooks,
+modes and names. Each call is one opaque operation of the exported graph; the shapes of its outputs come from a run on
+fake tensors. The model's own code between the calls (position embeddings, masks, residual sums) is exported to ATen,
+for the sizes of the sample. A block begins before the first call inside the module that names it. Tensors from an
+earlier block are sent to the block that uses them.
 """
 
 __all__ = ["trace_stages"]
@@ -41,12 +41,12 @@ class _Call:
 
     name: str
     outputs: Any
-    """As the module returns them, with fake tensors."""
+    """The outputs of the module, with fake tensors."""
     inputs: Any = None
-    """Its arguments, with tensors of the trace."""
+    """The positional and keyword arguments of the module, with tensors of the trace."""
 
 
-_calls: list[_Call] = []  # of the model being traced
+_calls: list[_Call] = []  # the calls of the model that is being traced
 
 
 @torch.library.custom_op("panther::call_leaf", mutates_args=())
@@ -56,8 +56,8 @@ def _call_leaf(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
 
 @_call_leaf.register_fake
 def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
-    made = [leaf for leaf in tree_leaves(_calls[call].outputs) if isinstance(leaf, Tensor)]
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
+    tensors_out = [leaf for leaf in tree_leaves(_calls[call].outputs) if isinstance(leaf, Tensor)]
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors_out]
 
 
 def tensor_leaf(outputs: Any, i: int) -> Tensor:
@@ -80,13 +80,13 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
     _calls[:] = _on_fake(model, leaf_modules, sample, mode)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 uses functions here that it deprecates itself
+            warnings.simplefilter("ignore")  # torch 2.13 uses functions here that torch itself deprecates
             with _opaque(leaf_modules), _beside(model, sample, mode):
-                # Not strict: the model's own Python runs, and so meets the replaced forwards.
+                # Not strict, so that the model's Python code runs and calls the replaced forwards.
                 exported = torch.export.export(model, sample, strict=False)
-            if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses it for received tensors
+            if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses in-place changes of inputs
                 exported = exported.run_decompositions({})
-        # Guards would check the sizes of the sample on every microbatch, which PipelineSchedule does once for a batch.
+        # Guards would check the sizes on every microbatch, and PipelineSchedule checks them once per batch.
         return _divide(exported.module(check_guards=False), starts, list(leaf_modules))
     except ShapeError:
         raise
@@ -102,7 +102,8 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
 def _leaf_modules(module: nn.Module, name: str, ancestors: set[str]) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        if path in ancestors or isinstance(child, nn.ModuleList | nn.ModuleDict):  # the latter are never called
+        # ModuleLists and ModuleDicts are never called, so that only their children can be leaf modules.
+        if path in ancestors or isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _leaf_modules(child, path, ancestors)
         else:
             yield path, child
@@ -134,7 +135,7 @@ def _on_fake(
 
 
 def _fake(tensor: Tensor, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Tensor:
-    """Return a fake tensor of the same form, for one on the meta device beside the sample."""
+    """Return a fake tensor of the same shape; for a tensor on the meta device, it is on the device of the sample."""
     if not (tensor.is_meta and sample):
         return mode.from_tensor(tensor.detach())
     with mode:
@@ -143,18 +144,18 @@ def _fake(tensor: Tensor, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> T
 
 @contextmanager
 def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Iterator[None]:
-    """Let tensors on the meta device be fake ones beside the sample: the trace would keep meta for a device."""
+    """Replace tensors on the meta device by fake ones on the sample's device, which the trace records."""
     places: Iterator[dict[str, Any]] = (p for m in model.modules() for p in (parameters_of(m), buffers_of(m)))
     held = [(place, dict(place)) for place in places]
-    known: dict[int, Any] = {}  # shared tensors stay shared
+    fakes: dict[int, Any] = {}  # shared tensors stay shared
     for place, tensors in held:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
-                if id(tensor) not in known:
+                if id(tensor) not in fakes:
                     fake = _fake(tensor, sample, mode)
                     trained = isinstance(tensor, nn.Parameter)
-                    known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
-                place[name] = known[id(tensor)]
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+                place[name] = fakes[id(tensor)]
     try:
         yield
     finally:
@@ -165,7 +166,7 @@ def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) 
 @contextmanager
 def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
     """Replace leaf modules by single operations; their hooks run only when a stage calls them."""
-    # A module may be called several times, and export may run the model again.
+    # A module may be called more than once, and export may run the model again.
     numbers = {name: cycle([i for i, call in enumerate(_calls) if call.name == name]) for name in leaf_modules}
 
     def stand_in(name: str) -> Any:
@@ -173,8 +174,8 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
             number = next(numbers[name])
             call = _calls[number]
             call.inputs = args, kwargs
-            given = [leaf for leaf in tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
-            outputs = iter(_call_leaf(given, number))
+            input_tensors = [leaf for leaf in tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
+            outputs = iter(_call_leaf(input_tensors, number))
             return tree_map_only(Tensor, lambda leaf: next(outputs), call.outputs)
 
         return forward
@@ -188,7 +189,7 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let an instance have another forward than its class, or than it has itself."""
+    """Replace the forward of an instance within the block."""
     previous = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -212,12 +213,12 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
             graph.erase_node(node)
         elif node.target is torch.ops.panther.call_leaf.default:
             _put_call(graph, node)
-    # Calls of modules stay, even if unused: their hooks and buffers may matter.
+    # Calls of modules stay even if their results are unused, because their hooks and buffers may matter.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
     (output,) = graph.output_node().args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):
         raise ShapeError(
-            "a model that is split into stages must return one tensor, which the loss compares: wrap it to do so"
+            "a model that is split into stages must return a single tensor, which is passed to the loss: wrap the model"
         )
     block_of: dict[fx.Node, int] = {}
     block = 0
@@ -226,8 +227,8 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
             later = [i for i, start in enumerate(starts) if i >= block and f"{node.target}.".startswith(f"{start}.")]
             if later and later[-1] > block:
                 raise ShapeError(
-                    f"the forward calls {starts[later[-1]]!r} before {starts[block]!r}: begin stages in the order in "
-                    "which it calls them"
+                    f"the forward calls {starts[later[-1]]!r} before {starts[block]!r}: name stages in the order in "
+                    "which the forward calls them"
                 )
             block += bool(later)
         block_of[node] = -1 if node.op == "placeholder" else block
@@ -237,7 +238,7 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
 
 
 def _put_call(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the opaque operation by the module's own call."""
+    """Replace the opaque operation by the call of the module."""
     tensors, number = node.args
     call = _calls[number]  # type: ignore[index]
     left = iter(tensors)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The table of pipeline schedules. It imports torch where one is made, so that planning does not wait for it."""
+"""The table of pipeline schedules. torch is imported only when a schedule is made, and not for planning."""
 
 __all__ = ["SCHEDULES", "ScheduleKind", "check_schedule"]
 
@@ -10,11 +10,11 @@ from panther._setting_names import value_hint
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule of torch's, and which stages it needs on a rank."""
+    """A schedule of torch, and the stages that it needs on a rank."""
 
     class_name: str
     stages_per_rank: int = 2
-    """Stages of a rank where the library chooses; torch's looped schedules take any number above 1."""
+    """Number of stages of a rank if the library chooses; torch's looped schedules take any number above 1."""
     order: str = "loop"
     """The ``order`` of :func:`split_stages` that the schedule needs."""
     splits_backward: bool = False
@@ -22,13 +22,13 @@ class ScheduleKind:
 
     @property
     def make(self) -> Any:
-        """Torch's class. It takes one stage if ``stages_per_rank`` is 1, else a list."""
+        """Torch's class. It takes a stage if ``stages_per_rank`` is 1, and otherwise a list of stages."""
         from torch.distributed.pipelining import schedules
 
         return getattr(schedules, self.class_name)
 
 
-# The one table of schedules: make_schedule, HybridParallelTrainer and the advisor read it.
+# make_schedule, HybridParallelTrainer and the advisor read this table.
 SCHEDULES = {
     "gpipe": ScheduleKind("ScheduleGPipe", stages_per_rank=1),
     "1f1b": ScheduleKind("Schedule1F1B", stages_per_rank=1),

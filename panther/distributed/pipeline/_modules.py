@@ -1,4 +1,4 @@
-"""The container of a rank's stages, and the model of a stage, apart from the code that traces models."""
+"""The container of a rank's stages, and the link from a stage to its model, without the code that traces models."""
 
 __all__ = ["StageModules", "from_source_", "source_of"]
 
@@ -10,13 +10,13 @@ class StageModules(nn.ModuleList):
 
 
 def from_source_(stage: nn.Module, model: nn.Module | None) -> None:
-    """Note, or with None forget, the model that a stage without values is of, whose classes draw its values."""
-    # Through __dict__: as a submodule, the whole model would be a part of the stage.
+    """Store the model of a stage without values, whose classes draw the values; None removes it."""
+    # In __dict__, because the model would otherwise become a submodule of the stage.
     stage.__dict__.pop("_source", None)
     if model is not None:
         stage.__dict__["_source"] = model
 
 
 def source_of(module: nn.Module) -> nn.Module:
-    """Return the model that a stage without values is of, or the module itself."""
+    """Return the model of a stage without values; for any other module, the module itself."""
     return vars(module).get("_source", module)

@@ -1,4 +1,4 @@
-"""A traced model as a graph of calls, divided into blocks; a run of blocks makes the module of a stage."""
+"""A traced model as a graph of calls, divided into blocks; consecutive blocks form the module of a stage."""
 
 __all__ = ["StageGraph"]
 
@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from panther._torch import assign_attribute, buffers_of, unsaved_buffers_of
 from panther.distributed.pipeline.sketched_halves import FirstHalf, SecondHalf, can_halve
 
-_HALF = "panther_half"  # of a node's meta: the class of the half of a layer that it calls
+_HALF = "panther_half"  # key in a node's meta, for the class of the half of a layer that the node calls
 
 
 def pass_through(x: Tensor) -> Tensor:
-    """Copy a tensor that a stage only forwards: its input and output must be different nodes of autograd's graph."""
+    """Copy a tensor that a stage only forwards: input and output must be different nodes of autograd's graph."""
     return x.clone()
 
 
@@ -26,14 +26,14 @@ def local(x: Tensor) -> Tensor:
 
 @dataclass
 class StageGraph:
-    """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive ones."""
+    """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive blocks."""
 
     block_of: dict[fx.Node, int]
-    """The block of each node, in order; inputs are in -1, and parameters belong to the block that uses them."""
+    """The block of each node, in order; inputs have the block -1, and parameters belong to the block that uses them."""
     constants: nn.Module
-    """Holds tensors that the trace made."""
+    """A module that holds the tensors that the trace made."""
     starts: list[str]
-    """Names of the modules at which blocks begin, except the first."""
+    """Names of the modules at which blocks begin, except for the first block."""
     leaf_modules: list[str]
 
     def __len__(self) -> int:
@@ -46,25 +46,25 @@ class StageGraph:
 
     def names_in(self, begin: int, end: int) -> set[str]:
         """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
-        found: set[str] = set()
+        names: set[str] = set()
         for node, block in self.block_of.items():
             if begin <= block < end:
                 if node.op == "call_module":
                     name, half = str(node.target), node.meta.get(_HALF)
-                    found |= {name} if half is None else half.names_in(name)
-                found |= {str(used.target) for used in node.all_input_nodes if used.op == "get_attr"}
-        return found
+                    names |= {name} if half is None else half.names_in(name)
+                names |= {str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"}
+        return names
 
     def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
         """Make a module of the blocks from ``begin`` to ``end`` (exclusive) that shares ``model``'s modules."""
         graph = self._graph(begin, end)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-        # In the model's order, so that the parameters of a stage are numbered as in the model.
+        # Sorted in the model's order, so that the parameters of a stage have the model's order too.
         names = sorted(targets, key=lambda name: (order.get(name, -1), name))
         parts = {name: _at(model, name, self.constants) for name in names}
         for node in graph.nodes:
-            if _HALF in node.meta:  # a stage never has both halves of a layer, as it begins or ends between them
+            if _HALF in node.meta:  # a stage never has both halves of a layer, because it begins or ends between them
                 parts[str(node.target)] = node.meta[_HALF](parts[str(node.target)])
         stage = fx.GraphModule(parts, graph, type(model).__name__)
         if end == len(self):
@@ -74,20 +74,20 @@ class StageGraph:
         return stage
 
     def _graph(self, begin: int, end: int) -> fx.Graph:
-        last = {used: block for node, block in self.block_of.items() for used in node.all_input_nodes}
-        made = [node for node in self.block_of if node.op not in ("get_attr", "output")]
+        last = {argument: block for node, block in self.block_of.items() for argument in node.all_input_nodes}
+        values = [node for node in self.block_of if node.op not in ("get_attr", "output")]
 
         def crossing(start: int) -> list[fx.Node]:
-            return [node for node in made if self.block_of[node] < start <= last.get(node, -1)]
+            return [node for node in values if self.block_of[node] < start <= last.get(node, -1)]
 
         graph = fx.Graph()
-        incoming = crossing(begin) if begin else [node for node in made if node.op == "placeholder"]
+        incoming = crossing(begin) if begin else [node for node in values if node.op == "placeholder"]
         copied = {node: graph.placeholder(node.name) for node in incoming}
-        for node in made:
+        for node in values:
             if begin <= self.block_of[node] < end:
-                for used in node.all_input_nodes:
-                    if used.op == "get_attr" and used not in copied:
-                        copied[used] = graph.call_function(local, (graph.node_copy(used),))
+                for argument in node.all_input_nodes:
+                    if argument.op == "get_attr" and argument not in copied:
+                        copied[argument] = graph.call_function(local, (graph.node_copy(argument),))
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         if end == len(self):
             (result,) = list(self.block_of)[-1].all_input_nodes
@@ -104,21 +104,22 @@ class StageGraph:
     def _keep_unused(self, stage: fx.GraphModule, model: nn.Module) -> None:
         """Put unused modules and tensors into the last stage, so that every state_dict entry is in some stage."""
         inside = tuple(f"{name}." for name in self.leaf_modules)
-        own: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
-        own += [item for item in (*model.named_parameters(), *model.named_buffers()) if not item[0].startswith(inside)]
-        used = self.names_in(0, len(self)) | self.halved
-        for name, value in own:
-            if name not in used:
+        entries: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        entries += [item for item in tensors if not item[0].startswith(inside)]
+        used_names = self.names_in(0, len(self)) | self.halved
+        for name, value in entries:
+            if name not in used_names:
                 assign_attribute(value, stage, name)
 
     def begin_inside(self, model: nn.Module, begins: list[int]) -> None:
-        """Let stages that begin with a sketched layer, or after one, begin in the middle of the layer."""
+        """Move stages that begin with a sketched layer, or after one, to the middle of the layer."""
         for begin in begins[1:]:
             calls = [node for node, block in self.block_of.items() if node.op == "call_module" and block >= 0]
             first = next(node for node in calls if self.block_of[node] == begin)
             before = [node for node in calls if self.block_of[node] == begin - 1]
-            # The call that begins the stage has the inputs of the stage before. If others need them too, they are sent
-            # in any case, and the 2R numbers would come on top.
+            # If other calls of this stage or later ones also need the input of the layer, the input is sent in any
+            # case, and the 2R numbers would be sent in addition.
             if self._can_halve(model, first) and not self._used_from(first.all_input_nodes[0], begin, first):
                 self._halve(first, begin)
             elif (
@@ -134,7 +135,7 @@ class StageGraph:
         return plain and len(calls) == 1 and can_halve(model.get_submodule(str(call.target)))
 
     def _used_from(self, node: fx.Node, begin: int, except_by: fx.Node | None = None) -> list[fx.Node]:
-        """Return what uses a node's value from a block on."""
+        """Return the nodes from a block on that use a node's value, except for ``except_by``."""
         return [user for user in node.users if user is not except_by and self.block_of[user] >= begin]
 
     def _halve(self, call: fx.Node, begin: int) -> None:
@@ -154,16 +155,16 @@ class StageGraph:
 
 def _at(model: nn.Module, name: str, constants: nn.Module) -> Any:
     for root in (model, constants):
-        found: Any = root
+        entry: Any = root
         for key in name.split("."):
-            found = getattr(found, key, None)
-        if found is not None:
-            return found
+            entry = getattr(entry, key, None)
+        if entry is not None:
+            return entry
     raise AttributeError(name)
 
 
 def _save_as(stage: nn.Module, model: nn.Module) -> None:
-    """Keep out of the state_dict constants of the trace, and buffers that the model does not save either."""
+    """Exclude from the state_dict the constants of the trace, and buffers that the model does not save."""
     originals = dict(model.named_modules())
     for prefix, module in stage.named_modules():
         original = originals.get(prefix)

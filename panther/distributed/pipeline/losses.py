@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class DividedLoss:
-    """A loss function whose value is divided: by the shares of a mean, or by the ranks that add up one sum.
+    """A loss function whose value is divided by a number, such as the number of microbatches or of ranks.
 
     Args:
         loss_fn: The loss function.
-        divisor: The number; it may be changed between steps.
+        divisor: The number, which may be changed between steps.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float = 1.0) -> None:
-        # A schedule asks for `reduction` too: it weights microbatches by it.
+        # Schedules read `reduction` to weight microbatches.
         self.loss_fn, self.reduction, self.divisor = loss_fn, reduction_of(loss_fn), divisor
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -26,17 +26,17 @@ class DividedLoss:
 
 
 def reduction_of(loss_fn: Any) -> str:
-    """Return the loss's attribute ``reduction``, or the keyword of a partial; a function without one takes the mean."""
+    """Return the loss's attribute ``reduction``, or the keyword of a partial; the default is ``"mean"``."""
     keywords = getattr(loss_fn, "keywords", None) or {}
     return getattr(loss_fn, "reduction", None) or keywords.get("reduction", "mean")
 
 
 def check_reduction(loss_fn: Any, name: str) -> str:
-    """Return ``"mean"`` or ``"sum"``.
+    """Return the loss's reduction, ``"mean"`` or ``"sum"``; ``name`` is the name of the loss in messages.
 
     Raises:
-        TypeError: If the loss, which is called ``name``, is not a function.
-        ValueError: If it has another reduction, such as ``"none"``.
+        TypeError: If the loss is not a function.
+        ValueError: If it has a different reduction, such as ``"none"``.
     """
     if isinstance(loss_fn, type):
         raise TypeError(f"the {name} is the class {loss_fn.__name__}: pass an object, {loss_fn.__name__}()")

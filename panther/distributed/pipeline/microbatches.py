@@ -1,4 +1,4 @@
-"""The guide's pipeline in one process: stages on several devices, and microbatches with the gradients of a batch."""
+"""The guide's pipeline in one process: stages on more than one device, and microbatches with a batch's gradients."""
 
 __all__ = ["MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"]
 
@@ -22,17 +22,17 @@ class PipelineParallelSketchedModel(nn.Module):
 
     Args:
         layer_configs: For each layer a mapping with ``in_features``, ``out_features`` and ``sketch_size``.
-        devices: One for each stage; a device may be repeated. Layers are distributed so that the largest stage is as
-            small as possible.
+        devices: A device for each stage; a device may be repeated. Layers are distributed so that the largest stage is
+            as small as possible.
 
     Attributes:
         stages: The stages, an nn.ModuleList of nn.Sequential.
-        devices: Their devices.
-        num_stages: Their number.
+        devices: The devices of the stages.
+        num_stages: The number of stages.
 
     Raises:
-        ShapeError: If there are fewer layers than devices, none of either, keys are missing or unknown, or the width of
-            a layer's input is not that of the last output.
+        ShapeError: If there are no layers or devices, or fewer layers than devices, keys are missing or unknown, or the
+            width of a layer's input differs from the width of the previous layer's output.
 
     Example:
         >>> sizes = [(256, 256), (256, 256), (256, 64)]
@@ -62,7 +62,7 @@ class PipelineParallelSketchedModel(nn.Module):
             self.stages.append(stage.to(device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last, on the last device."""
+        """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last one, on the last device."""
         for device, stage in zip(self.devices, self.stages, strict=True):
             x = stage(x.to(device))
         return x
@@ -101,10 +101,10 @@ class MicrobatchPipelineTrainer:
     ) -> float:
         """Do one step of the optimizer on all samples; earlier gradients are cleared.
 
-        Microbatches differ by at most one sample. If ``criterion`` takes the mean (its ``reduction``, or none), the
-        loss of each is weighted by its samples; if it takes the sum, losses are added. So loss and gradients are
-        those of the unsplit batch. Exceptions: means that are not over samples (``ignore_index``, class weights), and
-        BatchNorm, whose statistics are of a microbatch.
+        The sizes of microbatches differ by at most one sample. If ``criterion`` takes the mean (by its ``reduction``,
+        or because it has none), the loss of each microbatch is weighted by its samples; if it takes the sum, losses are
+        added. Loss and gradients therefore equal those of the unsplit batch. Exceptions are means that are not over
+        samples (``ignore_index``, class weights), and BatchNorm, which computes the statistics of a microbatch.
 
         Returns:
             The loss of the batch.
@@ -112,7 +112,7 @@ class MicrobatchPipelineTrainer:
         Raises:
             ShapeError: If there are no samples, or a different number of targets.
             TypeError: If the batch does not consist of tensors, or the criterion is not a function.
-            ValueError: If the criterion has another reduction.
+            ValueError: If the criterion has a different reduction.
         """
         for name, part in (("batch_data", batch_data), ("batch_targets", batch_targets)):
             if not isinstance(part, Tensor):
@@ -123,7 +123,7 @@ class MicrobatchPipelineTrainer:
                 f"the batch must have samples and a target for each, and has {samples} and {len(batch_targets)}"
             )
         reduction = check_reduction(criterion, "criterion")
-        # More would leave some of the microbatches empty.
+        # More microbatches than samples would leave some of them empty.
         count = min(self.num_microbatches, samples)
         optimizer.zero_grad()
         total = 0.0

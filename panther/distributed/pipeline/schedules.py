@@ -27,7 +27,7 @@ class PipelineSchedule:
         num_microbatches: Number of microbatches of a batch.
 
     Attributes:
-        schedule: torch's schedule; a new one after a batch of a different size.
+        schedule: torch's schedule; it is replaced by a new one after a batch of a different size.
         stages: This rank's stages.
         is_first: Whether this rank has the first stage, which reads the input.
         is_last: Whether this rank has the last stage, which computes the output and the loss.
@@ -50,17 +50,17 @@ class PipelineSchedule:
         the number of microbatches, such as a smaller one at the end of an epoch.
 
         Args:
-            x: The input, (samples, ...), or several for a model that takes them.
-            target: What the loss compares with, (samples, ...).
+            x: The input, (samples, ...), or a tuple of inputs.
+            target: The target of the loss, (samples, ...).
 
         Returns:
             The output and the loss of the batch on the rank of the last stage, None elsewhere.
 
         Raises:
-            ShapeError: If the samples are not a multiple of the microbatches, or the stages were traced for another
+            ShapeError: If the samples are not a multiple of the microbatches, or the stages were traced for a different
                 size.
             DistributedError: If the ranks' batches differ in shape or dtype, which is checked when they change, or a
-                rank is gone or late.
+                rank has ended or does not answer in time.
 
         Cost: if shapes or dtypes differ from the step before, every stage runs forward and backward on one more
         microbatch, of zeros, to find the shapes that stages send.
@@ -68,7 +68,7 @@ class PipelineSchedule:
         inputs = x if isinstance(x, tuple) else (x,)
         group = self.stages[0].group
         described = {"the input": _in_short(inputs), "the target": _in_short((target,))}
-        # Compared only when they change: ranks that disagree would wait for tensors of other shapes.
+        # Compared only when they change. Ranks that disagree would wait for tensors of different shapes.
         if described != self._agreed:
 
             def check() -> dict[str, str]:
@@ -76,16 +76,17 @@ class PipelineSchedule:
                 return described
 
             agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
-            if self._agreed is not None:  # torch's schedule has receive buffers for the shapes of its first batch only
+            # torch's schedule has receive buffers for the shapes of its first batch, so that new shapes need a new one.
+            if self._agreed is not None:
                 self.schedule = self._make()
                 for stage in self.stages:
                     forget_shapes(stage)
             self._agreed = described
         losses: list[Tensor] = []  # torch's schedule appends the loss of every microbatch
-        given = tuple(map(_without_gaps, inputs)) if self.is_first else ()
-        wanted = {"target": target, "losses": losses} if self.is_last else {}
+        step_inputs = tuple(map(_without_gaps, inputs)) if self.is_first else ()
+        step_options = {"target": target, "losses": losses} if self.is_last else {}
         with watched(f"a step of {described['the input']}", group):
-            output = self.schedule.step(*given, **wanted)
+            output = self.schedule.step(*step_inputs, **step_options)
         if not self.is_last:
             return None, None
         return output, torch.stack(losses).sum()
@@ -105,16 +106,17 @@ class PipelineSchedule:
                 f"multiple of {n} samples"
             )
         traced = getattr(self.stages[0], "traced_shapes", None)
-        found = tuple((samples // n, *tensor.shape[1:]) for tensor in inputs)
-        if traced is not None and found != traced:
+        microbatch_shapes = tuple((samples // n, *tensor.shape[1:]) for tensor in inputs)
+        if traced is not None and microbatch_shapes != traced:
             raise ShapeError(
-                f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are {_shapes(found)}: "
-                "pass batches of this size, or call split_stages with a sample_input of one microbatch"
+                f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are "
+                f"{_shapes(microbatch_shapes)}: pass batches of this size, or call split_stages with a sample_input of "
+                "one microbatch"
             )
 
 
 def _without_gaps(x: Tensor) -> Tensor:
-    """Return a tensor whose memory has no gaps: torch 2.11 refuses others, whose strides it does not keep."""
+    """Return a tensor whose memory has no gaps, because torch 2.11 refuses tensors whose strides it would not keep."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.clone()
 
 
@@ -132,17 +134,17 @@ def make_schedule(
     """Make the schedule by which microbatches go through the stages. Every rank of the axis must call it.
 
     Args:
-        name: ``"gpipe"`` or ``"1f1b"``, with one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or
-            ``"zero_bubble"``, with several; ``"zbv"`` or ``"dualpipev"``, with two in the order ``"v"``.
-        stages: This rank's, from :func:`~panther.distributed.split_stages`.
+        name: ``"gpipe"`` or ``"1f1b"``, with one stage per rank; ``"interleaved"``, ``"looped_bfs"`` or
+            ``"zero_bubble"``, with more than one; ``"zbv"`` or ``"dualpipev"``, with two in the order ``"v"``.
+        stages: The stages of this rank, from :func:`~panther.distributed.split_stages`.
         num_microbatches: Number of microbatches, which must divide the number of samples in a batch.
-        loss_fn: ``loss_fn(output, target)``. Where its attribute ``reduction`` is ``"sum"``, microbatches' losses are
-            added, else (also for a function, which has none) averaged, so that loss and gradients are those of the
-            unsplit batch. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,
-            whose statistics are of a microbatch.
+        loss_fn: ``loss_fn(output, target)``. If its attribute ``reduction`` is ``"sum"``, the losses of microbatches
+            are added. Otherwise, and for a function without this attribute, they are averaged. Loss and gradients
+            therefore equal those of the unsplit batch. Exceptions are means that are not over samples
+            (``ignore_index``, class weights), and BatchNorm, which computes the statistics of a microbatch.
 
     Raises:
-        ValueError: If the schedule is unknown or does not fit the stages, or the loss has another reduction.
+        ValueError: If the schedule is unknown or does not fit the stages, or the loss has a different reduction.
         TypeError: If ``loss_fn`` is not a function.
         ShapeError: If the schedule does not support ``num_microbatches``, or there are no stages.
         DistributedError: If ranks ask for different schedules.
@@ -161,18 +163,18 @@ def make_schedule(
         raise ShapeError(
             "stages is empty, and must have the stages of this rank: pass the list that split_stages returns"
         )
-    made: list[PipelineSchedule] = []
+    schedules: list[PipelineSchedule] = []
 
     def check() -> dict[str, str]:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of output and target, not a {type(loss_fn).__name__}")
-        made[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
+        schedules[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
         return in_words({"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}) | {
             "the loss's reduction": reduction_of(loss_fn)
         }
 
     agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
-    return made[0]
+    return schedules[0]
 
 
 def _make(
@@ -180,24 +182,24 @@ def _make(
 ) -> PipelineSchedule:
     check_schedule(name)
     kind = SCHEDULES[name]
-    several = kind.stages_per_rank > 1
+    is_looped = kind.stages_per_rank > 1
     check_size("num_microbatches", num_microbatches, least=1)
     ranks, n = stages[0].group_size, stages[0].num_stages
-    if not several and len(stages) != 1:
+    if not is_looped and len(stages) != 1:
         raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
-    mine = stages_of_rank(stages[0].group_rank, ranks, n, kind.order)
-    # torch's schedules with several stages a rank assume that each rank has these.
-    if several and [stage.stage_index for stage in stages] != mine:
+    stage_indices = stages_of_rank(stages[0].group_rank, ranks, n, kind.order)
+    # torch's schedules with more than one stage per rank assume this assignment of stages to ranks.
+    if is_looped and [stage.stage_index for stage in stages] != stage_indices:
         how, fix = "stages", "leave order='v' out of split_stages"
         if kind.order == "v":
             how, fix = "two stages a rank", f"use split_stages(..., {2 * ranks}, order='v')"
         raise ValueError(f"schedule {name!r} takes {how} in the order {kind.order!r}: {fix}")
     reduction = check_reduction(loss_fn, "loss")
-    # Not torch's scale_grads: it would also divide the gradients that earlier steps have left.
+    # torch's scale_grads is not used, because it would also divide gradients that were accumulated in earlier steps.
     share = DividedLoss(loss_fn, num_microbatches) if reduction == "mean" else loss_fn
 
     def make() -> Any:
-        return kind.make(stages if several else stages[0], num_microbatches, share, scale_grads=False)
+        return kind.make(stages if is_looped else stages[0], num_microbatches, share, scale_grads=False)
 
     try:
         return PipelineSchedule(make, stages, num_microbatches)

@@ -1,7 +1,7 @@
-"""The halves of a sketched layer in two stages: the first stage sends the second 2R numbers a row, and not a width.
+"""The halves of a sketched layer in two stages, between which 2R numbers per row are sent instead of all features.
 
-The product x [S1 | U2] is in the stage before, its expansion by [U1 ; S2] in the stage after. The halves keep the names
-and the seed of the layer, and share its tensors: together they have the layer's state_dict.
+The first stage computes the product x [S1 | U2], and the second stage its expansion by [U1 ; S2]. The halves keep the
+names and the seed of the layer, and share its tensors, so that the union of their state_dicts is the layer's.
 """
 
 __all__ = ["FirstHalf", "Half", "SecondHalf", "can_halve"]
@@ -21,7 +21,7 @@ from panther.sketch import signs
 
 
 def can_halve(module: Any) -> bool:
-    """Return whether a stage may end inside a module: a plain sketched layer, without bits and hooks of its own."""
+    """Return whether a stage may end inside a module, an unsharded SKLinear that is not packed and has no hooks."""
     if type(module) is not SKLinear or module.packed:
         return False
     foreign = [hook for hook in forward_pre_hooks_of(module).values() if hook is not keep_own_forward]
@@ -29,13 +29,13 @@ def can_halve(module: Any) -> bool:
 
 
 class Half(SKLinear):
-    """Base of both halves, made of a layer, whose tensors they share."""
+    """Base of both halves of a layer, whose tensors they share."""
 
     @classmethod
     def names_in(cls, name: str) -> set[str]:
-        """Return the names of the layer's tensors that the half has; ``name`` is the layer's."""
-        own = (*cls.factor_names, *cls.sketch_names, *(("bias",) if cls is SecondHalf else ()))
-        return {f"{name}.{key}" for key in own}
+        """Return the names of the tensors that the half has; ``name`` is the name of the layer."""
+        keys = (*cls.factor_names, *cls.sketch_names, *(("bias",) if cls is SecondHalf else ()))
+        return {f"{name}.{key}" for key in keys}
 
     def __init__(self, layer: SKLinear) -> None:
         CompressedModule.__init__(self)  # not SKLinear's, which draws and allocates
@@ -59,7 +59,7 @@ class Half(SKLinear):
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = self.sketch_shapes()[name]
-        stream = SKLinear.sketch_names.index(name)  # a half has one sketch, from the layer's own stream
+        stream = SKLinear.sketch_names.index(name)  # the stream of the layer, although a half has only one sketch
         return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ class FirstHalf(Half):
 
     def __init__(self, layer: SKLinear) -> None:
         super().__init__(layer)
-        # A checkpoint records whether the layer has a bias, and both halves must say the same.
+        # A checkpoint records whether the layer has a bias, and the records of both halves must be equal.
         self.__dict__["bias"] = None if layer.bias is None else "in the second half"
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
@@ -110,5 +110,5 @@ class SecondHalf(Half):
 
 
 def _with_rows_of(y: Tensor, x: Tensor) -> Tensor:  # (rows, n) -> (*, n)
-    """Return rows with the dimensions of the input; not as a view: FSDP2 warns about a stage that ends in one."""
+    """Return rows with the dimensions of the input, not as a view: FSDP2 warns about stages that end in a view."""
     return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], y.shape[1]])

@@ -1,7 +1,7 @@
 """Stages of a pipeline: split a model, and keep the stages of this rank, with the names of the full model.
 
-:func:`plan_stages` checks, traces and divides a model without any communication, so that it can be a part of another
-call's exchange; :func:`split_stages` compares and broadcasts the model too.
+:func:`plan_stages` checks, traces and divides a model without any communication, so that callers can make it a part of
+their own exchange between ranks. :func:`split_stages` also compares and broadcasts the model.
 """
 
 __all__ = ["split_stages"]
@@ -48,41 +48,41 @@ def split_stages(
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
     inside_sketched_layers: bool = False,
 ) -> list[PipelineStage]:
-    """Split a model into n stages, and return those of this rank. Every rank of the axis must call it.
+    """Split a model into n stages, and return the stages of this rank. Every rank of the axis must call it.
 
     An nn.Sequential is split between its children. Any other model is split before modules that its forward calls:
-    those of ``points``, or children of the ModuleList ``layers``, where the code before the list is in the first stage,
-    and the code after it in the last. torch.export traces what the forward itself does between its modules, with
-    ``sample_input``, and tensors that a later stage needs are sent to it. The modules are called as they are, so that
-    their modes, hooks, sketches and checkpoints are their own. The trace holds for the sizes of the sample input, and
-    for the mode, training or not, that the model is in.
+    either the modules named in ``points``, or children of the ModuleList ``layers``. The code before the list is then
+    in the first stage, and the code after it in the last stage. torch.export traces the code of the forward between its
+    modules, with ``sample_input``, and tensors that a later stage needs are sent to it. Modules are not traced but
+    called, so that their modes, hooks, sketches and checkpoints do not change. The trace is valid for the sizes of the
+    sample input, and for the present mode of the model (training or evaluation).
 
-    Names are those of the full model, so that checkpoints of the stages fit together. Weights and sketches are those of
-    the axis's first rank.
+    The stages keep the names of the full model, so that their checkpoints fit together. All ranks get the weights and
+    sketches of the axis's first rank.
 
     Args:
-        model: Built equally on every rank, on its device. It is not changed; its layers are shared with the stages.
-            Or a model on the meta device, or a function that builds one, which is called with ``torch.device("meta")``:
-            ``materialize_([stage.submod for stage in stages])`` fills the stages.
+        model: The model, built in the same way on every rank, on its device. It is not changed; its layers are shared
+            with the stages. Or a model on the meta device, or a function that builds one, which is called with
+            ``torch.device("meta")``: ``materialize_([stage.submod for stage in stages])`` fills the stages.
         n: Number of stages, a multiple of the ranks.
         points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``. None makes
             the largest stage as small as possible, in parameters.
         mesh: The pp axis, a one-dimensional mesh or a process group; None is the world.
-        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r and 2 ranks - 1 - r, which the
-            schedules ``"zbv"`` and ``"dualpipev"`` need.
+        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: rank r has the stages r and
+            2 ranks - 1 - r, which the schedules ``"zbv"`` and ``"dualpipev"`` need.
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
-        inside_sketched_layers: Whether a stage that would begin with an SKLinear, or after one, begins inside of it:
-            the stage before has S1 and U2 and sends 2R numbers a row, this one has U1, S2 and the bias. For layers that
-            are neither packed, sharded, nor have hooks, and are children of an nn.Sequential, or, in a traced model,
-            called once by the forward itself; other stages begin as without it.
+        inside_sketched_layers: Whether a stage that would begin with an SKLinear, or after one, begins inside of this
+            layer: the previous stage then has S1 and U2 and sends 2R numbers per row, and the stage has U1, S2 and the
+            bias. This applies to layers that are neither packed nor sharded and have no hooks, and that are children of
+            an nn.Sequential or, in a traced model, called once by the model's forward.
 
     Returns:
         This rank's stages, in the order of their indices.
 
     Raises:
         ShapeError: If n is not a multiple of the ranks, there are fewer children than stages, ``points`` or ``layers``
-            names the wrong modules, the model cannot be traced, or several stages would train one parameter.
+            names the wrong modules, the model cannot be traced, or more than one stage would train a parameter.
         TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
             missing.
         ValueError: If ``order`` is unknown.
@@ -133,9 +133,9 @@ class StagePlan:
     """Shapes and dtypes of the sample input, which must be equal on all ranks."""
 
     def stages(self, model: nn.Module, group: dist.ProcessGroup) -> list[PipelineStage]:
-        """Build this rank's stages of the model that was planned for; its layers may have been sharded since."""
+        """Build this rank's stages of the planned model, whose layers may have been sharded in the meantime."""
         ends = [*self.begins[1:], len(self.blocks)]
-        # The whole model's: a stage may have no parameters.
+        # The device is read from the entire model, because a stage may have no parameters.
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         is_empty = device.type == "meta"
         if is_empty:
@@ -145,7 +145,7 @@ class StagePlan:
             module = self.blocks.module(model, self.begins[i], ends[i])
             from_source_(module, model if is_empty else None)
             stage = _Stage(module, i, len(ends), device, group=group)
-            if isinstance(self.blocks, StageGraph):  # a trace holds for one shape of each input
+            if isinstance(self.blocks, StageGraph):  # a trace is valid for one shape of each input
                 stage.traced_shapes = tuple(shape for shape, _ in self.sample or ())
             stages.append(stage)
         return stages
@@ -155,8 +155,8 @@ class _Stage(PipelineStage):
     """Torch's stage, with three defects fixed.
 
     Before the first step with a new size, torch runs every stage once on uninitialised memory, to find the shapes of
-    its outputs. That can fail (indices out of range), changes buffers, and drops gradients that an FSDP stage has from
-    earlier steps. And schedules that split the backward detach a stage's output in place, which fails for a view.
+    its outputs. This can fail (indices out of range), changes buffers, and drops gradients that an FSDP stage has from
+    earlier steps. Schedules that split the backward also detach a stage's output in place, which fails for a view.
     """
 
     traced_shapes: tuple[tuple[int, ...], ...] | None = None
@@ -177,7 +177,7 @@ class _Stage(PipelineStage):
         self._restore()
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        # The run of torch 2.11, on zeros.
+        # torch 2.11 calls this method for its run, whose inputs are zeros.
         self._remember(self.submod)
         shapes: Any = super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
         reshard_(self.submod)
@@ -193,12 +193,12 @@ class _Stage(PipelineStage):
         return shapes
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 lets a rank with two adjacent stages greet itself, which gloo refuses.
+        # In torch 2.11, a rank with two adjacent stages sends a greeting to itself, which gloo refuses.
         greetings = super()._get_init_p2p_neighbors_ops()
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
     def _remember(self, module: nn.Module) -> None:
-        """Keep copies of buffers, and take away the gradients, which the run would change."""
+        """Save buffers and gradients, which the run would change, and set gradients to None."""
         self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         reshard_(module)  # gradients belong to the shards, not to the gathered parameters
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -207,7 +207,7 @@ class _Stage(PipelineStage):
 
     def _restore(self) -> None:
         with torch.no_grad():
-            for buffer, before in self.__dict__.pop("_before", ()):  # such as BatchNorm's statistics
+            for buffer, before in self.__dict__.pop("_before", ()):  # for example BatchNorm's statistics
                 buffer.copy_(before)
         for parameter, gradient in self.__dict__.pop("_gradients", ()):
             parameter.grad = gradient
@@ -271,7 +271,7 @@ def plan_stages(
         blocks, begins = begin_inside(blocks, begins)
     elif inside_sketched_layers and isinstance(blocks, StageGraph):
         blocks.begin_inside(model, begins)
-    # After the balance: whether a shared parameter is in one stage depends on where stages begin.
+    # Checked last, because it depends on the stages whether a shared parameter is in only one of them.
     check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
     return StagePlan(blocks, begins, order, sample)

@@ -1,3 +1,3 @@
-"""What ``panther doctor --nodes`` checks between the ranks of a run before it is started."""
+"""The checks of ``panther doctor --nodes`` between the ranks of a run before it is started."""
 
 __all__: list[str] = []

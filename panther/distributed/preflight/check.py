@@ -1,4 +1,4 @@
-"""The checks between all ranks, in order. Rank 0 leads, judges, and gives all ranks the same report."""
+"""Run the checks between all ranks, in order. Rank 0 leads, judges the results, and sends its report to all ranks."""
 
 __all__ = ["check_nodes"]
 
@@ -17,7 +17,7 @@ from panther.distributed.comm._store import Meeting
 from panther.distributed.preflight.exchange import EndedError, Exchange, MissingRanksError
 from panther.distributed.preflight.node import NodeInfo, describe_node, resolves
 from panther.distributed.preflight.pairs import Listener, Measured, measure, schedule
-from panther.distributed.preflight.report import Found, Report, judge
+from panther.distributed.preflight.report import Findings, Report, judge
 from panther.errors import DistributedError
 
 _CONNECT_S = 5.0
@@ -31,35 +31,35 @@ def check_nodes(
     Every rank must call it. It needs no process group, and makes none.
 
     Args:
-        meeting: Where the ranks meet; its timeout is for each step.
-        rank: This process.
+        meeting: The store in which the ranks meet; its timeout applies to each step.
+        rank: Rank of this process.
         world_size: Number of processes.
-        folder: That all ranks should see; None checks the free disk of the working directory only.
-        free_bytes: Of free disk that each rank should have.
+        folder: A folder that all ranks should share; None checks only the free disk of the working directory.
+        free_bytes: Bytes of free disk that each rank should have.
 
     Raises:
-        DistributedError: If ranks do not come (they are named), or rank 0 is lost.
+        DistributedError: If ranks are missing (they are named), or rank 0 is lost.
 
-    Cost: half a second for each two ranks; an unreachable pair takes ten.
+    Cost: half a second for each pair of ranks, and ten seconds for an unreachable pair.
     """
     agreement = check_in(meeting, rank, world_size, None)
     exchange = Exchange(meeting.group_store(agreement.token, world_size), rank, world_size, meeting.timeout_s)
-    found = Found(world_size, agreement.one_host, meeting.where)
+    findings = Findings(world_size, agreement.one_host, meeting.where)
     try:
         if rank == 0:
-            with suppress(MissingRanksError), _noting_missing(found):
-                _check(exchange, agreement, folder, found)
-            report = judge(found, free_bytes)
-            exchange.end(asdict(report), len(found.missing[0]))
+            with suppress(MissingRanksError), _recording_missing_ranks(findings):
+                _check(exchange, agreement, folder, findings)
+            report = judge(findings, free_bytes)
+            exchange.end(asdict(report), len(findings.missing[0]))
             return report
         try:
-            _check(exchange, agreement, folder, found)
-            exchange.give()  # never comes: the end does
+            _check(exchange, agreement, folder, findings)
+            exchange.give()  # raises EndedError, because rank 0 ends the checks instead of giving a value
             raise AssertionError
         except EndedError as end:
             exchange.has_read()
-            (told,) = end.args
-            return Report(told["text"], tuple(told["faults"]), tuple(told["notes"]))
+            (message,) = end.args
+            return Report(message["text"], tuple(message["faults"]), tuple(message["notes"]))
     except dist.DistError as error:
         raise DistributedError(
             f"rank {rank} of {world_size} lost the store in which the ranks meet, {meeting.where}: the process that "
@@ -68,15 +68,15 @@ def check_nodes(
 
 
 @contextmanager
-def _noting_missing(found: Found) -> Iterator[None]:
+def _recording_missing_ranks(findings: Findings) -> Iterator[None]:
     try:
         yield
     except MissingRanksError as error:
-        found.missing = (error.ranks, str(error))
+        findings.missing = (error.ranks, str(error))
         raise
 
 
-def _check(exchange: Exchange, agreement: Any, folder: Path | None, found: Found) -> None:
+def _check(exchange: Exchange, agreement: Any, folder: Path | None, findings: Findings) -> None:
     rank = exchange.rank
     info = describe_node(agreement, folder or Path())
     try:
@@ -88,41 +88,43 @@ def _check(exchange: Exchange, agreement: Any, folder: Path | None, found: Found
     with listener or nullcontext():
         info = replace(info, port=listener.port if listener else 0)
         infos = exchange.gather(asdict(info), lambda _: "describing its node")
-        found.nodes = {other: NodeInfo(**one) for other, one in infos.items()}
-        _check_folder(exchange, folder, found)
-        host, places = exchange.give((info.host, [(node.address, node.port) for node in found.nodes.values()]))
-        known = exchange.gather(resolves(host), lambda _: f"looking up the host name {host}")
-        found.strangers = [other for other, one in known.items() if other and not one]
-        _check_pairs(exchange, places, agreement.token, found)
+        findings.nodes = {other: NodeInfo(**answer) for other, answer in infos.items()}
+        _check_folder(exchange, folder, findings)
+        host, places = exchange.give((info.host, [(node.address, node.port) for node in findings.nodes.values()]))
+        resolved = exchange.gather(resolves(host), lambda _: f"looking up the host name {host}")
+        findings.cannot_resolve_host = [other for other, answer in resolved.items() if other and not answer]
+        _check_pairs(exchange, places, agreement.token, findings)
 
 
-def _check_folder(exchange: Exchange, folder: Path | None, found: Found) -> None:
-    """Let rank 0 see the files of all others, and the others that of rank 0."""
-    # A new name each time, because file systems remember for a while what was not there.
+def _check_folder(exchange: Exchange, folder: Path | None, findings: Findings) -> None:
+    """Check that rank 0 sees the files of all other ranks, and that these ranks see the file of rank 0."""
+    # A new name each time, because file systems may cache that a file does not exist.
     name = exchange.give(f".panther-{secrets.token_hex(8)}")
     if folder is None:
         return
-    own, failure = folder / f"{name}-{exchange.rank}", ""
+    own_file, failure = folder / f"{name}-{exchange.rank}", ""
     try:
         try:
-            own.touch()
+            own_file.touch()
         except OSError as error:
             failure = error.strerror or str(error)
         failures = exchange.gather(failure, lambda _: f"writing to {folder}")
-        found.unwritable = {rank: why for rank, why in failures.items() if why}
-        seen = [rank for rank in failures if (folder / f"{name}-{rank}").exists()]
-        exchange.give()  # all have written
+        findings.unwritable = {rank: why for rank, why in failures.items() if why}
+        seen_ranks = [rank for rank in failures if (folder / f"{name}-{rank}").exists()]
+        exchange.give()  # tells all ranks that every rank has written its file
         sees = exchange.gather((folder / f"{name}-0").exists(), lambda _: f"reading from {folder}")
-        found.blind = [rank for rank, can in sees.items() if not (can and rank in seen) and not failures[rank]]
+        findings.without_shared_folder = [
+            rank for rank, can in sees.items() if not (can and rank in seen_ranks) and not failures[rank]
+        ]
         if failures.get(0):
-            found.blind = []
+            findings.without_shared_folder = []
     finally:
         with suppress(OSError):
-            own.unlink()
+            own_file.unlink()
 
 
-def _check_pairs(exchange: Exchange, places: list[tuple[str, int]], token: str, found: Found) -> None:
-    """Let all ranks connect in pairs, in both directions, one after the other: firewalls know directions."""
+def _check_pairs(exchange: Exchange, places: list[tuple[str, int]], token: str, findings: Findings) -> None:
+    """Connect all ranks in pairs, in both directions, because a firewall may block one direction only."""
     begun, limit_s = time.monotonic(), 10 * exchange.timeout_s
     timeout_s = min(_CONNECT_S, exchange.timeout_s / 4)
     for partners in schedule(exchange.world_size):
@@ -136,9 +138,11 @@ def _check_pairs(exchange: Exchange, places: list[tuple[str, int]], token: str, 
             def doing(other: int, partners: dict[int, int] = partners) -> str:
                 return f"testing its connection with rank {partners.get(other, 'none')}"
 
-            for other, one in exchange.gather(result, doing).items():
-                if one is not None:
-                    found.pairs[other, partners[other]] = Measured(**one) if isinstance(one, dict) else one
+            for other, outcome in exchange.gather(result, doing).items():
+                if outcome is not None:
+                    findings.pairs[other, partners[other]] = (
+                        Measured(**outcome) if isinstance(outcome, dict) else outcome
+                    )
             if exchange.give(time.monotonic() > begun + limit_s):
-                found.stopped_after_s = limit_s
+                findings.stopped_after_s = limit_s
                 return

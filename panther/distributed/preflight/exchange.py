@@ -1,4 +1,4 @@
-"""Messages between rank 0 and all others through a store; whoever does not answer is named."""
+"""Messages between rank 0 and all other ranks through a store; ranks that do not answer are named."""
 
 __all__ = ["EndedError", "Exchange", "MissingRanksError"]
 
@@ -30,13 +30,13 @@ class EndedError(Exception):
 
 
 class Exchange:
-    """Steps in which rank 0 gathers a value of every rank, or gives one to all. Every rank makes the same calls.
+    """Steps in which rank 0 gathers a value of every rank, or gives a value to all. Every rank makes the same calls.
 
     Args:
-        store: Keys of this run alone.
-        rank: This process.
+        store: A store whose keys belong to this run only.
+        rank: Rank of this process.
         world_size: Number of processes.
-        timeout_s: How long rank 0 waits for the others in each step; they wait for it twice as long.
+        timeout_s: Seconds for which rank 0 waits for the other ranks in each step; they wait for rank 0 twice as long.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -44,33 +44,33 @@ class Exchange:
         self._step = 0
 
     def gather(self, value: Any, doing: Callable[[int], str]) -> dict[int, Any]:
-        """Return the values of all ranks on rank 0, and nothing on the others.
+        """Return the values of all ranks on rank 0, and an empty dictionary on the other ranks.
 
         Args:
-            value: Can be written as JSON.
-            doing: What a rank does before it answers, for the error.
+            value: The value of this rank, which can be written as JSON.
+            doing: A function of a rank that describes this step, for the error.
 
         Raises:
-            MissingRanksError: On rank 0, if some do not answer in time.
+            MissingRanksError: On rank 0, if ranks do not answer in time.
         """
         self._step += 1
         if self.rank:
             self._store.set(f"from/{self._step}/{self.rank}", json.dumps(value))
             return {}
-        found, deadline = {0: value}, time.monotonic() + self.timeout_s
+        values, deadline = {0: value}, time.monotonic() + self.timeout_s
         while True:
             for rank in range(1, self.world_size):
-                if rank not in found and self._store.check([f"from/{self._step}/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"from/{self._step}/{rank}"))
-            missing = [rank for rank in range(self.world_size) if rank not in found]
+                if rank not in values and self._store.check([f"from/{self._step}/{rank}"]):
+                    values[rank] = json.loads(self._store.get(f"from/{self._step}/{rank}"))
+            missing = [rank for rank in range(self.world_size) if rank not in values]
             if not missing:
-                return dict(sorted(found.items()))
+                return dict(sorted(values.items()))
             if time.monotonic() > deadline:
                 text = "; ".join(
                     f"rank {rank} did not answer within {self.timeout_s:g} s, {doing(rank)}" for rank in missing[:5]
                 )
                 more = f"; and {len(missing) - 5} more" if len(missing) > 5 else ""
-                raise MissingRanksError(missing, f"{text}{more}: see its output, it has ended or hangs")
+                raise MissingRanksError(missing, f"{text}{more}: it has exited or hangs; see its log")
             time.sleep(_POLL_S)
 
     def give(self, value: Any = None) -> Any:
@@ -92,16 +92,16 @@ class Exchange:
             if time.monotonic() > deadline:
                 raise DistributedError(
                     f"{name_ranks([0])} did not answer rank {self.rank} of {self.world_size} within "
-                    f"{2 * self.timeout_s:g} s: see its output, it has ended or hangs"
+                    f"{2 * self.timeout_s:g} s: it has exited or hangs; see its log"
                 )
             time.sleep(_POLL_S)
         return json.loads(self._store.get(key))
 
     def end(self, value: Any, missing: int) -> None:
-        """Give the last message, on rank 0, and wait until all but the missing ranks have read it."""
+        """Give the last message, on rank 0, and wait until all ranks have read it, except for the missing ones."""
         self._store.set("end", json.dumps(value))
         meet(self._store, "read", self.world_size - missing, time.monotonic() + _GRACE_S)
 
     def has_read(self) -> None:
-        """Tell rank 0, which may host the store, that it can leave."""
+        """Tell rank 0, which may host the store, that this rank has read the last message."""
         self._store.add("read", 1)

@@ -1,4 +1,4 @@
-"""What a rank reports about itself: names, the interface that gloo would use, versions, free disk."""
+"""The report of a rank about its node: names, the interface that gloo would use, versions, free disk."""
 
 __all__ = ["NodeInfo", "describe_node", "resolves"]
 
@@ -20,34 +20,34 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a rank reports about itself."""
+    """The report of a rank about its node."""
 
     host: str
-    own_name_leads_to: str
-    """Address that the host name is resolved to on this node; "" if it is not."""
+    own_name_resolves_to: str
+    """Address to which this node resolves its host name; "" if it cannot."""
     address: str
     interface: str
-    """The one that gloo would use, by GLOO_SOCKET_IFNAME or by the route to the others; "" if it is not known."""
+    """Interface that gloo would use, by GLOO_SOCKET_IFNAME or by the route to the other nodes; "" if unknown."""
     mtu: int
-    """Largest packet of the interface in bytes; 0 if it is not known."""
+    """Largest packet of the interface in bytes; 0 if it is unknown."""
     versions: dict[str, str]
     folder: str
     free_bytes: int
-    """Of the file system of the folder; 0 if there is no such folder."""
+    """Free bytes of the file system of the folder; 0 if there is no such folder."""
     shared_memory_bytes: int | None
-    """Free in /dev/shm, through which the workers of a DataLoader send batches; None where there is none."""
+    """Free bytes in /dev/shm, through which the workers of a DataLoader send batches; None without /dev/shm."""
     gpus: int
     faults: tuple[str, ...]
-    """Faults of this node alone."""
+    """Faults that were found on this node without the other nodes."""
     port: int = 0
-    """On which this rank listens."""
+    """Port on which this rank listens."""
 
 
 def describe_node(agreement: Agreement, folder: Path) -> NodeInfo:
-    """Describe this rank, whose nodes have found each other as the agreement says."""
+    """Return the report of this rank; ``agreement`` is the result of the ranks' meeting."""
     faults = [text for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (text := _wrong_interface(name))]
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    address = address_of(wanted) if wanted else None
+    interface_name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    address = address_of(interface_name) if interface_name else None
     if address is None:
         try:
             address = "127.0.0.1" if agreement.one_host else find_route(agreement.address).own_address
@@ -62,7 +62,7 @@ def describe_node(agreement: Agreement, folder: Path) -> NodeInfo:
         leads_to = ""
     try:
         free = shutil.disk_usage(folder).free
-    except OSError:  # the ranks are about to write there, and say what is wrong
+    except OSError:  # the ranks will try to write to the folder, and report the error
         free = 0
     shm = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
     versions = {
@@ -79,7 +79,7 @@ def describe_node(agreement: Agreement, folder: Path) -> NodeInfo:
 
 
 def resolves(host: str) -> bool:
-    """Return whether this node knows the address of a host."""
+    """Return whether this node can resolve the name of a host."""
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -88,14 +88,17 @@ def resolves(host: str) -> bool:
 
 
 def _wrong_interface(variable: str) -> str | None:
-    """Say if a variable names no interface of this node. NCCL's may begin with = (exact) or ^ (all but these)."""
+    """Return a message if a variable names no interface of this node, and otherwise None.
+
+    NCCL's variable may begin with = (exact names) or ^ (all interfaces except for these).
+    """
     value = os.environ.get(variable, "")
     if not value or not hasattr(socket, "if_nameindex"):
         return None
     names = [name for _, name in socket.if_nameindex()]
-    wanted = value.lstrip("^=").split(",")
+    patterns = value.lstrip("^=").split(",")
     exact = value.startswith("=") or variable.startswith("GLOO")
-    known = any(name in wanted if exact else name.startswith(tuple(wanted)) for name in names)
-    if known or value.startswith("^"):
+    matches = any(name in patterns if exact else name.startswith(tuple(patterns)) for name in names)
+    if matches or value.startswith("^"):
         return None
     return f"{variable}={value} names no interface of this node, which has {', '.join(names)}: correct it"

@@ -1,8 +1,8 @@
 """Connections between two ranks: whether they can be made, their round trip, clock offset and bandwidth.
 
-gloo connects every rank to every other one, on ports that the system chooses. Each rank listens here as it would, on
-the same interface, and the ranks connect in pairs. A message begins with the token of this run and the rank that is
-meant, so that another program, or another rank behind the same address, does not pass for it.
+gloo connects every rank to every other rank, on ports that the system chooses. Here each rank listens on the interface
+that gloo would use, and the ranks connect in pairs. A message begins with the token of this run and the rank that is
+expected, so that a different program, or a different rank at the same address, is not mistaken for it.
 
 The clock offset is that of NTP (D. Mills, 1991, doi:10.1109/26.103043): with t0 and t3 the times at which the question
 left and the answer came, and t the time in the answer, t - (t0 + t3) / 2, of the exchange with the shortest round trip.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _PINGS = 10
-_SEND_S = 0.2  # how long data is sent, at most _SEND_BYTES
+_SEND_S = 0.2  # data is sent for this time, but at most _SEND_BYTES
 _SEND_BYTES = 2**28
 _CHUNK = bytes(2**18)
 _ANSWER = struct.Struct("!d")
@@ -33,13 +33,13 @@ _clock = time.time
 
 @dataclass(frozen=True)
 class Measured:
-    """A connection, as the rank that made it has measured it."""
+    """Measurements of a connection, by the rank that made it."""
 
     round_trip_s: float
     offset_s: float
-    """By how much the other rank's clock is ahead."""
+    """Seconds by which the other rank's clock is ahead."""
     bytes_per_s: float
-    """Of one TCP connection, in the direction of the rank that listens."""
+    """Bandwidth of a TCP connection, towards the rank that listens."""
 
 
 class Listener:
@@ -78,27 +78,27 @@ class Listener:
             for _ in range(_PINGS):
                 _read(connection, 1)
                 connection.sendall(_ANSWER.pack(_clock()))
-            while connection.recv(len(_CHUNK)):  # until the other rank has sent all
+            while connection.recv(len(_CHUNK)):  # until the other rank closes its side
                 pass
             connection.sendall(b"!")
 
 
 def measure(address: str, port: int, rank: int, token: str, timeout_s: float) -> Measured | str:
-    """Connect to the listener of a rank and measure; return the reason in words if that fails.
+    """Connect to the listener of a rank and measure the connection; return the reason as a text if this fails.
 
     Args:
-        address: Of the listener.
-        port: Of the listener.
-        rank: Whom to expect there.
-        token: Of this run.
-        timeout_s: For connecting, and for each answer.
+        address: Address of the listener.
+        port: Port of the listener.
+        rank: The rank that is expected to listen there.
+        token: Token of this run.
+        timeout_s: Timeout for connecting, and for each answer.
     """
     try:
         connection = socket.create_connection((address, port), timeout=timeout_s)
     except ConnectionRefusedError:
-        return "the connection was refused, as a firewall does that rejects"
+        return "the connection was refused, for example by a firewall"
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s, as from a firewall that drops packets"
+        return f"no answer within {timeout_s:g} s, for example because a firewall drops packets"
     except OSError as error:
         return error.strerror or str(error)
     with connection:
@@ -106,10 +106,11 @@ def measure(address: str, port: int, rank: int, token: str, timeout_s: float) ->
             return _measure(connection, token.encode() + _TARGET.pack(rank))
         except TimeoutError:
             return (
-                f"connected, but data did not arrive within {timeout_s:g} s, as where large packets are dropped (MTU)"
+                f"connected, but data did not arrive within {timeout_s:g} s, for example because large packets are "
+                "dropped (MTU)"
             )
         except ConnectionError as error:
-            return f"somebody else answered there, or the connection broke ({error.strerror or error})"
+            return f"a different program answered there, or the connection broke ({error.strerror or error})"
         except OSError as error:
             return error.strerror or str(error)
 
@@ -119,33 +120,33 @@ def _measure(connection: socket.socket, hello: bytes) -> Measured:
     connection.sendall(hello)
     pings = []
     for _ in range(_PINGS):
-        begun, sent = time.perf_counter(), _clock()
+        begun, sent_s = time.perf_counter(), _clock()
         connection.sendall(b"?")
-        (theirs,) = _ANSWER.unpack(_read(connection, _ANSWER.size))
-        received, round_trip = _clock(), time.perf_counter() - begun
-        pings.append((round_trip, theirs - (sent + received) / 2))
+        (other_s,) = _ANSWER.unpack(_read(connection, _ANSWER.size))
+        received_s, round_trip = _clock(), time.perf_counter() - begun
+        pings.append((round_trip, other_s - (sent_s + received_s) / 2))
     round_trip, offset = min(pings)
     begun, count = time.perf_counter(), 0
     while count < _SEND_BYTES and time.perf_counter() < begun + _SEND_S:
         connection.sendall(_CHUNK)
         count += len(_CHUNK)
     connection.shutdown(socket.SHUT_WR)
-    _read(connection, 1)  # after the last byte: what was sent may still be in the buffers of this machine
+    _read(connection, 1)  # waits for the other rank, because sent data may still be in the buffers of this node
     return Measured(round_trip, offset, count / (time.perf_counter() - begun))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        if not (more := connection.recv(count - len(found))):
+    data = b""
+    while len(data) < count:
+        if not (chunk := connection.recv(count - len(data))):
             raise ConnectionError("it was closed")
-        found += more
-    return found
+        data += chunk
+    return data
 
 
 def schedule(n: int) -> Iterator[dict[int, int]]:
     """Yield rounds of pairs, as partners by rank, in which all ranks meet each other once (the circle method)."""
-    seats = list(range(n + n % 2))  # one more than ranks if their number is odd: who meets it waits
+    seats = list(range(n + n % 2))  # an odd number of ranks gets an empty seat, and its partner waits
     for _ in range(len(seats) - 1):
         pairs = list(zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True))
         yield {a: b for pair in pairs for a, b in (pair, pair[::-1]) if max(pair) < n}

@@ -1,4 +1,4 @@
-"""Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
+"""Give every rank the same model: compare the models of all ranks, then broadcast the first rank's."""
 
 __all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model", "unfuse_"]
 
@@ -22,29 +22,29 @@ from panther.nn import SKLinear
 def broadcast_model(
     model: nn.Module,
     group: dist.ProcessGroup,
-    what: str = "broadcast_model",
+    call_name: str = "broadcast_model",
     settings: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
     """Give every rank the sketches, parameters and buffers of the group's first rank, if all have the same model.
 
-    ``settings`` checks the arguments of the public call ``what``, and returns those that must be equal on every rank.
-    If it raises on one rank, or if models, arguments or versions differ, all raise, before anything is changed. Tensors
-    on the meta device have nothing to send.
+    ``settings`` checks the arguments of the public function ``call_name``, and returns the arguments that must be equal
+    on every rank. If it raises on one rank, or if models, arguments or versions differ, all ranks raise before anything
+    is changed. Tensors on the meta device are not sent.
     """
-    check_same_model(model, group, what, settings)
-    send_model(model, group, what)
+    check_same_model(model, group, call_name, settings)
+    send_model(model, group, call_name)
 
 
 def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return a model, or of a function that builds one what it builds on the meta device, without values."""
+    """Return the model; a function that builds one is called with the meta device, so that the model has no values."""
     if isinstance(model, nn.Module | type) or not callable(model):
-        return model  # type: ignore[return-value]  # of a class, callers say what they take
+        return model  # type: ignore[return-value]  # callers raise an error for a class
     with torch.device("meta"):
         return model()
 
 
 def check_same_model(
-    model: nn.Module, group: dist.ProcessGroup | None, what: str, settings: Callable[[], Mapping[str, Any]] = dict
+    model: nn.Module, group: dist.ProcessGroup | None, call_name: str, settings: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
     """Compare models, settings and versions between ranks, in one exchange; see :func:`broadcast_model`.
 
@@ -52,11 +52,11 @@ def check_same_model(
     """
 
     def describe() -> dict[str, str]:
-        given = in_words(settings())
+        described_settings = in_words(settings())
         ranks = ranks_of(group)
         _check_replicated(model, ranks)
-        # Other versions may draw, pack or split differently, and other settings of the process compute differently:
-        # neither is an error by itself.
+        # Different versions may draw, pack or split differently, and different settings of the process compute
+        # differently. Neither would raise an error by itself.
         process = {
             "Panther's version": __version__,
             "torch's version": torch.__version__,
@@ -66,42 +66,42 @@ def check_same_model(
         return {
             **describe_source(model, ranks[0], group, empty_too=True),
             **describe_tensors(model),
-            **given,
+            **described_settings,
             **process,
         }
 
     fix = "build the same model and pass the same arguments on every rank"
-    agree(what, describe, group, fix, "models or settings")
+    agree(call_name, describe, group, fix, "models or settings")
 
 
-def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
+def send_model(model: nn.Module, group: dist.ProcessGroup, call_name: str) -> None:
     """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
     src = dist.get_process_group_ranks(group)[0]
     unfuse_(model)
-    with watched(what, group):
+    with watched(call_name, group):
         send_sketches(model, src, group)
-        # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
-        sent = sketch_ids(model)
+        # Sketches are buffers or parameters too, but equal already, because send_sketches has sent them.
+        sketches = sketch_ids(model)
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in sent and not tensor.is_meta:
+            if id(tensor) not in sketches and not tensor.is_meta:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 dist.broadcast(local.detach(), src, group=group)
 
 
 def unfuse_(model: nn.Module) -> None:
-    """Store the factors of fused layers by themselves: collectives and FSDP take contiguous tensors only."""
+    """Store the factors of fused layers separately, because collectives and FSDP take only contiguous tensors."""
     for module in model.modules():
         if isinstance(module, SKLinear):
             module.unfuse_()
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Describe a model's tensors by name; sketches have descriptions of their own."""
+    """Describe a model's tensors by name, except for sketches, which are described by layer."""
     described, sketches = {"model": type(model).__name__}, sketch_ids(model)
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
             if id(tensor) not in sketches:
-                # A rank that freezes what others train would not take part in the sum of its gradients.
+                # A rank with a frozen parameter would not take part in the sum of its gradients.
                 trained = ("trained " if tensor.requires_grad else "frozen ") if kind == "parameter" else ""
                 placed = f" sharded as {tensor.placements}" if isinstance(tensor, DTensor) else ""
                 placed += " without values" if tensor.is_meta else ""
@@ -110,9 +110,9 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
-    """Raise if tensors are sharded over the ranks: a broadcast would replace every shard by the first one."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    sharded = [name for name, tensor in named if isinstance(tensor, DTensor) and _is_sharded_over(tensor, ranks)]
+    """Raise if tensors are sharded over the ranks, because a broadcast would replace every shard by the first one."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    sharded = [name for name, tensor in tensors if isinstance(tensor, DTensor) and _is_sharded_over(tensor, ranks)]
     if sharded:
         more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
         raise DistributedError(
@@ -123,7 +123,7 @@ def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
 
 def _is_sharded_over(tensor: DTensor, ranks: list[int]) -> bool:
     mesh = tensor.device_mesh
-    # Shards along another axis of the mesh, whose ranks are not in this group, are equal on all of its ranks.
+    # Shards along an axis of the mesh whose ranks are not in this group are equal on all ranks of the group.
     return any(
         not placement.is_replicate() and len({*ranks}.intersection(dist.get_process_group_ranks(mesh.get_group(i)))) > 1
         for i, placement in enumerate(tensor.placements)

@@ -1,4 +1,4 @@
-"""Keep the sketches of all ranks equal, by sending one seed a layer."""
+"""Keep the sketches of all ranks equal by sending one seed per layer."""
 
 __all__ = [
     "describe_layer",
@@ -30,13 +30,13 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Broadcast the sketches of rank ``src``. Every rank of the group must call it.
 
-    Seeded layers take the seed of ``src`` and draw their sketches from it; fitted sketches are sent in full. Attention
-    by random features, and :class:`~panther.nn.sinSRPE`, take its seed and its number of draws. Other parameters and
-    buffers are not sent: wrapping the model for data parallelism does that.
+    Seeded layers get the seed of ``src`` and draw their sketches from it; fitted sketches are sent in full. Attention
+    by random features, and :class:`~panther.nn.sinSRPE`, get the seed and the number of draws of ``src``. Other
+    parameters and buffers are not sent; :func:`data_parallel` sends them.
 
     Args:
-        model: Built equally on every rank.
-        src: Global rank to take the sketches from.
+        model: The model, built in the same way on every rank.
+        src: Global rank whose sketches are sent.
         group: Process group; None is the world.
 
     Raises:
@@ -45,7 +45,7 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
             and ranks, and nothing is changed.
         DistributedError: If there is no process group.
 
-    Cost: a gather of 16 bytes a rank, and a broadcast of 8 bytes a seeded layer; fitted sketches at their size.
+    Cost: a gather of 16 bytes per rank, a broadcast of 8 bytes per seeded layer, and the bytes of fitted sketches.
 
     Example:
         >>> import panther as pr
@@ -72,7 +72,7 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         SketchMismatchError: On every rank, if anything differs; layers, ranks and values are named.
         DistributedError: If there is no process group.
 
-    Cost: a gather of 16 bytes a rank, and one pass over fitted sketches.
+    Cost: a gather of 16 bytes per rank, and a pass over fitted sketches.
 
     Example:
         >>> import panther as pr
@@ -101,12 +101,12 @@ def describe_source(
 ) -> dict[str, str]:
     """Return a description of the sketched layers, which must be equal on all ranks before sketches are sent.
 
-    ``empty_too``: fitted layers on the meta device have no sketches to send, and need none yet.
+    With ``empty_too``, fitted layers on the meta device are allowed, which have no sketches to send yet.
     """
     ranks, layers = ranks_of(group), sketched_layers(model)
     if src not in ranks:
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
-    if dist.get_rank() == src:  # seeds of other ranks are about to be replaced
+    if dist.get_rank() == src:  # only here, because the seeds of other ranks will be replaced
         for layer in layers.values():
             layer.check_record()
     if not (empty_too or is_fake(group)) and any(
@@ -119,12 +119,12 @@ def describe_source(
 
 
 def drawing_modules(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
-    """Return the modules that draw again while they train, from their seed and a count of draws."""
+    """Return the modules that draw random numbers during training, from their seed and a count of draws."""
     return {name: m for name, m in model.named_modules() if isinstance(m, RandMultiHeadAttention | sinSRPE)}
 
 
 def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
-    """Broadcast seeds, counts of draws and fitted sketches of ``src``; ranks have compared their models."""
+    """Broadcast seeds, counts of draws and fitted sketches of ``src``, after the ranks have compared their models."""
     if is_fake(group):
         return
     device = transport(group)
@@ -136,7 +136,7 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
     if not layers:
         return
     seeds = [_FITTED if layer.seed is None else layer.seed for layer in layers.values()]
-    # All seeds in one message; fitted sketches follow in full.
+    # All seeds are in one message, and fitted sketches follow in full.
     packed = torch.tensor(seeds, dtype=torch.int64, device=device)
     dist.broadcast(packed, src, group=group)
     for layer, seed in zip(layers.values(), packed.tolist(), strict=True):
@@ -146,9 +146,9 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
                 if sketch.is_meta:
                     continue
                 sketch = sketch.to_local() if isinstance(sketch, DTensor) else sketch
-                sent = sketch.to(device).contiguous()
-                dist.broadcast(sent, src, group=group)
-                sketch.copy_(sent)
+                message = sketch.to(device).contiguous()
+                dist.broadcast(message, src, group=group)
+                sketch.copy_(message)
         else:
             layer.set_seeded_(seed)
 
@@ -167,7 +167,7 @@ def sketch_ids(model: nn.Module) -> set[int]:
 
 
 def describe_layer(layer: SketchedModule) -> str:
-    """Describe what must be equal on all ranks before a layer's sketches are sent."""
+    """Describe the properties of a layer that must be equal on all ranks before its sketches are sent."""
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
     kind, dtype = type(layer).__name__, layer.sketch_like().dtype
@@ -175,10 +175,13 @@ def describe_layer(layer: SketchedModule) -> str:
 
 
 def _digest(sketch: Tensor) -> int:
-    """Return 64 bits of the exact contents, computed on their device; sums wrap around, so any order gives the same."""
-    whole = sketch.full_tensor() if isinstance(sketch, DTensor) else sketch
-    bits = whole.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
+    """Return a digest of 64 bits of the contents, computed on their device.
+
+    The sum wraps around, so that its order does not matter.
+    """
+    full = sketch.full_tensor() if isinstance(sketch, DTensor) else sketch
+    bits = full.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
     mixed = bits + _ODD * torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
-    for shift in (30, 27, 31):  # without xor the map is linear, and patterns of signs cancel
+    for shift in (30, 27, 31):  # without xor, the map would be linear, and patterns of signs would cancel
         mixed = (mixed ^ (mixed >> shift)) * _ODD
     return int(mixed.sum()) % (1 << 64)

@@ -1,4 +1,4 @@
-"""Attention sharded by heads over the ranks of one mesh axis: Panther's by random features, and nn.MultiheadAttention.
+"""Attention sharded by heads over the ranks of a mesh axis: RandMultiHeadAttention and nn.MultiheadAttention.
 
 Every rank projects, attends and projects back with its own heads, and the outputs are summed.
 """
@@ -43,9 +43,9 @@ class HeadwiseAttention(ShardedModule):
     """The heads of this rank."""
 
     def enter(self, *inputs: Tensor) -> list[Tensor]:
-        """Return the inputs, whose gradients are summed over the ranks: each computes the part of its heads.
+        """Return the inputs, whose gradients are summed over the ranks, because each rank computes a part of them.
 
-        A tensor that is passed several times, as in self-attention, is sent once.
+        The gradient of a tensor that is passed more than once, as in self-attention, is sent once.
         """
         entered = {id(x): x for x in inputs}
         entered = {key: sum_in_backward(x, self.tp_group) for key, x in entered.items()}
@@ -65,7 +65,7 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
         center = self.local("center") if "center" in buffers_of(self) else None
         query, key, value = self.enter(query, key, value)
         with local_parameters(self):
-            # The bias is added once, after the sum. Parameters are found before the buffer of the same name.
+            # The bias is added once, after the sum. nn.Module looks up parameters before buffers of the same name.
             parameters_of(self).update(b0=None, directions=directions)
             if "center" in buffers_of(self):
                 parameters_of(self).update(center=center)
@@ -79,9 +79,9 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
     def _draw_directions(self) -> None:
         if self.directions is None:
             return
-        with torch.no_grad():  # a rank's directions are those of its heads in the unsharded layer
+        with torch.no_grad():  # a rank draws the same directions for its heads as the unsharded layer
             directions = self.local("directions")
-            # Those of all heads while materialize_ draws a layer in full.
+            # While materialize_ draws a layer in full, the directions of all heads are drawn.
             heads = range(self.num_heads) if len(directions) == self.num_heads else self.local_heads
             directions.copy_(self._current_directions(heads))
 
@@ -108,7 +108,7 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as nn.MultiheadAttention does; the attention weights are those of all heads."""
+        """Attend as nn.MultiheadAttention does; the returned attention weights include all heads."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask: pass the causal mask too")
         query, key, value = self.enter(query, key, value)
@@ -138,7 +138,7 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         partial = F.linear(attended.transpose(1, 2).flatten(2), local_tensor(self.out_proj.weight))
         output = all_reduce(partial, group=self.tp_group)
-        # The bias after the sum: before it, every rank would add one.
+        # The bias is added after the sum, because otherwise every rank would add it.
         if self.out_proj.bias is not None:
             output = output + local_tensor(self.out_proj.bias).to(output.dtype)
         if not batched:
@@ -149,16 +149,16 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
         """Return weights and biases of this rank's heads, for queries, keys and values."""
         names = ("in_proj_weight", "in_proj_bias") if self._qkv_same_embed_dim else ("in_proj_bias",)
         packed = [self.local(name) for name in names if getattr(self, name) is not None]
-        # Each rank uses rows of them: the gradients of all are summed in one message.
+        # Each rank uses some rows of these tensors, whose gradients are summed in one message.
         packed = sum_together_in_backward(packed, self.tp_group)
         start, stop = self.local_heads.start * self.head_dim, self.local_heads.stop * self.head_dim
-        own = [x.unflatten(0, (3, self.embed_dim))[:, start:stop].unbind(0) for x in packed]
+        rows = [x.unflatten(0, (3, self.embed_dim))[:, start:stop].unbind(0) for x in packed]
         if not self._qkv_same_embed_dim:
-            own.insert(0, tuple(self.local(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")))
-        return own[0], own[1] if len(own) > 1 else (None,) * 3
+            rows.insert(0, tuple(self.local(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")))
+        return rows[0], rows[1] if len(rows) > 1 else (None,) * 3
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return what to add to the logits of this rank's heads."""
+        """Return the mask to add to the logits of this rank's heads."""
         total = None
         if attn_mask is not None:
             total = _additive(attn_mask, q.dtype)
@@ -194,7 +194,7 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def heads_refusal(module: nn.Module, ranks: int) -> str | None:
-    """Return why the heads of an attention cannot be sharded over so many ranks, None if they can."""
+    """Return why the heads of an attention cannot be sharded over ``ranks`` ranks, or None if they can."""
     if type(module) not in (RandMultiHeadAttention, nn.MultiheadAttention):
         return "is not an attention whose heads can be sharded: name its projections"
     if module.num_heads % ranks:  # type: ignore[operator]

@@ -1,13 +1,14 @@
 r"""Linear layers and embeddings sharded over the ranks of one mesh axis, unevenly too, as :func:`torch.chunk` splits.
 
-Column-wise, outputs are sharded; row-wise, inputs. Of an SKLinear, S1 and U2 are replicated and S2, U1 and the bias
-hold this rank's outputs; row-wise, S1 and U2 hold this rank's inputs and the others are replicated. Either way ranks
-exchange :math:`h = x [S_1 | U_2]` only, 2R numbers a row: its sum in the forward of a row-wise layer, the sum of its
-gradient in the backward of a column-wise one (M. Shoeybi et al., 2019, arXiv:1909.08053, do so with dense layers).
-Where the sequence is sharded outside of the layer, h is gathered or scattered along it, and ranks sum the gradients of
-the factors that see only a part of the sequence.
+A column-wise layer shards its outputs, and a row-wise layer its inputs. A column-wise SKLinear replicates S1 and U2,
+and shards S2, U1 and the bias along the outputs. A row-wise SKLinear shards S1 and U2 along the inputs, and replicates
+the remaining tensors. In both cases ranks exchange only :math:`h = x [S_1 | U_2]`, which has 2R numbers per row: a
+row-wise layer sums h in its forward, and a column-wise layer sums the gradient of h in its backward (M. Shoeybi et al.,
+2019, arXiv:1909.08053, use the same scheme with dense layers). If the sequence is sharded outside of the layer, h is
+gathered or scattered along it, and ranks sum the gradients of the factors that are applied to a part of the sequence
+only.
 
-Parameters are DTensors, so that checkpoints and gradient norms know the full tensors; products use local tensors.
+Parameters are DTensors, so that checkpoints and gradient norms see the full tensors; products use local tensors.
 """
 
 __all__ = [
@@ -50,7 +51,7 @@ from panther.sketch import signs
 
 
 class ShardedLayer(ShardedModule):
-    """Base of all layers here. :func:`shard_layer_` makes them from plain layers; they are never constructed."""
+    """Base of all sharded layers. :func:`shard_layer_` makes them from plain layers; they are never constructed."""
 
     size_name: ClassVar[str]
     """The attribute with the size that is sharded."""
@@ -59,25 +60,25 @@ class ShardedLayer(ShardedModule):
     layouts: Layouts
     seen_in_parts: ClassVar[tuple[str, ...]] = ()
     """Replicated parameters whose gradients are summed if a dimension before the features is sharded outside of the
-    layer: each rank uses them for a part of the sequence."""
+    layer, because each rank then uses them for a part of the sequence."""
 
 
 class ColwiseLayer(ShardedLayer):
-    """Base of the layers whose outputs are sharded: several of one input can share its collective."""
+    """Base of the layers whose outputs are sharded; layers with the same input can share its collective."""
 
     shared_input: SharedInput | None = None
 
-    def entered(self, input: Tensor) -> Tensor:
-        """Return the first part of the layer's work, up to the collective."""
+    def first_product(self, input: Tensor) -> Tensor:
+        """Return the result of the first product and the collective, which layers with the same input share."""
         shared = self.shared_input
-        return self.enter_together([self], input)[0] if shared is None else shared.enter(self, input)
+        return self.shared_forward([self], input)[0] if shared is None else shared.enter(self, input)
 
-    def joins(self, other: Any) -> bool:
-        """Return whether another layer's first part can be computed together with this one's now."""
-        return type(other) is type(self) and self.layouts.take_alike(other.layouts)
+    def can_share_with(self, other: Any) -> bool:
+        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
+        return type(other) is type(self) and self.layouts.takes_same_input(other.layouts)
 
-    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Do the first part for several layers that join, this one among them."""
+    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Compute the first product of all ``layers`` (self included) in one call and one collective."""
         raise NotImplementedError
 
 
@@ -90,12 +91,12 @@ class ColwiseLinear(ColwiseLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        x = self.entered(input)
+        x = self.first_product(input)
         y = unflattened(F.linear(flattened(x), *self.locals("weight", "bias")), x)
         return self.layouts.give_columns(y, self.out_features)
 
-    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Return the input of all outputs, whose gradient is summed once for all of the layers."""
+    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Return the input for each layer; its gradient is summed over the ranks once for all layers."""
         return [self.layouts.gather_or_sum_in_backward(self.layouts.take(input))] * len(layers)
 
 
@@ -110,8 +111,9 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
         """Map this rank's inputs to the output."""
         x, weight, bias = self.layouts.take_columns(input, self.local_range), *self.locals("weight", "bias")
         if bias is not None and self.layouts.output_dim is not None:
-            # Before the sum, on one rank: backward gathers the gradient of the whole sequence there, which the bias
-            # needs. Added to a rank's part of the sequence, it would need a sum of its own.
+            # The bias is added on the first rank, before the sum. Backward gathers the gradient of the entire sequence
+            # there, which the bias needs. If each rank added it to its part of the sequence, its gradient would need
+            # another sum.
             partial, bias = F.linear(x, weight, on_first_rank(bias, self.layouts.group)), None
         else:
             partial = F.linear(x, weight)
@@ -120,7 +122,7 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
 
 
 class VocabularyEmbedding(ShardedLayer, nn.Embedding):
-    """An embedding whose rows are sharded: a rank's output is zero for the indices of others, before the sum."""
+    """An embedding whose rows are sharded: before the sum, a rank's output is zero for indices of other ranks."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0)}
     action = "rows sharded"
@@ -129,20 +131,20 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Map indices to vectors."""
         input = self.layouts.take(input)
-        # An index that no rank has stays as it is, so that the lookup fails on every rank.
+        # An index that no rank has is not changed, so that the lookup fails on every rank.
         elsewhere = (input >= 0) & (input < self.local_range.start)
-        # Computed without branches on values, which would synchronise with the device.
+        # There are no branches on values, because they would synchronise with the device.
         elsewhere |= (input >= self.local_range.stop) & (input < self.num_embeddings)
         rows = (input - self.local_range.start).masked_fill(elsewhere, 0)
         padding = self.padding_idx
         partial = F.embedding(rows, self.local("weight")).masked_fill(elsewhere[..., None], 0)
-        if padding is not None and padding in self.local_range:  # its row gets no gradient
+        if padding is not None and padding in self.local_range:  # the row of the padding index gets no gradient
             partial = partial.where((input != padding)[..., None], partial.detach())
         return self.layouts.give(self.layouts.scatter_or_sum(partial), partial.shape)
 
 
 class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
-    """Base of the sketched layers. A rank draws only its shard of the sketches."""
+    """Base of the sharded sketched layers. A rank draws only its shard of the sketches."""
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = (range(size) for size in self.sketch_shapes()[name])
@@ -177,18 +179,18 @@ class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        return self.layouts.give_columns(self.expanded(self.entered(input)), self.out_features)
+        return self.layouts.give_columns(self.expanded(self.first_product(input)), self.out_features)
 
-    def joins(self, other: Any) -> bool:
-        """Return whether another layer's first part can be computed together with this one's now."""
-        if not super().joins(other) or other.scale != self.scale or other.summed != self.summed:
+    def can_share_with(self, other: Any) -> bool:
+        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
+        if not super().can_share_with(other) or other.scale != self.scale or other.summed != self.summed:
             return False
-        # FSDP may have sharded the factors of one of them further, until that one is called.
-        own, others = ((layer.S1, layer.U2) for layer in (self, other))
-        return all(_placed_alike(a, b) for a, b in zip(own, others, strict=True))
+        # FSDP may have sharded the factors of one layer further, and gathers them only when this layer is called.
+        factors, other_factors = ((layer.S1, layer.U2) for layer in (self, other))
+        return all(_placed_alike(a, b) for a, b in zip(factors, other_factors, strict=True))
 
-    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Return the 2R numbers a row of each layer, from one product and one collective."""
+    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Return the 2R numbers per row of each layer, from one product and one collective."""
         h = self.layouts.gather_or_sum_in_backward(sketched_inputs(layers, self.layouts.take(input)))
         if len(layers) == 1:
             return [h]

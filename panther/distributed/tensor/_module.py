@@ -1,7 +1,7 @@
 """Modules of a tensor-parallel model: their parameters are DTensors, and they compute with the local tensors.
 
-A module changes its class, not its name or place, so that references to it, its hooks and its state_dict stay valid.
-Nothing here sends anything: whoever calls these functions has made the model equal on all ranks of the mesh.
+A module changes its class, but not its name or place, so that references to it, its hooks and its state_dict stay
+valid. The functions of this module send nothing; their callers have made the model equal on all ranks of the mesh.
 """
 
 __all__ = [
@@ -46,7 +46,7 @@ from panther.distributed.comm.collectives import sum_together_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
 from panther.nn.base import SketchedModule, keep_own_forward
 
-# Their own forward reads the parameters of their children.
+# Modules whose forward reads the parameters of their children.
 _READS_CHILDREN = (nn.MultiheadAttention,)
 
 
@@ -54,12 +54,12 @@ class ShardedModule(nn.Module):
     """A module whose parameters are DTensors on ``tp_mesh``."""
 
     action: ClassVar[str] = "replicated"
-    """What was done to the module, for the report."""
+    """Description of the sharding for the report."""
     placements: ClassVar[Mapping[str, Placement]] = {}
-    """Of the parameters and sketches that are sharded; all others are replicated."""
+    """Placements of the parameters and sketches that are sharded; all others are replicated."""
     tp_mesh: DeviceMesh
     summed: tuple[str, ...] = ()
-    """Replicated parameters whose gradient has to be summed over the ranks, because each computes a part of it."""
+    """Replicated parameters whose gradient has to be summed over the ranks, because each rank computes a part of it."""
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -72,20 +72,20 @@ class ShardedModule(nn.Module):
         return cls.placements.get(name, Replicate())
 
     def local(self, name: str) -> Any:
-        """Return this rank's shard of a parameter or buffer, differentiably; None if there is none."""
+        """Return this rank's shard of a parameter or buffer, as a differentiable function of it, or None."""
         return self.locals(name)[0]
 
     def locals(self, *names: str) -> list[Any]:
-        """Return :meth:`local` of several; the gradients that have to be summed travel in one message."""
+        """Return :meth:`local` of each name; gradients that have to be summed are sent in one message."""
         return local_shards([self], *names)[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, also full tensors that are equal on every rank: each takes its shard, and nothing is sent."""
-        for name, own in (*self.named_parameters(), *self.named_buffers()):
-            given: Any = state_dict.get(prefix + name)
-            if isinstance(own, DTensor) and _is_full(given, own.shape):
-                # Its own mesh, which may have an axis more: that of FSDP.
-                sharded = distribute_tensor(given.detach(), own.device_mesh, own.placements, src_data_rank=None)
+        """Load a state_dict; from full tensors, which are equal on every rank, each rank takes its shard."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            value: Any = state_dict.get(prefix + name)
+            if isinstance(tensor, DTensor) and _is_full(value, tensor.shape):
+                # The mesh of the tensor, which may have one more axis than tp_mesh, the axis of FSDP.
+                sharded = distribute_tensor(value.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
                 state_dict[prefix + name] = sharded
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -100,11 +100,11 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, also the full sketches of a fitted layer into a seeded one, whose own are not DTensors."""
+        """Load a state_dict, including full sketches of a fitted layer into a seeded layer."""
         for name, shape in self.sketch_shapes().items():
-            given: Any = state_dict.get(prefix + name)
-            if not isinstance(getattr(self, name), DTensor) and _is_full(given, shape):
-                state_dict[prefix + name] = distribute(given, self.tp_mesh, self.placement(name))
+            value: Any = state_dict.get(prefix + name)
+            if not isinstance(getattr(self, name), DTensor) and _is_full(value, shape):
+                state_dict[prefix + name] = distribute(value, self.tp_mesh, self.placement(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
@@ -116,15 +116,15 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
         return unshard_module(self)._to_dense()  # type: ignore[operator]
 
 
-def _is_full(given: Any, shape: tuple[int, ...]) -> bool:
-    # torch itself reports other shapes when it loads them.
-    return isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == torch.Size(shape)
+def _is_full(value: Any, shape: tuple[int, ...]) -> bool:
+    # torch reports different shapes when it loads them.
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == torch.Size(shape)
 
 
 def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **attributes: Any) -> Any:
-    """Change a module's class, and record for :func:`unshard_module` what it was.
+    """Change a module's class, and record the original class for :func:`unshard_module`.
 
-    In place: the module stays the same object for its parents, its hooks and whoever else holds it.
+    The change is in place, so that all references to the module stay valid.
     """
     remember_(module, ("tp_mesh", "summed", *attributes))
     module.__class__ = kind
@@ -135,12 +135,12 @@ def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **at
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor; anything else as it is."""
+    """Return this rank's shard of a DTensor, and any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shards(modules: Sequence[ShardedModule], *names: str) -> list[list[Any]]:
-    """Return :meth:`ShardedModule.local` of several modules on one mesh, which sum their gradients in one message."""
+    """Return :meth:`ShardedModule.local` for modules on one mesh, whose gradients are summed in one message."""
     shards = [[local_tensor(getattr(module, name)) for name in names] for module in modules]
     places = [
         (i, j)
@@ -156,7 +156,7 @@ def local_shards(modules: Sequence[ShardedModule], *names: str) -> list[list[Any
 
 
 def no_view(output: Tensor) -> Tensor:
-    """Return the output, or a copy of a view: FSDP2's backward hook is lost if a view is changed in place."""
+    """Return the output, or a copy of a view, because FSDP2's backward hook is lost if a view is changed in place."""
     return output.clone() if is_view(output) else output
 
 
@@ -166,13 +166,13 @@ def flattened(x: Tensor) -> Tensor:  # (*, n) -> (rows, n)
 
 
 def unflattened(y: Tensor, like: Tensor) -> Tensor:  # (rows, m) -> (*, m)
-    """Undo :func:`flattened` for a result that nobody else holds: no copy, and, see :func:`no_view`, no view."""
+    """Undo :func:`flattened` for a result without other references, with neither a copy nor a view."""
     return y if like.dim() == 2 else unsafe_view(y, [*like.shape[:-1], y.shape[-1]])
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     """Place a full tensor, equal on every rank, on the mesh without sending anything."""
-    if isinstance(tensor, DTensor):  # made by torch from another of the module's tensors, and replicated
+    if isinstance(tensor, DTensor):  # a replicated tensor that torch made from other tensors of the module
         return tensor.redistribute(mesh, [placement])
     sharded = distribute_tensor(tensor.detach(), mesh, [placement], src_data_rank=None)
     # A shard along the first dimension is a view, which would keep the full tensor alive.
@@ -189,7 +189,7 @@ def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: 
 
 @contextmanager
 def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: Any = None) -> Iterator[None]:
-    """Let modules hold their local tensors in place of parameters while their own forward runs."""
+    """Replace the parameters of modules by their local tensors within the block, for the modules' own forward."""
     held = [parameters_of(module) for module in modules]
     for module in modules:
         tensors = {name: local_tensor(parameter) for name, parameter in parameters_of(module).items()}
@@ -206,8 +206,8 @@ def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: A
 def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str | None:
     """Put a module's own parameters on the mesh, replicated, in place, or return why they stay plain tensors.
 
-    A gradient norm over all parameters of a model needs them on one mesh. With ``summed``, gradients are summed over
-    the ranks, because each rank sees different inputs.
+    A gradient norm over all parameters of a model requires that they are on one mesh. With ``summed``, gradients are
+    summed over the ranks, because each rank has different inputs.
     """
     if reason := _must_stay_plain(module):
         return f"its parameters stay plain tensors, because {reason}"
@@ -223,16 +223,16 @@ def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str
 def _must_stay_plain(module: nn.Module) -> str | None:
     if type(module).forward is nn.Module.forward or "forward" in vars(module):
         return "other modules read them"
-    known = module.sketch_names if isinstance(module, SketchedModule) else ()  # packed ones are such tensors
+    sketch_names = module.sketch_names if isinstance(module, SketchedModule) else ()  # packed ones are such tensors
     held = [
         leaf
         for key, value in vars(module).items()
-        if not key.startswith("_forward") and key not in known
+        if not key.startswith("_forward") and key not in sketch_names
         for leaf in _leaves(value)
     ]
-    own = {id(tensor) for values in (parameters_of(module), buffers_of(module)) for tensor in values.values()}
-    # nn.LSTM and similar modules keep their weights in a list too, which would go stale.
-    if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or hides_weights(module):
+    registered = {id(tensor) for values in (parameters_of(module), buffers_of(module)) for tensor in values.values()}
+    # nn.LSTM and similar modules also keep their weights in a list, which would not be updated.
+    if any(isinstance(leaf, Tensor) and id(leaf) not in registered for leaf in held) or hides_weights(module):
         return "it keeps tensors in other attributes too"
     return None
 
@@ -243,7 +243,7 @@ def _leaves(value: Any) -> list[Any]:
 
 @functools.cache
 def _replicated_class(plain: type[nn.Module]) -> type[ShardedModule]:
-    """Make the class whose forward sees local tensors, or, given DTensors, the DTensors."""
+    """Make a subclass whose forward uses local tensors, unless its inputs are DTensors."""
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,15 +256,15 @@ def _replicated_class(plain: type[nn.Module]) -> type[ShardedModule]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced = plain.__reduce_ex__(self, protocol)
-        # pickle and copy look a class up by its name, which a class made here does not have in any module.
-        if type(self) is made and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle and copy look up a class by its name, and this class is not an attribute of any module.
+        if type(self) is replicated_class and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             return _new_replicated, (plain,), *reduced[2:]
         return reduced
 
     body = {"forward": forward, "__reduce_ex__": reduce, "__doc__": plain.__doc__, "__module__": __name__}
     base = ShardedSketchedModule if issubclass(plain, SketchedModule) else ShardedModule
-    made: type[ShardedModule] = type(f"Replicated{plain.__name__}", (base, plain), body)
-    return made
+    replicated_class: type[ShardedModule] = type(f"Replicated{plain.__name__}", (base, plain), body)
+    return replicated_class
 
 
 def _new_replicated(plain: type[nn.Module]) -> nn.Module:

@@ -1,7 +1,8 @@
-"""Which modules of a model are sharded, and how: a plan by the modules' names, made without changing anything.
+"""Plan which modules of a model are sharded, and how, by the modules' names; nothing is changed.
 
-In this order, and the first to decide about a layer wins: attention modules, the model's own plan, attention of known
-classes, pairs of linear layers, embeddings and output layers with many rows. What none of them decides is replicated.
+The following planners run in this order, and the first one that decides about a layer wins: attention modules, the
+model's own plan, attention of known classes, pairs of linear layers, embeddings and output layers with many rows. The
+remaining modules are replicated.
 """
 
 __all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_parameters", "tie_"]
@@ -25,15 +26,15 @@ from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
 from panther.nn.base import CompressedModule
 
-# Layers of one module that take the same input, by their names. Their outputs meet in one loss: of layers that only
-# look alike, as the heads for several tasks, each may have a backward pass of its own.
+# Names of layers of one module that take the same input and contribute to the same loss. Other layers with the same
+# input, such as heads for different tasks, may have separate backward passes.
 _ONE_INPUT = (
     ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"), ("to_q", "to_k", "to_v"),
     ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"),
 )  # fmt: skip
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention")
-# Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
-# narrows. Which blocks have only elementwise functions between them is known by their class (`_elementwise.py`).
+# Feed-forward blocks by the names of their layers: the widening layers, which are sharded column-wise, and the
+# narrowing layer. `_elementwise.py` lists the classes that have only elementwise functions between these layers.
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
     (("fc1",), "fc2"),  # BART, CLIP, OPT, ViT, Whisper
@@ -49,7 +50,7 @@ _CONVOLUTIONS = (
 _NO_PARTNER = "no linear layer is known to follow or precede it with only elementwise functions between"
 
 _LARGE = 4096
-"""Rows of an embedding, or outputs of a layer without a partner, from which sharding saves more than it costs."""
+"""Smallest number of rows of an embedding, or of outputs of a layer without a partner, for which sharding pays off."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class ModulePlan:
 
     reason: str
     style: ParallelStyle | None = None
-    """How to shard it; None replicates it."""
+    """The style with which the module is sharded; None replicates it."""
     summed: bool = False
-    """Whether the gradients of a replicated module are summed over the ranks, because each sees different inputs."""
+    """Whether the gradients of a replicated module are summed over the ranks, because ranks have different inputs."""
     attributes: Mapping[str, int] = field(default_factory=dict)
-    """Attributes with other values on each rank, such as a number of heads."""
-    together: tuple[str, ...] = ()
-    """The layers that take the same input, this one among them."""
+    """Attributes whose values differ between ranks, such as a number of heads."""
+    same_input: tuple[str, ...] = ()
+    """The layers that take the same input, including this one."""
 
 
 Plan = dict[str, ModulePlan]
@@ -79,9 +80,9 @@ class _Survey:
     modules: dict[str, Any]
     names: dict[nn.Module, str]
     repeated: frozenset[nn.Module]
-    """Modules that are used in several places of the model, and so have several names."""
+    """Modules that are used in more than one place of the model, so that they have more than one name."""
     shared: dict[str, list[str]]
-    """By module, those that have one of its parameters too, and itself."""
+    """For each module that shares a parameter, the names of all modules that have it."""
 
     def obstacle(self, *names: str) -> str | None:
         """Return why layers cannot be sharded, independent of what they compute, or None."""
@@ -91,7 +92,7 @@ class _Survey:
 
 
 def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return the places of each parameter that several modules have, as names of modules and of parameters."""
+    """Return the places of each parameter that is shared by modules, as pairs of module and parameter names."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in parameters_of(module).items():
@@ -101,15 +102,15 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def tie_(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
-    """Share parameters again that :func:`shared_parameters` found, where every module has got its own since."""
-    for (first, first_name), *others in tied:
+    """Share the parameters of :func:`shared_parameters` again, after every module got a separate parameter."""
+    for (first, first_name), *further_places in tied:
         shared = getattr(model.get_submodule(first), first_name)
-        for owner, name in others:
+        for owner, name in further_places:
             model.get_submodule(owner).register_parameter(name, shared)
 
 
 def plan_automatically(model: nn.Module, ranks: int) -> Plan:
-    """Decide about every module that can be sharded over so many ranks, with the reason."""
+    """Return a decision, with the reason, about every module that can be sharded over ``ranks`` ranks."""
     modules = dict(model.named_modules())
     uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in modules.items()}
@@ -135,19 +136,19 @@ def _is_sharded(plan: Plan, name: str) -> bool:
 
 
 def _plan_attention(survey: _Survey) -> Plan:
-    found = {}
+    plan = {}
     for name, module in survey.modules.items():
         if isinstance(module, RandMultiHeadAttention | nn.MultiheadAttention):
             refusal = heads_refusal(module, survey.ranks) or survey.obstacle(name)
             reason = f"{module.num_heads // survey.ranks} of {module.num_heads} heads a rank"
             if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
                 reason += "; its packed projection is replicated"
-            found[name] = ModulePlan(refusal) if refusal else ModulePlan(reason, HeadwiseParallel())
-    return found
+            plan[name] = ModulePlan(refusal) if refusal else ModulePlan(reason, HeadwiseParallel())
+    return plan
 
 
 def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
-    # A layer comes several times: transformers repeats the plan of a model in every model that contains it.
+    # A layer can be named more than once, because transformers repeats the plan of a model in every outer model.
     if any(_is_sharded(plan, name) for name in block.layers):
         return
     if refusal := survey.obstacle(*block.layers) if block.rowwise else block.reason:
@@ -155,16 +156,16 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
             plan.setdefault(name, ModulePlan(refusal))
         return
     firsts = tuple(name for name in block.layers if name != block.rowwise)
-    # Attention to another sequence has queries of one input, keys and values of the other.
+    # In cross-attention, queries have a different input from keys and values.
     crosses = any(word in block.rowwise for word in _CROSS_ATTENTION)
-    together = firsts[1:] if crosses else firsts
+    same_input = firsts[1:] if crosses else firsts
     for name in block.layers:
         by_rows = name == block.rowwise
         reason = block.reason or f"paired with {' and '.join(map(repr, firsts if by_rows else [block.rowwise]))}"
         plan[name] = (
             ModulePlan(reason, RowwiseSKParallel())
             if by_rows
-            else ModulePlan(reason, ColwiseSKParallel(), together=together if name in together else ())
+            else ModulePlan(reason, ColwiseSKParallel(), same_input=same_input if name in same_input else ())
         )
     for name in block.norms:
         plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
@@ -189,7 +190,7 @@ def _pairs(survey: _Survey) -> Iterator[Block]:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Yield candidates by names: a block, its layers to shard column-wise, and last the one to shard row-wise."""
+    """Yield candidates as names: the block, its layers to shard column-wise, and the layer to shard row-wise."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -211,7 +212,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _add_many_rows(plan: Plan, survey: _Survey) -> None:
-    """Shard embeddings of many rows, and layers of many outputs, also those that share their weight."""
+    """Shard embeddings of many rows, and layers of many outputs, even if they share their weight."""
     for name, module in survey.modules.items():
         table = type(module) is nn.Embedding
         if name in plan or not (table or is_linear(module)):
@@ -244,7 +245,7 @@ def _add_many_rows(plan: Plan, survey: _Survey) -> None:
 
 
 def _can_shard(size: int, ranks: int) -> bool:
-    # torch.chunk makes fewer chunks than ranks where the last ones would be empty.
+    # torch.chunk makes fewer chunks than ranks if the last chunks would be empty.
     return size > 0 and -(-size // -(-size // ranks)) == ranks
 
 
@@ -261,12 +262,12 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
         plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
     for parent in {name.rpartition(".")[0] for name in plan}:
         for children in _ONE_INPUT:
-            together = tuple(f"{parent}.{child}" if parent else child for child in children)
+            same_input = tuple(f"{parent}.{child}" if parent else child for child in children)
             if any(word in parent for word in _CROSS_ATTENTION):
-                together = together[1:]
-            if plan.keys() >= set(together):
-                plan |= {name: replace(plan[name], together=together) for name in together}
-    # A style gives its layer a parameter of its own, and equal shards can be shared again afterwards.
+                same_input = same_input[1:]
+            if plan.keys() >= set(same_input):
+                plan |= {name: replace(plan[name], same_input=same_input) for name in same_input}
+    # A style gives its layer a separate parameter, which can be shared again only if the shards are equal.
     for places in shared_parameters(model):
         dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}
         if len(dims) > 1 or dims == {"unknown"}:

@@ -1,10 +1,9 @@
-"""Blocks whose sharding is known: by the model's own plan, or by the class of an attention.
+"""Blocks whose sharding is known, by the model's own plan or by the class of an attention.
 
-transformers' models carry a plan, ``_tp_plan``, which maps globs of layer names to ``"colwise"`` or ``"rowwise"``; any
-other model may have such an attribute too. It promises that the forward of a block works on some of its heads or
-features, for example by reshaping to ``(-1, head_dim)``. For attention without a plan the same was tested, class by
-class. Nothing is assumed of other classes: a forward that uses the number of all heads would give wrong results without
-an error.
+Models of transformers have a plan, ``_tp_plan``, which maps globs of layer names to ``"colwise"`` or ``"rowwise"``; any
+other model may have this attribute too. It promises that the forward of a block works on some of its heads or features,
+for example by reshaping to ``(-1, head_dim)``. For classes of attention without a plan, this was tested. Other classes
+are not sharded, because a forward that uses the number of all heads would give wrong results without an error.
 """
 
 __all__ = ["Block", "declared_blocks", "is_linear", "known_attention"]
@@ -23,7 +22,7 @@ _ATTENTION = ("self_attn", "attention", "attn")
 _FEED_FORWARD = ("mlp", "feed_forward")
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 
-# Projections of queries, keys and values; the one of the output; the module that has the heads; its tested classes.
+# Projections of queries, keys and values; output projection; module with the numbers of heads; its tested classes.
 _SCHEMES: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
         ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), "",
@@ -46,13 +45,13 @@ class Block:
 
     layers: tuple[str, ...]
     reason: str = ""
-    """Why the layers are sharded, or why not; empty for a pair."""
+    """The reason why the layers are sharded or not; empty for a pair."""
     rowwise: str = ""
-    """The one of them whose inputs are sharded, while of the others the outputs are; empty if none is sharded."""
+    """The layer whose inputs are sharded, while the outputs of the remaining layers are; empty if none is sharded."""
     norms: tuple[str, ...] = ()
     """Norms of single heads, which are replicated, and whose gradients are summed."""
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By module, attributes that count heads, and their values on each rank."""
+    """Attributes that count heads, with their values on each rank, by module."""
 
 
 class _RefusedError(Exception):
@@ -68,17 +67,17 @@ def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
             for name in fnmatch.filter(modules, f"{prefix}.{pattern}" if prefix else pattern):
                 declared.setdefault(name.rpartition(".")[0], {})[name] = style
     for parent, styles in declared.items():
-        # A block is decided as a whole: half of a pair would compute with a part of its inputs.
+        # A block is sharded completely or not at all, because a single layer of a pair would get a part of its inputs.
         kind = parent.rpartition(".")[2]
         if kind not in (*_ATTENTION, *_FEED_FORWARD) and not set(styles.values()) <= _STYLES:
-            continue  # embeddings and output layers, whose plans are made by their sizes
+            continue  # embeddings and output layers, which are planned by their sizes
         rows = [name for name, style in styles.items() if style == "rowwise"]
         norms = tuple(name for name, style in styles.items() if style == "replicated_with_grad_allreduce")
         layers = tuple(name for name in styles if name not in norms)
         try:
             if len(rows) != 1 or not set(styles.values()) <= _STYLES:
-                used = ", ".join(dict.fromkeys(styles.values()))
-                raise _RefusedError(f"the model's plan has styles for it that are not supported together: {used}")
+                style_names = ", ".join(dict.fromkeys(styles.values()))
+                raise _RefusedError(f"the model's plan has styles for it that cannot be combined: {style_names}")
             ins, output = [modules[name] for name in layers if name != rows[0]], modules[rows[0]]
             if kind in _ATTENTION:
                 heads = _check_heads(modules[parent], ins, output, [modules[name] for name in norms], ranks)
@@ -141,7 +140,7 @@ def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.M
 
 
 def _check_feed_forward(block: nn.Module, ins: list[Any], output: Any) -> None:
-    """Refuse a block whose widths do not fit, or which has other than elementwise modules beside its layers."""
+    """Refuse a block whose widths do not fit, or whose modules other than its layers are not elementwise."""
     layers = [*ins, output]
     if not all(map(is_linear, layers)) or {layer.out_features for layer in ins} != {output.in_features}:
         raise _RefusedError("the widths of the block's layers do not fit")
@@ -151,12 +150,12 @@ def _check_feed_forward(block: nn.Module, ins: list[Any], output: Any) -> None:
             raise _RefusedError(f"the block's {name!r} is not elementwise")
 
 
-def _check_nothing_else(block: nn.Module, known: list[Any]) -> None:
-    """Refuse parameters and buffers beside those of known layers: they may belong to all heads or features."""
-    inside = {id(tensor) for layer in known for tensor in (*layer.parameters(), *layer.buffers())}
+def _check_nothing_else(block: nn.Module, layers: list[Any]) -> None:
+    """Refuse tensors that do not belong to ``layers``, because they may apply to all heads or features."""
+    inside = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         if id(tensor) not in inside:
-            raise _RefusedError(f"the block has the tensor {name!r} beside its layers, which may be one of all heads")
+            raise _RefusedError(f"the block has the tensor {name!r} beside its layers, which may apply to all heads")
 
 
 def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
@@ -164,5 +163,5 @@ def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def is_linear(module: Any) -> bool:
-    """Return whether a module is a plain linear layer: a subclass may have a forward that sharding would replace."""
+    """Return whether a module is exactly a linear layer; the forward of a subclass would be replaced by sharding."""
     return type(module) in (nn.Linear, SKLinear)

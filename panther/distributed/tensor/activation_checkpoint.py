@@ -1,8 +1,8 @@
-"""Activation checkpointing that saves the 2R numbers a row of sketched layers, and sends nothing a second time.
+"""Activation checkpointing that saves the 2R numbers per row of sketched layers, and sends nothing a second time.
 
-Checkpointing a block saves its input and computes the rest again in backward, collectives included. The inner numbers
-of a sketched layer, x [S1 | U2], are few, and half of the layer's products and all that ranks send are in them (Z. Wang
-et al., "BOOST", 2025, arXiv:2512.12131, does so with low-rank layers).
+Checkpointing a block saves its input and computes the rest again in backward, including collectives. The inner numbers
+of a sketched layer, x [S1 | U2], are few, and computing them takes half of the layer's products and all of its
+communication (Z. Wang et al., "BOOST", 2025, arXiv:2512.12131, use the same scheme with low-rank layers).
 """
 
 __all__ = ["CHECKPOINTED", "checkpoint_blocks_", "inner_product_policy"]
@@ -32,22 +32,23 @@ _PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torc
 def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> Callable[..., CheckpointPolicy]:
     """Return a policy for torch's selective activation checkpointing that saves the inner products of sketched layers.
 
-    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. In a region that is checkpointed with it, the
-    2R numbers a row of each SKLinear are saved, before and after their sum over ranks, and all else is computed again.
+    It is an argument of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. In a region that is
+    checkpointed with it, the 2R numbers per row of each SKLinear are saved, before and after their sum over ranks, and
+    everything else is computed again.
 
     Args:
-        model: The model; it may be sharded until the policy is used. Plain sketched layers are served too.
-        dense_products: Whether the products of dense layers are saved too, as torch's own selective policy does. Where
-            :func:`tensor_parallel` has sharded the inputs of a dense layer, or heads, the sum over ranks is saved in
-            place of the product, so that it is not sent again either.
+        model: The model, which may be sharded until the policy is used; layers that are not sharded are supported too.
+        dense_products: Whether the products of dense layers are saved too, as torch's own selective policy does. If
+            :func:`tensor_parallel` has sharded the inputs of a dense layer, or heads, the sum over ranks is saved
+            instead of the product, so that it is not sent again.
 
     Returns:
         The policy, which a policy of your own can call.
 
-    Cost: memory for 2R numbers a row of each layer, twice for layers whose inputs are sharded, beside the region's
-        input; half of the layers' products again. No sum of 2R numbers is sent again; the sums of dense layers are,
-        unless ``dense_products`` saves them, and gathers and scatters of a sharded sequence. On a GPU the kernel of a
-        plain layer is one operation, which is run again.
+    Cost: memory for the region's input and for 2R numbers per row of each layer, twice for layers whose inputs are
+        sharded; half of the layers' products are computed again. No sum of 2R numbers is sent again. The sums of dense
+        layers are sent again unless ``dense_products`` saves them, and so are gathers and scatters of a sharded
+        sequence. On a GPU, the kernel of an unsharded layer is a single operation, which runs again.
 
     Example:
         >>> import functools, panther as pr
@@ -58,20 +59,21 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
         >>> y = checkpoint(block, torch.randn(8, 64), use_reentrant=False, context_fn=contexts)
         >>> y.sum().backward()
     """
-    found: list[_Shapes] = []
+    shapes_of_model: list[_Shapes] = []
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if not found:  # at the first use, when layers have the shapes that they keep
-            found.append(_Shapes.of(model))
-        return CheckpointPolicy.MUST_SAVE if saved(found[0], operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+        if not shapes_of_model:  # at the first use, because sharding may change shapes before it
+            shapes_of_model.append(_Shapes.of(model))
+        is_saved = saved(shapes_of_model[0], operation, args)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def saved(shapes: _Shapes, operation: Any, args: tuple[Any, ...]) -> bool:
         if operation in _PRODUCTS:
-            # Known by its factor, which may be a copy: joined with others, or cast.
+            # A product is recognized by the shape of its factor, because the factor may be a concatenated or cast copy.
             factor = tuple(args[_PRODUCTS[operation]].shape)
             if len(factor) == 2 and factor[1] <= shapes.inner.get(factor[0], 0):
                 return True
-            # The layers whose product is summed add their bias afterwards.
+            # Layers whose product is summed over ranks add their bias afterwards, so that the operation is mm.
             is_summed = factor in shapes.summed and operation is torch.ops.aten.mm.default
             return dense_products and factor not in shapes.outer and not is_summed
         if operation is functional_collectives.all_reduce.default:
@@ -85,20 +87,20 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
 
 @dataclass
 class _Shapes:
-    """Shapes of this rank's factors, by which products are known."""
+    """Shapes of this rank's factors, by which products are recognized."""
 
     inner: dict[int, int] = field(default_factory=dict)
-    """Of sketched layers, by the rows of [S1 | U2], the most columns, those of layers with one input together."""
+    """Largest number of columns of [S1 | U2], concatenated over layers with the same input, by the number of rows."""
     outer: set[tuple[int, int]] = field(default_factory=set)
-    """Of sketched layers, of [U1 ; S2] and of each."""
+    """Shapes of [U1 ; S2], and of U1 and S2."""
     summed: set[tuple[int, int]] = field(default_factory=set)
-    """Of dense layers whose product is summed over ranks, if no layer without a bias has the same."""
+    """Shapes of dense layers whose product is summed over ranks, except for shapes of layers without a bias."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Shapes":
-        """Read the layers' sizes: FSDP may have sharded their parameters further."""
+        """Compute the shapes from the layers' sizes, because FSDP may have sharded their parameters further."""
         shapes = cls()
-        others: set[tuple[int, int]] = set()
+        with_bias_free_product: set[tuple[int, int]] = set()
         for layer in model.modules():
             here = getattr(layer, "local_range", range(0))
             if isinstance(layer, SKLinear):
@@ -112,11 +114,11 @@ class _Shapes:
             elif isinstance(layer, RowwiseLinear) and layer.layouts.output_dim is None:
                 shapes.summed.add((len(here), layer.out_features))
             elif isinstance(layer, nn.Linear) and layer.bias is None:
-                others.add((layer.in_features, len(here) or layer.out_features))
+                with_bias_free_product.add((layer.in_features, len(here) or layer.out_features))
             elif isinstance(layer, HeadwiseAttention):
                 width: Any = layer.embed_dim
                 shapes.summed.add((len(layer.local_heads) * (width // layer.num_heads), width))
-        shapes.summed -= others
+        shapes.summed -= with_bias_free_product
         return shapes
 
 
@@ -128,8 +130,8 @@ def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: st
     Args:
         model: The model.
         blocks: The modules in it.
-        kind: ``"full"`` to recompute all of a block; ``"selective"`` to save what :func:`inner_product_policy` does,
-            dense products among it; ``"none"`` to change nothing.
+        kind: ``"full"`` recomputes all of a block; ``"selective"`` saves the products of :func:`inner_product_policy`,
+            including dense ones; ``"none"`` changes nothing.
 
     Raises:
         ConfigError: If there are no blocks.

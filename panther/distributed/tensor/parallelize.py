@@ -1,11 +1,11 @@
-"""Tensor parallelism of a whole model, in six steps. Each step visits the modules once.
+"""Tensor parallelism of an entire model, in six steps. Each step visits the modules once.
 
-1. Check the arguments and the model: plain, neither sharded nor wrapped.
-2. Plan: which modules are sharded, how and why (`_plan.py`). Nothing is changed.
+1. Check the arguments, and that the model is neither sharded nor wrapped.
+2. Plan which modules are sharded, how and why (`_plan.py`). Nothing is changed.
 3. Agree: ranks compare models and plans, in one exchange, and get the weights and sketches of the first rank.
-4. Shard each module of the plan, without sending anything: every rank takes its shard of what it has.
+4. Shard each module of the plan, without sending anything: every rank takes its shards of the full tensors.
 5. Replicate the rest: put its parameters on the mesh, so that one gradient norm or checkpoint covers the model.
-6. Report what was done to every module that has parameters.
+6. Report the placement of every module that has parameters.
 """
 
 __all__ = ["ModulePlacement", "TensorParallelReport", "tensor_parallel"]
@@ -37,7 +37,7 @@ from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import plain_class, remember_
 from panther.errors import DistributedError, ShapeError
 
-# The layers that Panther shards know their own; of torch's styles only these two change a layer.
+# Actions of the two styles of torch that shard a layer; layers that Panther shards have an attribute action.
 _ACTIONS: dict[type, str] = {ColwiseParallel: "outputs sharded", RowwiseParallel: "inputs sharded"}
 
 
@@ -54,10 +54,10 @@ class ModulePlacement(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorParallelReport:
-    """What :func:`tensor_parallel` did to every module that has parameters; ``print`` shows it."""
+    """The placement by :func:`tensor_parallel` of every module that has parameters; ``print`` shows a table."""
 
     placements: tuple[ModulePlacement, ...]
-    """A row for each module with parameters."""
+    """The placement of each module with parameters."""
     model: nn.Module = field(repr=False, compare=False)
     """The sharded model."""
 
@@ -76,39 +76,39 @@ def tensor_parallel(
     ``"auto"`` shards the following, and replicates the rest, which each rank computes in full:
 
     - blocks that the model's own plan names: an attribute ``_tp_plan`` of the model, or of a module in it, with
-      ``"colwise"`` or ``"rowwise"`` by globs of layer names, as transformers' models have it;
-    - attention by whole heads, if these are a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention`,
-      nn.MultiheadAttention (whose packed projection is replicated), and that of some classes of transformers
-      without a plan, such as BERT's. Attributes that count heads become each rank's own;
+      ``"colwise"`` or ``"rowwise"`` by globs of layer names, as in models of transformers;
+    - attention by heads, if their number is a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention`,
+      nn.MultiheadAttention (whose packed projection is replicated), and attention of some classes of transformers
+      without a plan, such as BERT's. Attributes that count heads then count the heads of a rank;
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
       nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
-      The outputs of the first and the inputs of the second are sharded, split as by :func:`torch.chunk`, so that one
-      sum is sent for each pair. Layers of one input, such as the projections of queries, keys and values, share its
-      collective;
-    - embeddings of 4096 rows or more, and linear layers without a partner that have as many outputs and more than four
-      times as many as inputs; these outputs are gathered. Weights that such layers share stay shared.
+      The outputs of the first layer and the inputs of the second one are sharded, split as by :func:`torch.chunk`, so
+      that one sum is sent for each pair. Layers with the same input, such as the projections of queries, keys and
+      values, share a collective;
+    - embeddings of 4096 rows or more, and linear layers without a partner that have 4096 outputs or more and more than
+      four times as many outputs as inputs; these outputs are gathered. Weights that such layers share stay shared.
 
-    Where it is not certain that a part of the features or heads is enough, a block is replicated, and the report says
-    why. Weights, sketches and random features are those of the axis's first rank. Where dropout acts on replicated
-    tensors, ranks must draw the same random numbers: seed them equally along the axis. :func:`unshard_module` returns
-    the plain model.
+    If it is not certain that a block can work on a part of the features or heads, it is replicated, and the report
+    states why. All ranks get the weights, sketches and random features of the axis's first rank. If dropout acts on
+    replicated tensors, ranks must draw the same random numbers: seed them equally along the axis.
+    :func:`unshard_module` returns the plain model.
 
     Args:
         model: The model, built with the same sizes on every rank, on its device. Or a model on the meta device, or a
-            function that builds one, which is called with ``torch.device("meta")``: it is sharded as it is, and
+            function that builds one, which is called with ``torch.device("meta")``: it is sharded without values, and
             :func:`materialize_` fills ``report.model`` shard by shard.
         mesh: One-dimensional, ``mesh["tp"]``.
         plan: ``"auto"``, or styles by globs of names: :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel`,
             :class:`HeadwiseParallel`, or torch's.
 
     Returns:
-        What was done to every module that has parameters of its own, and why.
+        A report of the placement of every module that has its own parameters, with the reasons.
 
     Raises:
-        TypeError: If ``model``, ``mesh`` or a style is of another type.
-        ShapeError: If ``mesh`` has several dimensions, a name of the plan matches nothing, a layer that it names has
-            fewer outputs or inputs than ranks, or it shards a shared parameter in different ways.
-        ValueError: If ``plan`` is another string.
+        TypeError: If ``model``, ``mesh`` or a style has a different type.
+        ShapeError: If ``mesh`` has more than one dimension, a name of the plan matches nothing, a layer that it names
+            has fewer outputs or inputs than ranks, or it shards a shared parameter in different ways.
+        ValueError: If ``plan`` is a different string.
         DistributedError: If there is no process group, or the model is sharded already or was given to data_parallel
             before: tensor parallelism comes first.
 
@@ -127,14 +127,14 @@ def tensor_parallel(
     model = built(model)
     _check(model, mesh, plan)
     decisions = plan_automatically(model, mesh.size()) if isinstance(plan, str) else plan_by_names(model, plan)
-    broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: plan_in_words(decisions))
+    broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: describe_plan(decisions))
     return shard_model_(model, mesh, decisions)
 
 
 def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
     """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
     warn_across_nodes("tensor parallelism", mesh.get_group())
-    tied = shared_parameters(model)  # before anything is sharded, which gives every layer parameters of its own
+    tied = shared_parameters(model)  # before sharding, which gives every layer separate parameters
     _shard(model, mesh, decisions)
     replicated = _replicate(model, mesh, decisions)
     tie_(model, tied)
@@ -142,7 +142,7 @@ def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorP
 
 
 def _check(model: nn.Module, mesh: Any, plan: Any) -> None:
-    """Step 1: raise unless the arguments fit together, and the model is plain."""
+    """Step 1: raise unless the arguments are valid, and the model is neither sharded nor wrapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"tensor_parallel takes an nn.Module, not {model!r}")
     if not isinstance(mesh, DeviceMesh):
@@ -159,32 +159,32 @@ def _check(model: nn.Module, mesh: Any, plan: Any) -> None:
             "the model is in DistributedDataParallel, which would not see that its layers are sharded: call "
             "tensor_parallel first, on the plain model, then data_parallel with strategy='fsdp' or 'replicate'"
         )
-    named = (*model.named_parameters(), *model.named_buffers())
-    if sharded := [name for name, tensor in named if isinstance(tensor, DTensor)]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if sharded := [name for name, tensor in tensors if isinstance(tensor, DTensor)]:
         raise DistributedError(
             f"{len(sharded)} of the model's tensors are on a mesh already, such as {sharded[0]!r}: call "
             "tensor_parallel once and before data_parallel, with a plan for all layers, or on unshard_module(model)"
         )
 
 
-def plan_in_words(decisions: Plan) -> dict[str, str]:
-    """Describe a plan, so that ranks can compare theirs."""
-    return {f"style of {name!r} ": type(made.style).__name__ for name, made in decisions.items() if made.style}
+def describe_plan(decisions: Plan) -> dict[str, str]:
+    """Describe a plan, so that ranks can compare their plans."""
+    return {f"style of {name!r} ": type(entry.style).__name__ for name, entry in decisions.items() if entry.style}
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
-    """Step 4: shard the modules that have a style, and set what they and others need for it."""
-    for name, made in decisions.items():
+    """Step 4: shard the modules that have a style, and set the attributes that sharded modules need."""
+    for name, entry in decisions.items():
         module = model.get_submodule(name)
-        if isinstance(made.style, PantherStyle):
-            made.style.shard_(module, mesh)
-        elif made.style is not None:
-            parallelize_module(module, mesh, made.style)
-        if made.attributes:
-            remember_(module, **{key: getattr(module, key) for key in made.attributes})
-            vars(module).update(made.attributes)
-    for together in dict.fromkeys(made.together for made in decisions.values() if made.together):
-        share_input_([model.get_submodule(name) for name in together])
+        if isinstance(entry.style, PantherStyle):
+            entry.style.shard_(module, mesh)
+        elif entry.style is not None:
+            parallelize_module(module, mesh, entry.style)
+        if entry.attributes:
+            remember_(module, **{key: getattr(module, key) for key in entry.attributes})
+            vars(module).update(entry.attributes)
+    for same_input in dict.fromkeys(entry.same_input for entry in decisions.values() if entry.same_input):
+        share_input_([model.get_submodule(name) for name in same_input])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # DTensor and the collectives do not take nested tensors
             remember_(module, use_nested_tensor=module.use_nested_tensor)
@@ -192,30 +192,30 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
 
 
 def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str, str | None]:
-    """Step 5: put all remaining parameters on the mesh; return, by module, why its own stay plain, if they do."""
-    done = {}
-    # A list: replicating a module changes its class while the modules are gone through.
+    """Step 5: put all remaining parameters on the mesh; return, by module, why parameters stay plain, or None."""
+    replicated = {}
+    # A list, because replicating a module changes its class during the iteration.
     for name, module in list(model.named_modules()):
-        made = decisions.get(name, ModulePlan(""))
-        if made.style is not None or all(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            continue  # sharded, by itself or with the module that it belongs to; or without parameters
-        done[name] = replicate_(module, mesh, made.summed)
-    return done
+        entry = decisions.get(name, ModulePlan(""))
+        if entry.style is not None or all(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            continue  # the module is sharded, by itself or with its parent, or it has no parameters
+        replicated[name] = replicate_(module, mesh, entry.summed)
+    return replicated
 
 
 def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | None]) -> TensorParallelReport:
-    """Step 6: tell what was done to every module that has parameters or a style."""
+    """Step 6: report the placement of every module that has parameters or a style."""
     placements = []
     for name, module in model.named_modules():
-        made, kind = decisions.get(name, ModulePlan("")), plain_class(module).__name__
+        entry, kind = decisions.get(name, ModulePlan("")), plain_class(module).__name__
         parameters = list(module.parameters(recurse=False))
-        if made.style is not None:
-            action = module.action if isinstance(module, ShardedModule) else _ACTIONS.get(type(made.style))
-            placements.append(ModulePlacement(name, kind, action or type(made.style).__name__, made.reason))
+        if entry.style is not None:
+            action = module.action if isinstance(module, ShardedModule) else _ACTIONS.get(type(entry.style))
+            placements.append(ModulePlacement(name, kind, action or type(entry.style).__name__, entry.reason))
         elif name in replicated:
-            reasons = made.reason or "replicated on every rank", replicated[name]
+            reasons = entry.reason or "replicated on every rank", replicated[name]
             placements.append(ModulePlacement(name, kind, "replicated", "; ".join(filter(None, reasons))))
-        elif parameters:  # placed together with the module that contains it, which reads them
+        elif parameters:  # placed with the parent module, which reads the parameters
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
             reason = f"with {name.rpartition('.')[0]!r}"
             placements.append(ModulePlacement(name, kind, "sharded" if sharded else "replicated", reason))

@@ -1,8 +1,8 @@
 """Styles of tensor parallelism for torch's ``parallelize_module`` and the plans of :func:`tensor_parallel`.
 
 Layers are sharded in pairs (M. Shoeybi et al., 2019, arXiv:1909.08053): column-wise, then row-wise, so that nothing is
-sent between the two. Each layer has one collective in a forward and backward pass, of 2R numbers a row if it is
-sketched, where a dense layer sends its full width. Layers of one input have theirs together (`_shared_input.py`).
+sent between the two. Each layer has one collective in a forward and backward pass: a sketched layer sends 2R numbers
+per row, and a dense layer its full width. Layers with the same input share a collective (`_shared_input.py`).
 """
 
 __all__ = ["ColwiseSKParallel", "HeadwiseParallel", "PantherStyle", "RowwiseSKParallel"]
@@ -35,9 +35,9 @@ _Kinds = Mapping[type[nn.Module], type[ShardedLayer]]
 
 
 class PantherStyle(ParallelStyle):
-    """Base: applied by torch's ``parallelize_module``, a style first broadcasts the module of the mesh's first rank.
+    """Base of the styles. ``parallelize_module`` of torch first broadcasts the module of the mesh's first rank.
 
-    :func:`tensor_parallel` has broadcast the whole model already, and calls :meth:`shard_` alone.
+    :func:`tensor_parallel` has broadcast the entire model already, and calls only :meth:`shard_`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -46,7 +46,7 @@ class PantherStyle(ParallelStyle):
                 f"{type(self).__name__} shards over one mesh axis, and the mesh has {device_mesh.mesh_dim_names}: use "
                 "mesh['tp']"
             )
-        # First, so that what follows raises on all ranks or on none.
+        # Before the module is sharded, so that later errors are raised on all ranks or on none.
         broadcast_model(module, device_mesh.get_group(), type(self).__name__)
         return self.shard_(module, device_mesh)
 
@@ -59,24 +59,24 @@ class ColwiseSKParallel(PantherStyle):
     """Shard the outputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, for torch's ``parallelize_module``.
 
     The layer then takes the full input on every rank and returns that rank's outputs, split as by :func:`torch.chunk`.
-    S1 and U2 are replicated, S2, U1 and the bias sharded. All are DTensors, except for the sketches of a seeded layer:
-    every rank draws its shard of them. Weights and seed are taken from the mesh's first rank.
+    S1 and U2 are replicated, and S2, U1 and the bias are sharded. All of them are DTensors, except for the sketches of
+    a seeded layer, whose shards each rank draws. Weights and seed are taken from the mesh's first rank.
 
     Args:
         input_layouts: Placement of an input tensor: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension
-            before the features, such as the sequence, along which a sketched layer gathers 2R numbers a row, a dense
-            one its inputs. A DTensor is redistributed to this placement.
+            before the features, such as the sequence. A sketched layer gathers 2R numbers per row along it, and a dense
+            layer its inputs. A DTensor is redistributed to this placement.
         output_layouts: ``Shard(-1)``, the default, or ``Replicate()``: the outputs of all ranks are gathered.
-        use_local_output: Whether to return a tensor, or else a DTensor.
+        use_local_output: Whether to return a plain tensor instead of a DTensor.
 
     Raises:
         ValueError: If a layout is not one of these.
-        TypeError: When applied, if the module is neither.
+        TypeError: When applied, if the module has a different class.
         ShapeError: When applied, if there are fewer outputs than ranks.
 
-    Cost: nothing is sent in forward; backward has an all-reduce of 2R numbers a row, or of a dense layer's inputs. With
-        ``Shard(dim)`` instead, 2R numbers a row are gathered in forward and scattered in backward, and the gradients of
-        S1, and of a fitted U2, are summed.
+    Cost: nothing is sent in forward; backward has an all-reduce of 2R numbers per row, or of a dense layer's inputs.
+        With ``Shard(dim)`` instead, 2R numbers per row are gathered in forward and scattered in backward, and the
+        gradients of S1, and of a fitted U2, are summed.
 
     Example:
         >>> import torch, panther as pr
@@ -100,9 +100,9 @@ class ColwiseSKParallel(PantherStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        _check_layout(self._features, given[self._features], features=True)
-        _check_layout(self._sequence, given[self._sequence], features=False)
+        layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        _check_layout(self._features, layouts[self._features], features=True)
+        _check_layout(self._sequence, layouts[self._sequence], features=False)
         self.input_layouts, self.output_layouts, self.use_local_output = input_layouts, output_layouts, use_local_output
 
     def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -120,20 +120,20 @@ class RowwiseSKParallel(ColwiseSKParallel):
     """Shard the inputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, or an nn.Embedding's rows.
 
     A linear layer then takes this rank's inputs, which a column-wise layer returns, and returns the full output on
-    every rank. S1 and U2 are sharded, S2, U1 and the bias replicated. An embedding looks up its own rows.
+    every rank. S1 and U2 are sharded, and S2, U1 and the bias are replicated. An embedding looks up its own rows.
 
     Args:
         input_layouts: ``Shard(-1)``, the default, or ``Replicate()``. An embedding takes replicated indices.
         output_layouts: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension before the features, such as
             the sequence: each rank gets its shard of the sum.
-        use_local_output: Whether to return a tensor, or else a DTensor.
+        use_local_output: Whether to return a plain tensor instead of a DTensor.
 
     Raises:
         ValueError: If a layout is not one of these.
-        TypeError: When applied, if the module is none of these.
+        TypeError: When applied, if the module has a different class.
         ShapeError: When applied, if there are fewer inputs, or rows, than ranks.
 
-    Cost: an all-reduce of 2R numbers a row in forward, or of a dense layer's outputs or an embedding's features;
+    Cost: an all-reduce of 2R numbers per row in forward, or of a dense layer's outputs or an embedding's features;
         nothing is sent in backward. With ``Shard(dim)`` the sum is scattered instead, and gathered in backward, and the
         gradients of a sketched layer's S2, bias and fitted U1 are summed.
 
@@ -157,17 +157,17 @@ class HeadwiseParallel(PantherStyle):
     """Shard a :class:`~panther.nn.RandMultiHeadAttention` or nn.MultiheadAttention by heads.
 
     Every rank projects, attends and projects back with its own heads, and the outputs are summed. Parameters are
-    DTensors: W0 sharded along its inputs, the other weights, their biases and the random directions along the heads.
-    Each rank draws the directions of its heads. The packed projection of nn.MultiheadAttention is replicated, and each
-    rank uses the rows of its heads. Weights and directions are those of the mesh's first rank.
+    DTensors: W0 is sharded along its inputs, and the other weights, their biases and the random directions along the
+    heads. Each rank draws the directions of its heads. The packed projection of nn.MultiheadAttention is replicated,
+    and each rank uses the rows of its heads. Weights and directions are taken from the mesh's first rank.
 
     Raises:
-        TypeError: When applied, if the module is neither, or has relative positions (``SRPE``), ``add_bias_kv`` or
-            ``add_zero_attn``.
+        TypeError: When applied, if the module has a different class, or has relative positions (``SRPE``),
+            ``add_bias_kv`` or ``add_zero_attn``.
         ShapeError: When applied, if the heads are not a multiple of the ranks.
 
-    Cost: an all-reduce of the output in forward, and of the gradients of query, key and value in backward, once if they
-        are one tensor; and of the gradient of a packed projection.
+    Cost: an all-reduce of the output in forward, and of the gradients of query, key and value in backward (once if they
+        are the same tensor), and of the gradient of a packed projection.
 
     Example:
         >>> import torch, panther as pr

@@ -1,4 +1,4 @@
-"""Conversion of a sharded model to the plain one, and the record of a module's state before sharding."""
+"""Convert a sharded model to a plain one, from records of the modules' states before sharding."""
 
 __all__ = ["Unsharded", "plain_class", "remember_", "unshard_module"]
 
@@ -25,18 +25,18 @@ class Unsharded:
 
 
 def remember_(module: nn.Module, added: tuple[str, ...] = (), **attributes: Any) -> None:
-    """Record a module's class and attributes, before they are changed; later calls add to the first record."""
+    """Record a module's class and attributes before they are changed; later calls extend the first record."""
     before: Unsharded = vars(module).get("_unsharded", Unsharded(type(module)))
     module.__dict__["_unsharded"] = Unsharded(before.plain, before.added + added, attributes | before.attributes)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
-    """Return a plain copy of a module, and of all that is in it, on every rank. Every rank must call it.
+    """Return a plain copy of a module, including its submodules, on every rank. Every rank must call it.
 
-    Sharded and replicated modules get back their classes, their full parameters and buffers, and attributes that were
-    changed, such as an attention's number of heads. Modules that are sharded for data parallelism are gathered too.
-    Shared parameters and modules stay shared. The module itself is not changed. Attributes that are neither parameters
-    nor modules are not copied.
+    In the copy, sharded and replicated modules have their original classes, full parameters and buffers, and the
+    original values of attributes that were changed, such as an attention's number of heads. Modules that are sharded
+    for data parallelism are gathered too. Shared parameters and modules stay shared. The module itself is not changed.
+    Attributes that are neither parameters nor modules are not copied.
 
     Args:
         module: A model, or any module in it.
@@ -44,7 +44,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     Returns:
         The copy, whose parameters have the same names.
 
-    Cost: memory for the full module, on every rank; unsharding its children one by one needs less.
+    Cost: memory for the full module on every rank; unsharding its children one by one needs less.
 
     Example:
         >>> import panther as pr, torch
@@ -61,7 +61,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     modules = list(module.modules())
     for old in modules:
         plain = plain_class(old)
-        copies[id(old)] = plain.__new__(plain)  # not __init__, which would need its arguments and allocate
+        copies[id(old)] = plain.__new__(plain)  # __init__ would need arguments and allocate tensors
         for tensor in (*parameters_of(old).values(), *buffers_of(old).values()):
             if tensor is not None and id(tensor) not in copies:
                 full = _full(tensor)
@@ -75,22 +75,22 @@ def unshard_module(module: nn.Module) -> nn.Module:
 def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
     before = vars(old).get("_unsharded", Unsharded(type(old)))
     for key, value in vars(old).items():
-        # fully_shard leaves its state under "__composable_api...", which must not follow into a plain module.
+        # fully_shard keeps its state under "__composable_api...", which a plain module must not have.
         if key == "_unsharded" or key in before.added or key.startswith("__composable_api"):
             continue
         if "hooks" in key and isinstance(value, dict):
-            kept = [hook for hook, function in value.items() if not _came_with_sharding(function, new)]
-            new.__dict__[key] = type(value)((hook, value[hook]) for hook in kept)
+            hook_ids = [hook for hook, function in value.items() if not _came_with_sharding(function, new)]
+            new.__dict__[key] = type(value)((hook, value[hook]) for hook in hook_ids)
         else:
             new.__dict__[key] = _mapped(value, copies)
     new.__dict__.update(before.attributes)
-    # Sketches were drawn for this rank's shard only; the seed gives the full ones.
+    # Sketches were drawn only for this rank's shard; the full ones are drawn from the seed.
     if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
         new.set_seeded_(new.seed)
 
 
 def _mapped(value: Any, copies: dict[int, Any]) -> Any:
-    """Replace modules and tensors in a value by their copies; containers are new."""
+    """Replace modules and tensors in a value by their copies, in new containers."""
     if id(value) in copies:
         return copies[id(value)]
     if type(value) is list:
@@ -124,6 +124,6 @@ def _came_with_sharding(hook: Any, plain: nn.Module) -> bool:
     """Return whether a hook was registered by sharding, and not by the plain module itself."""
     hook = getattr(hook, "hook", hook)
     hook = getattr(hook, "func", hook)
-    if hook is keep_own_forward:  # sketched layers and attention have one of their own
+    if hook is keep_own_forward:  # sketched layers and attention register this hook themselves
         return not type(plain).__module__.startswith("panther.nn")
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "panther.distributed"))

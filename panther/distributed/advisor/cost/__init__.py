@@ -1,3 +1,3 @@
-"""What a layout costs each rank: its memory, its traffic and its time."""
+"""The cost of a layout for each rank: memory, traffic and time."""
 
 __all__: list[str] = []

@@ -12,17 +12,17 @@ from panther.distributed.pipeline._balance import stages_of_rank
 from panther.distributed.pipeline._kinds import SCHEDULES
 from panther.errors import ShapeError
 
-# Kinds of steps in torch's _ComputationType, and the time that they take.
+# Kinds of steps in torch's _ComputationType, and their times.
 _UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 Step = tuple[int, str, int]
-"""Stage, kind (F forward, B backward, I and W its parts for inputs and for weights), and microbatch."""
+"""Stage, kind (F: forward, B: backward, I and W: backward for inputs and for weights), and microbatch."""
 
 
 @dataclass(frozen=True)
 class Order:
     """The steps of every rank, and the idle time.
 
-    A forward pass of a stage takes one unit of time, a backward pass two (half of it for inputs), and sending none.
+    A forward pass of a stage takes one unit of time, a backward pass two (one of them for inputs), and sending none.
     """
 
     steps: tuple[tuple[Step, ...], ...]
@@ -31,28 +31,31 @@ class Order:
     """Share of the time from the first to the last step in which a rank is idle, on average."""
 
     def peak(
-        self, rank: int, sizes: Sequence[float], gradients: Sequence[float] = (), again: Sequence[float] = ()
+        self, rank: int, sizes: Sequence[float], gradients: Sequence[float] = (), recomputed: Sequence[float] = ()
     ) -> float:
-        """Return a rank's peak, given what a microbatch occupies in each stage from forward to backward.
+        """Return a rank's peak bytes.
 
-        With ``gradients``, the bytes of each stage's, it includes these from the first backward pass of a stage on,
-        which frees the microbatch layer by layer as it makes them. With ``again``, it includes what the backward pass
-        of a stage makes again for itself.
+        For schedules that split the backward pass, it is an upper bound, because the bytes that torch frees between the
+        two parts are counted only for the first stage.
 
-        For schedules that split the backward pass it is an upper bound: it ignores what torch frees between the two
-        parts in all stages except for the first.
+        Args:
+            rank: The rank.
+            sizes: Bytes of a microbatch in each stage, from its forward to its backward pass.
+            gradients: Bytes of the gradients of each stage, which exist from the first backward pass of the stage on.
+                The backward pass frees the microbatch layer by layer while it makes them.
+            recomputed: Bytes that the backward pass of each stage recomputes.
         """
         held = most = 0.0
-        made: set[int] = set()
+        reduced_stages: set[int] = set()
         for stage, kind, _ in self.steps[rank]:
-            if kind != "F" and again:
-                most = max(most, held + again[stage])
+            if kind != "F" and recomputed:
+                most = max(most, held + recomputed[stage])
             if kind == "F":
                 held += sizes[stage]
             elif kind == "B" or (kind == "W" and stage == 0):
                 held -= sizes[stage]
-            if gradients and kind in "BW" and stage not in made:
-                made.add(stage)
+            if gradients and kind in "BW" and stage not in reduced_stages:
+                reduced_stages.add(stage)
                 held += gradients[stage]
             most = max(most, held)
         return most
@@ -90,7 +93,7 @@ def _one_forward_one_backward(name: str, ranks: int, microbatches: int) -> list[
 
 
 def _interleaved(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
-    split = name == "zero_bubble"  # the backward pass: the gradients of the weights come later
+    split = name == "zero_bubble"  # the backward pass is split: gradients of the weights are computed later
     stages = SCHEDULES[name].stages_per_rank
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
@@ -98,10 +101,14 @@ def _interleaved(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
     per_round, n = microbatches // rounds, stages * microbatches
 
     def step(rank: int, kind: str, i: int) -> Step:
-        """Return the i-th step of this kind: a rank's stages take turns, with a round of microbatches each."""
+        """Return the i-th step of a kind: the stages of a rank take turns, with a round of microbatches each."""
         turn, position = divmod(i, per_round)
-        done, stage = divmod(turn, stages)
-        return (stage if kind == "F" else stages - 1 - stage) * ranks + rank, kind, done * per_round + position
+        earlier_rounds, stage = divmod(turn, stages)
+        return (
+            (stage if kind == "F" else stages - 1 - stage) * ranks + rank,
+            kind,
+            earlier_rounds * per_round + position,
+        )
 
     orders = []
     for rank in range(ranks):
@@ -126,10 +133,10 @@ def _listed_by_torch(name: str, ranks: int, microbatches: int) -> list[list[Step
 
     class Listed(kind.make):  # type: ignore[name-defined]
         def _prepare_schedule_with_comms(self, *args: Any, **kwargs: Any) -> None:
-            """Do nothing: torch would add the messages, which takes seconds for long pipelines."""
+            """Do nothing, because torch would add the messages, which takes seconds for long pipelines."""
 
     n = ranks * kind.stages_per_rank
-    # What the constructors read of a stage: torch's own class runs collectives when it is made.
+    # The attributes of a stage that the constructors read. A real stage would run collectives when it is made.
     common = {"num_stages": n, "group_size": ranks, "group_rank": 0, "group": None, "device": torch.device("cpu")}
     stages = [SimpleNamespace(stage_index=i, submod=None, **common) for i in stages_of_rank(0, ranks, n, kind.order)]
     try:
@@ -168,7 +175,7 @@ def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
                 if needs is not None and needs not in ready:
                     break
                 clock[rank] = max(clock[rank], ready[needs] if needs else 0) + _UNITS[kind]
-                # The gradient of the weights is needed by no other stage.
+                # No other stage needs the gradient of the weights.
                 if kind != "W":
                     ready[stage, "F" if kind == "F" else "B", micro] = clock[rank]
                 todo.pop()

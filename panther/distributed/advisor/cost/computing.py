@@ -1,4 +1,4 @@
-"""The time that one rank computes in a step, by the speeds of the cluster."""
+"""The computing time of a rank in a step, given the speeds of the cluster."""
 
 __all__ = ["microbatch_seconds", "optimizer_seconds"]
 
@@ -11,12 +11,12 @@ from panther.distributed.advisor.statistics.layer_stats import LayerStats
 def microbatch_seconds(rank: Rank, cluster: ClusterSpec, itemsize: int) -> float:
     """Return the time of computing a microbatch, forward and backward, in numbers of ``itemsize`` bytes."""
     speed = cluster.operation_bandwidth or cluster.memory_bandwidth
-    total, known = 0.0, dict[int, float]()
+    total, seconds_by_products = 0.0, dict[int, float]()
     for layer in rank.layers:
-        # Equal layers share their products.
-        if id(layer.products) not in known:
-            known[id(layer.products)] = _products_seconds(layer, cluster, itemsize, rank.samples)
-        total += known[id(layer.products)]
+        # Equal layers share the tuple of products, so that its time is computed once.
+        if id(layer.products) not in seconds_by_products:
+            seconds_by_products[id(layer.products)] = _products_seconds(layer, cluster, itemsize, rank.samples)
+        total += seconds_by_products[id(layer.products)]
         total += layer.moved.at(rank.samples) / speed + layer.calls * cluster.operation_seconds
     return total
 
@@ -32,7 +32,7 @@ def _products_seconds(layer: LayerStats, cluster: ClusterSpec, itemsize: int, sa
 def optimizer_seconds(rank: Rank, cluster: ClusterSpec) -> float:
     """Return the time of the optimizer's step, which moves memory."""
     trained = [tensor for tensor in rank.tensors if tensor.trained]
-    # About (1 + 4 states) operations for each tensor, of a third of the time, because autograd does not see them.
+    # About (1 + 4 states) operations for each tensor, which take a third of the usual time without autograd.
     calls = len(trained) * (1 + 4 * rank.optimizer_states) / 3 * cluster.operation_seconds
     moved = optimizer_bytes(rank.bytes_of(trained), rank.optimizer_states)
     return moved / (cluster.optimizer_bandwidth or cluster.memory_bandwidth) + calls

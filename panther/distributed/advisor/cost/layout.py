@@ -13,7 +13,7 @@ class Layout:
     pp: int = 1
     tp: int = 1
     replicate: int = 1
-    """Number of replicas of what ``"fsdp"`` shards along dp (HSDP)."""
+    """Number of replicas of the model that ``"fsdp"`` shards along dp (HSDP)."""
     strategy: str | None = None
     """Strategy of :func:`data_parallel`; None without data parallelism."""
     schedule: str | None = None

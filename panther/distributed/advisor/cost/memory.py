@@ -1,4 +1,4 @@
-"""The memory of one rank, in bytes: the peak in a step, and what it holds before the first."""
+"""The memory of a rank, in bytes: the peak in a step, and the peak before the first step."""
 
 __all__ = ["MemoryEstimate", "memory_of", "start_of"]
 
@@ -23,23 +23,23 @@ class MemoryEstimate:
     """Sketches of seeded layers; those of fitted layers are parameters."""
     buffers: float = 0
     activations: float = 0
-    """Tensors that are kept for the backward pass, with those that activation checkpointing makes again in it."""
+    """Tensors that are kept for the backward pass, and tensors that activation checkpointing recomputes in it."""
     communication: float = 0
-    """Buffers: DDP's buckets, what FSDP gathers and scatters, inputs and outputs of pipeline stages."""
+    """Buffers: DDP's buckets, FSDP's gathered and reduced units, inputs and outputs of pipeline stages."""
     workspace: float = 0
-    """What operators return and autograd does not keep: two tensors of the size of the largest."""
-    apart: float = 0
-    """Bytes of the parts above that are not there at the same time: backward frees activations and makes gradients."""
+    """Results of operators that autograd does not keep: twice the size of the largest one."""
+    overlap: float = 0
+    """Sum of the peaks of the parts above minus their joint peak: backward frees activations and makes gradients."""
 
     @property
     def total(self) -> float:
-        """Peak: the sum of all parts without what is apart."""
-        return sum(self.parts().values()) - self.apart
+        """Joint peak of all parts: their sum minus ``overlap``."""
+        return sum(self.parts().values()) - self.overlap
 
     def parts(self) -> dict[str, float]:
         """Return each part by its name."""
-        # Not asdict, which copies: plans ask for this thousands of times.
-        return {name: value for name, value in vars(self).items() if name != "apart"}
+        # Not asdict, which copies, because plans call this thousands of times.
+        return {name: value for name, value in vars(self).items() if name != "overlap"}
 
 
 def memory_of(rank: Rank) -> MemoryEstimate:
@@ -49,7 +49,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     held = rank.bytes_of(trained)
     memory = MemoryEstimate(
         parameters=rank.bytes_of(parameters),
-        # Gradients have the dtype and the sharding of the parameters, also in mixed precision.
+        # Gradients have the dtype and the sharding of the parameters, even in mixed precision.
         gradients=held,
         optimizer=rank.optimizer_states * held + (_STEP * len(trained) if rank.optimizer_states else 0),
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
@@ -58,94 +58,99 @@ def memory_of(rank: Rank) -> MemoryEstimate:
         communication=(held if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank),
         workspace=2 * max(layer.largest.at(rank.samples) for layer in rank.layers),
     )
-    return replace(memory, apart=_apart(rank, trained, memory))
+    return replace(memory, overlap=_overlap_bytes(rank, trained, memory))
 
 
 def start_of(rank: Rank, memory: MemoryEstimate) -> float:
-    """Return what :func:`materialize_` holds of a model on the meta device, given what a step holds.
+    """Return the peak bytes of :func:`materialize_` for a model on the meta device, given the memory of a step.
 
-    Beside the rank's shards, one module: drawn, in full; read, its shards again, and a sketch, which is drawn again.
+    The rank holds its shards and one more module: in full if its values are drawn, and as shards with a sketch if they
+    are read.
     """
-    own = {tensor.layer for tensor in rank.tensors}
-    modules = [sizes for layer, sizes in rank.stats.largest_modules.items() if layer in own]
-    drawn = max((full for full, _, _ in modules), default=0.0)
-    read = max((shard / rank.shards + sketch for _, shard, sketch in modules), default=0.0)
-    return memory.parameters + memory.sketches + memory.buffers + max(drawn, read)
+    held_layers = {tensor.layer for tensor in rank.tensors}
+    modules = [sizes for layer, sizes in rank.stats.largest_modules.items() if layer in held_layers]
+    drawn_bytes = max((full for full, _, _ in modules), default=0.0)
+    read_bytes = max((shard / rank.shards + sketch for _, shard, sketch in modules), default=0.0)
+    return memory.parameters + memory.sketches + memory.buffers + max(drawn_bytes, read_bytes)
 
 
-def _apart(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> float:
-    """Return how much less activations, gradients, buffers and workspace take together than each at its peak.
+def _overlap_bytes(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> float:
+    """Return the sum of the individual peaks minus the joint peak, in bytes.
 
-    When the backward pass is in a layer, there are the activations of this one and those before it, the gradients of
-    this one and those after it, its own workspace, and what FSDP gathers for it. In the end FSDP reduces the gradients
-    of what is in no block. Of a model that is one layer, the order of its parts is not known.
+    During the backward pass of a layer, a rank holds the activations up to this layer, the gradients from this layer
+    on, the layer's workspace, and the units that FSDP gathers for it. At the end, FSDP reduces the gradients of
+    parameters outside of all blocks. For a model that is a single layer, the order within it is unknown, and the result
+    is 0.
     """
     if rank.order is not None:
-        return _apart_in_pipeline(rank, memory.workspace)
+        return _overlap_bytes_in_pipeline(rank, memory.workspace)
     if len(rank.layers) == 1:
         return 0.0
-    kept = [layer.activations.at(rank.samples) for layer in rank.layers]
-    made, blocks = [0.0] * len(kept), [""] * len(kept)
+    activation_bytes = [layer.activations.at(rank.samples) for layer in rank.layers]
+    gradient_bytes, blocks = [0.0] * len(activation_bytes), [""] * len(activation_bytes)
     for tensor in trained:
-        made[tensor.layer] += rank.bytes_of([tensor])
+        gradient_bytes[tensor.layer] += rank.bytes_of([tensor])
         blocks[tensor.layer] = tensor.block
     is_sharded = rank.layout.strategy in ("fsdp", "replicate")
     root, root_summed = rank.units.get("", (0.0, 0.0))
     at_once = 2 * max((gathered for name, (gathered, _) in rank.units.items() if name), default=0.0)
-    earlier, after, peak = 0.0, sum(made), 0.0
+    earlier, after, peak = 0.0, sum(gradient_bytes), 0.0
     for i, layer in enumerate(rank.layers):
-        earlier += kept[i]
+        earlier += activation_bytes[i]
         before = earlier + layer.recomputed.at(rank.samples)
-        workspace, sent = 2 * layer.largest.at(rank.samples), memory.communication
+        workspace, buffers = 2 * layer.largest.at(rank.samples), memory.communication
         if is_sharded:
-            # Besides its own, the next block is gathered, and the gradients of the one before are being reduced.
-            sent = root + at_once + (2 * rank.units[blocks[i]][1] if blocks[i] else root_summed)
-            if i == len(kept) - 1:
-                # The loss makes two tensors of the output's size; blocks are gathered when one of them is left.
-                sent = max(root, sent - workspace / 2)
-        peak = max(peak, before + after + sent + workspace)
-        after -= made[i]
+            # The next block is gathered too, and the gradients of the previous block are being reduced.
+            buffers = root + at_once + (2 * rank.units[blocks[i]][1] if blocks[i] else root_summed)
+            if i == len(activation_bytes) - 1:
+                # The loss makes two tensors of the output's size, and one of them is freed before blocks are gathered.
+                buffers = max(root, buffers - workspace / 2)
+        peak = max(peak, before + after + buffers + workspace)
+        after -= gradient_bytes[i]
     if is_sharded:
-        peak = max(peak, sum(made) + root + 2 * root_summed)
-    together = memory.activations + sum(made) + memory.communication + memory.workspace
-    return max(0.0, together - peak)
+        peak = max(peak, sum(gradient_bytes) + root + 2 * root_summed)
+    sum_of_peaks = memory.activations + sum(gradient_bytes) + memory.communication + memory.workspace
+    return max(0.0, sum_of_peaks - peak)
 
 
-def _apart_in_pipeline(rank: Rank, workspace: float) -> float:
-    """Return the same for a pipeline: microbatches come first, then gradients are reduced, then outputs joined."""
+def _overlap_bytes_in_pipeline(rank: Rank, workspace: float) -> float:
+    """Return the sum of the individual peaks minus the joint peak for a pipeline, in bytes.
+
+    The joint peak is the largest of three phases: microbatches, the reduction of gradients, and joining the outputs.
+    """
     order = cast("Order", rank.order)
     sizes = [rank.kept(stage) for stage in range(len(rank.stages))]
     units = {int(name.removeprefix("stage ")): both for name, both in rank.units.items()}
     unsharded = [units.get(stage, (0.0, 0.0))[1] for stage in range(len(rank.stages))]
     gathered, summed = sum(full for full, _ in units.values()), sum(unsharded)
     shards, results = rank.bytes_of(t for t in rank.tensors if t.trained), rank.results()
-    together = max(
+    joint_peak = max(
         gathered + order.peak(rank.rank, sizes, unsharded, rank.recomputed()) + workspace + results,
         gathered + summed + max(unsharded) + shards + results,
         shards + 2 * results,
     )
-    parts = rank.peak_of(sizes, rank.recomputed()) + workspace
-    return parts + gathered + summed + max(unsharded) + shards + 2 * results - together
+    sum_of_peaks = rank.peak_of(sizes, rank.recomputed()) + workspace
+    return sum_of_peaks + gathered + summed + max(unsharded) + shards + 2 * results - joint_peak
 
 
 def _pipeline_buffers(rank: Rank) -> float:
-    """Return a pipeline's receive buffers, one per microbatch, and outputs that wait for their backward pass."""
+    """Return the bytes of a pipeline's receive buffers (one per microbatch) and of outputs kept until backward."""
     if rank.order is None:
         return 0.0
     last, m = len(rank.stages) - 1, rank.layout.num_microbatches
-    received = sum(rank.input_of(s) + (rank.output_of(s) if s < last else 0.0) for s in rank.mine)
+    received = sum(rank.input_of(s) + (rank.output_of(s) if s < last else 0.0) for s in rank.own_stages)
     waiting = rank.peak_of([rank.output_of(s) if s < last else 0.0 for s in range(last + 1)])
-    return m * received + 2 * rank.results() + waiting  # outputs of each microbatch, and concatenated
+    return m * received + 2 * rank.results() + waiting  # results twice: per microbatch, and concatenated
 
 
 def _gathered(rank: Rank) -> float:
-    """Return FSDP's buffers: gathered parameters, their gradients, and a copy of these to reduce."""
+    """Return the bytes of FSDP's buffers: gathered parameters, their gradients, and a copy of the gradients."""
     if rank.layout.strategy not in ("fsdp", "replicate"):
         return 0.0
     sizes = dict(rank.units)
     if rank.layout.pp > 1:  # a stage stays gathered, with its gradients, for all microbatches
         return sum(g + u for g, u in sizes.values()) + max(u for _, u in sizes.values())
-    # Besides the root unit, two blocks are gathered at a time: FSDP prefetches the next one.
+    # In addition to the root unit, two blocks are gathered at a time, because FSDP prefetches the next block.
     root, root_summed = sizes.pop("", (0.0, 0.0))
     block = max((2 * (g + u) for g, u in sizes.values()), default=0.0)
     return root + max(block, 2 * root_summed)

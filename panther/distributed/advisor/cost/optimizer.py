@@ -1,4 +1,4 @@
-"""What an optimizer reads and writes in a step, by which its speed is measured and its time predicted."""
+"""The bytes that an optimizer reads and writes in a step, from which its time is predicted."""
 
 __all__ = ["optimizer_bytes"]
 

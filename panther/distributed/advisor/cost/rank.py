@@ -1,4 +1,4 @@
-"""One rank of a layout: its stages, layers and tensors, and the bytes of what it holds of them."""
+"""A rank of a layout: its stages, layers and tensors, and their bytes on the rank."""
 
 __all__ = ["Rank", "shard_numel"]
 
@@ -21,14 +21,14 @@ def shard_numel(tensor: TensorStats, ranks: int) -> int:
     return _shard_numel(tensor.shape, tensor.on_mesh, ranks)
 
 
-# Layouts ask for the same few shapes some millions of times.
+# Cached, because estimating layouts needs the same few shapes some millions of times.
 @lru_cache(maxsize=4096)
 def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
     if not shape:
         return 1
     if not on_mesh and len(shape) == 2:
         rows, columns = shape
-        # As data_parallel places shards: along the second dimension where the ranks divide only that.
+        # data_parallel shards along the second dimension if the number of ranks divides only this one.
         if rows % ranks and columns % ranks == 0:
             return rows * (columns // ranks)
     # FSDP2 pads the first dimension to a multiple of the ranks.
@@ -36,7 +36,7 @@ def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
 
 
 class Rank:
-    """One rank of the pp axis; without a pipeline, any rank."""
+    """A rank of the pp axis; without a pipeline, it stands for all ranks."""
 
     def __init__(
         self,
@@ -51,42 +51,42 @@ class Rank:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
         kind = SCHEDULES[layout.schedule].order if layout.schedule else "loop"
-        self.mine = stages_of_rank(rank, layout.pp, len(stages), kind)
-        own = {layer for stage in self.mine for layer in stages[stage]}
-        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in own]
-        self.layers = [stats.layers[i] for i in sorted(own)]
+        self.own_stages = stages_of_rank(rank, layout.pp, len(stages), kind)
+        held_layers = {layer for stage in self.own_stages for layer in stages[stage]}
+        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in held_layers]
+        self.layers = [stats.layers[i] for i in sorted(held_layers)]
         self.shards = layout.dp if layout.strategy == "fsdp" else 1
 
     def bytes_of(self, tensors: Iterable[TensorStats]) -> float:
-        """Return the bytes of tensors, or of their shards."""
+        """Return the bytes of tensors on this rank, which holds shards of them under ``"fsdp"``."""
         return sum(shard_numel(t, self.shards) * t.itemsize if self.shards > 1 else t.nbytes for t in tensors)
 
-    def peak_of(self, sizes: list[float], again: Sequence[float] = ()) -> float:
-        """Return the most that the rank holds at a time of something that has these sizes in each stage.
+    def peak_of(self, sizes: list[float], recomputed: Sequence[float] = ()) -> float:
+        """Return the rank's peak bytes of data with these sizes in each stage, per microbatch.
 
-        ``again`` comes on top while the backward pass is in a stage.
+        ``recomputed`` are the bytes that are held in addition during the backward pass of each stage.
         """
         if self.order is not None:
-            return self.order.peak(self.rank, sizes, again=again)
-        return sum(sizes[stage] for stage in self.mine) + sum(again)
+            return self.order.peak(self.rank, sizes, recomputed=recomputed)
+        return sum(sizes[stage] for stage in self.own_stages) + sum(recomputed)
 
     def kept(self, stage: int) -> float:
-        """Return what autograd saves of a microbatch in a stage, except for the input, which is a pipeline buffer."""
+        """Return the bytes that autograd saves for a microbatch in a stage; the input counts as a pipeline buffer."""
         layers = [self.stats.layers[i] for i in self.stages[stage]]
-        kept = sum(layer.activations.at(self.samples) for layer in layers)
-        # In mixed precision, FSDP2 saves the stage's input as it has cast it.
+        saved = sum(layer.activations.at(self.samples) for layer in layers)
+        # In mixed precision, FSDP2 saves a cast copy of the stage's input.
         received = stage and layers[0].saves_input and self.stats.mixed_precision is None
-        return kept - (self.input_of(stage) if received else 0)
+        return saved - (self.input_of(stage) if received else 0)
 
     def recomputed(self) -> list[float]:
-        """Return what backward of each stage makes again of a microbatch, less what is no longer kept of later layers.
+        """Return the bytes that the backward pass of each stage recomputes, minus the bytes that later layers freed.
 
-        An empty list stands for nothing.
+        The list is empty without activation checkpointing.
         """
         if self.stats.activation_checkpointing == "none":
             return []
         most = [0.0] * len(self.stages)
-        for stage in self.mine:
+        for stage in self.own_stages:
             freed = 0.0
             for i in reversed(self.stages[stage]):
                 layer = self.stats.layers[i]
@@ -99,21 +99,21 @@ class Rank:
         return self.output_of(stage - 1) if stage else 0.0
 
     def output_of(self, stage: int) -> float:
-        """Return the bytes that a stage sends on for a microbatch."""
+        """Return the bytes of a stage's output for a microbatch."""
         output = self.stats.layers[self.stages[stage][-1]].output.at(self.samples)
         # FSDP2 casts the outputs of a stage to float32.
         return 4 / _HALF * output if self.stats.mixed_precision and self.layout.pp > 1 else output
 
     def results(self) -> float:
-        """Return the output of all microbatches, which the last stage has."""
+        """Return the bytes of the output of all microbatches if the rank has the last stage, and otherwise 0."""
         last = len(self.stages) - 1
-        return self.layout.num_microbatches * self.output_of(last) if last in self.mine else 0.0
+        return self.layout.num_microbatches * self.output_of(last) if last in self.own_stages else 0.0
 
     @cached_property
     def units(self) -> dict[str, tuple[float, float]]:
-        """The bytes that FSDP gathers at once, and those of their gradients, of blocks or whole stages.
+        """Bytes of the parameters of each unit that FSDP gathers, and bytes of their gradients, by the unit's name.
 
-        The name of what is in no block is ``""``.
+        Units are blocks, or stages of a pipeline. Parameters outside of all blocks form the unit ``""``.
         """
         units: dict[str, list[TensorStats]] = {}
         stage_of = {i: s for s, stage in enumerate(self.stages) for i in stage}
@@ -124,8 +124,8 @@ class Rank:
         return {name: (self._full(unit), self._full(unit, reduced=True)) for name, unit in units.items()}
 
     def _full(self, unit: list[TensorStats], *, reduced: bool = False) -> float:
-        """Return the padded bytes of a gathered unit, or (``reduced``) those of its gradients."""
+        """Return the padded bytes of a gathered unit, or, if ``reduced``, of its gradients."""
         half = self.stats.mixed_precision is not None
-        chosen = [t for t in unit if t.trained] if reduced else unit
-        sizes = [_HALF if half and not reduced else t.itemsize for t in chosen]
-        return sum(shard_numel(t, self.shards) * self.shards * size for t, size in zip(chosen, sizes, strict=True))
+        tensors = [t for t in unit if t.trained] if reduced else unit
+        sizes = [_HALF if half and not reduced else t.itemsize for t in tensors]
+        return sum(shard_numel(t, self.shards) * self.shards * size for t, size in zip(tensors, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""The traffic of one rank along each axis in a step, and the time that it takes."""
+"""The traffic of a rank along each axis in a step, and its time."""
 
 __all__ = ["Traffic", "along", "data_parallel"]
 
@@ -19,7 +19,7 @@ class Traffic:
     """``"intra"`` (within a node) or ``"inter"`` (between nodes)."""
     payload: float
     """Bytes of the tensors that are communicated, as :class:`CommunicationCounter` counts them."""
-    sent: float
+    sent_bytes: float
     """Bytes that the rank sends over its link, with ring algorithms."""
     seconds: float
 
@@ -29,17 +29,17 @@ def along(rank: Rank, axis: str, cluster: ClusterSpec) -> Traffic:
     layout, m = rank.layout, rank.layout.num_microbatches
     if axis == "tp":
         return _tensor_parallel(rank, cluster)
-    # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
-    # can be on one rank, which sends nothing.
-    last, mine = len(rank.stages) - 1, set(rank.mine)
-    messages = [rank.output_of(s) for s in rank.mine if s < last and s + 1 not in mine]
-    messages += [rank.input_of(s) for s in rank.mine if s > 0 and s - 1 not in mine]
-    sent = m * sum(messages)
-    return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages), "broadcast")
+    # A stage sends its output forward and the gradient of its input back. With V schedules, neighbouring stages can be
+    # on the same rank, which sends nothing between them.
+    last, own_stages = len(rank.stages) - 1, set(rank.own_stages)
+    messages = [rank.output_of(s) for s in rank.own_stages if s < last and s + 1 not in own_stages]
+    messages += [rank.input_of(s) for s in rank.own_stages if s > 0 and s - 1 not in own_stages]
+    sent_bytes = m * sum(messages)
+    return _traffic(axis, cluster, layout.pp * layout.tp, sent_bytes, sent_bytes, m * len(messages), "broadcast")
 
 
 def _tensor_parallel(rank: Rank, cluster: ClusterSpec) -> Traffic:
-    """Return the traffic along tp. Messages are small: latency counts, so the number of calls does."""
+    """Return the traffic along tp. Its messages are small, so that the number of calls and the latency matter."""
     m, n = rank.layout.num_microbatches, rank.layout.tp
     gathered = m * sum(layer.tp_gathered.at(rank.samples) for layer in rank.layers)
     gathers = m * sum(layer.tp_gathers for layer in rank.layers)
@@ -56,7 +56,7 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
     if n == 1:
         return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
     if layout.strategy == "fsdp":
-        # A block is gathered for its forward and again for its backward pass; the root unit and stages stay.
+        # A block is gathered for its forward and again for its backward pass; the root unit and stages stay gathered.
         gathers = {name: 2 if name and layout.pp == 1 else 1 for name in units}
         gathered = sum(gathers[name] * full for name, (full, _) in units.items())
         reduced = sum(summed for _, summed in units.values())
@@ -81,9 +81,12 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
     return (replace(dp, payload=dp.payload + buffers),)
 
 
-def _both(one: Traffic, other: Traffic) -> Traffic:
+def _both(first: Traffic, second: Traffic) -> Traffic:
     return replace(
-        one, payload=one.payload + other.payload, sent=one.sent + other.sent, seconds=one.seconds + other.seconds
+        first,
+        payload=first.payload + second.payload,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        seconds=first.seconds + second.seconds,
     )
 
 
@@ -97,8 +100,8 @@ def _all_reduce(
     operation: str = "all_reduce",
     copied: float = 0.0,
 ) -> Traffic:
-    sent, rounds = 2 * (n - 1) / n * payload, 2 * (n - 1) * calls
-    return _traffic(axis, cluster, span, payload, sent, rounds, operation, copied)
+    sent_bytes, rounds = 2 * (n - 1) / n * payload, 2 * (n - 1) * calls
+    return _traffic(axis, cluster, span, payload, sent_bytes, rounds, operation, copied)
 
 
 def _traffic(
@@ -106,12 +109,12 @@ def _traffic(
     cluster: ClusterSpec,
     span: int,
     payload: float,
-    sent: float,
+    sent_bytes: float,
     rounds: float,
     operation: str = "all_reduce",
     copied: float = 0.0,
 ) -> Traffic:
-    """Return the traffic of calls of one operation; ``copied`` are bytes read and written to fill and empty buffers."""
-    seconds = sent / cluster.bandwidth(span, operation) + rounds * cluster.latency(span, operation)
+    """Return the traffic of calls of a collective; ``copied`` bytes are read and written to fill and empty buffers."""
+    seconds = sent_bytes / cluster.bandwidth(span, operation) + rounds * cluster.latency(span, operation)
     seconds += copied / cluster.memory_bandwidth
-    return Traffic(axis, cluster.link(span), payload, sent, seconds if payload else 0.0)
+    return Traffic(axis, cluster.link(span), payload, sent_bytes, seconds if payload else 0.0)

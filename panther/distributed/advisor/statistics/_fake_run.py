@@ -1,7 +1,8 @@
 """Run a model on fake tensors, and count its flops, the bytes that autograd saves, and its traffic over the tp axis.
 
-A copy of the model on the meta device is sharded by :func:`tensor_parallel` itself, over torch's fake process group,
-and then runs forward and backward on torch's fake tensors. That needs no memory, and counts what the real code does.
+:func:`tensor_parallel` shards a copy of the model on the meta device over torch's fake process group. The copy then
+runs forward and backward on torch's fake tensors, which need no memory, so that the operations of the real code are
+counted.
 """
 
 __all__ = ["Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
@@ -46,10 +47,10 @@ _ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.a
 def fake_mesh(ranks: int) -> Iterator[DeviceMesh]:
     """Yield a tp mesh of ``ranks`` ranks on the fake backend, which sends nothing; this process is its first rank.
 
-    A process group that exists already is left as it is.
+    A process group that exists already is not changed.
     """
-    alone = not in_process_group()  # then a default group is made, and ended again
-    # DTensor caches what it finds for a mesh and compares meshes by name, so every mesh gets a name of its own.
+    alone = not in_process_group()  # if there is no default group, one is made, and destroyed at the end
+    # DTensor caches results by mesh and compares meshes by name, so that every mesh needs a different name.
     name = f"panther_plan_{next(_GROUPS)}"
     group = fake_group(ranks, name)
     try:
@@ -71,43 +72,45 @@ def meta_copy(model: nn.Module) -> nn.Module:
         for tensor in (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values()):
             if isinstance(tensor, DTensor):
                 raise DistributedError("layers of the model are already sharded: plan before sharding it")
-            # deepcopy takes what is in its memo, so tied tensors stay tied and no values are copied.
+            # deepcopy uses the tensors in its memo, so that tied tensors stay tied and no values are copied.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                meta_tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
                 trained = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if trained else made
+                memo[id(tensor)] = (
+                    nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if trained else meta_tensor
+                )
     return copy.deepcopy(model, memo).train()
 
 
 def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> None:
-    """Replace a model's tensors by fake ones, in place: tied ones stay tied, parameters get the compute dtype."""
-    made: dict[int, Tensor] = {}
+    """Replace a model's tensors by fake ones, in place; tied tensors stay tied, parameters get the compute dtype."""
+    fakes: dict[int, Tensor] = {}
     with mode:
         for module in model.modules():
-            # The dictionaries of the module: assigning attributes would run hooks and type checks.
+            # The dictionaries of the module are written directly, because setattr would run hooks and type checks.
             places: list[dict[str, Any]] = [parameters_of(module), buffers_of(module), vars(module)]
             for place in places:
                 for name, tensor in list(place.items()):
                     if isinstance(tensor, Tensor):
-                        if id(tensor) not in made:
-                            made[id(tensor)] = _fake(tensor, compute_dtype)
-                        place[name] = made[id(tensor)]
+                        if id(tensor) not in fakes:
+                            fakes[id(tensor)] = _fake(tensor, compute_dtype)
+                        place[name] = fakes[id(tensor)]
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
     parameter = isinstance(tensor, nn.Parameter)
     dtype = compute_dtype if compute_dtype and parameter and tensor.is_floating_point() else tensor.dtype
     local = untracked_shard(tensor)
-    made = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
+    fake = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
     if isinstance(tensor, DTensor):
-        made = DTensor.from_local(
-            made, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        fake = DTensor.from_local(
+            fake, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if parameter else made
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
 
 
 def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> tuple[Any, int]:
-    """Return a fake sample input with ``times`` its batch size, and that size."""
+    """Return a fake sample input with ``times`` the batch size of ``sample``, and its batch size."""
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].dim() == 0 or len(tensors[0]) == 0:
         raise ShapeError(
@@ -116,7 +119,7 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
     batch = len(tensors[0])
 
     def grown(tensor: Tensor) -> Tensor:
-        # Masks and tables without the batch size stay as they are.
+        # Masks and tables that do not have the batch size keep their shapes.
         per_sample = tensor.dim() > 0 and tensor.shape[0] == batch
         shape = (times * batch, *tensor.shape[1:]) if per_sample else tensor.shape
         dtype = compute_dtype if compute_dtype and tensor.is_floating_point() else tensor.dtype
@@ -127,7 +130,7 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
 
 
 class Work(NamedTuple):
-    """One product: its flops, the bytes that it reads and writes, and the sizes of a product of matrices."""
+    """A product: its flops, the bytes that it reads and writes, and, for matrices, its three sizes."""
 
     flops: int
     moved: int
@@ -135,45 +138,49 @@ class Work(NamedTuple):
 
 
 class WorkCounter(FlopCounterMode):
-    """Counts the work of what runs inside it. Views and collectives are none."""
+    """Count the work of the operations that run within the block, except for views and collectives."""
 
     def __init__(self) -> None:
         super().__init__(display=False)
         self.flops = 0
         """Flops since the beginning."""
         self._products: list[Work] = []
-        self._made: list[int] = []
+        self._largest: list[int] = []
         self._moved = 0
 
     def take(self) -> tuple[list[Work], int, list[int]]:
-        """Return the work since the last call: products, bytes that others move, bytes that each of both makes."""
-        taken = self._products, self._moved, self._made
-        self._products, self._moved, self._made = [], 0, []
-        return taken
+        """Return the work since the last call.
+
+        It is the list of products, the bytes that other operations move, and the bytes of the largest tensor that each
+        product or operation makes.
+        """
+        work = self._products, self._moved, self._largest
+        self._products, self._moved, self._largest = [], 0, []
+        return work
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        # Private, but the only place that sees each operation once, after composite ones are decomposed.
+        # This method is private, but no public one sees each operation once, after composite operations are decomposed.
         if func_packet in self.flop_registry:
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             self.flops += flops
-            given, made = tensors_in((args, kwargs)), tensors_in(out)
+            inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
             sizes: tuple[int, ...] = ()
             if func_packet in _MATRIX_PRODUCTS:
-                a, b = given[-2:]  # an addend comes first
+                a, b = inputs[-2:]  # the first input of addmm and baddbmm is the addend
                 sizes = (*a.shape[-2:], b.shape[-1])
-            self._products.append(Work(flops, sum(map(_bytes, given + made)), sizes))
-            self._made.append(max(map(_bytes, made)))
+            self._products.append(Work(flops, sum(map(_bytes, inputs + outputs)), sizes))
+            self._largest.append(max(map(_bytes, outputs)))
             return out
         # A name such as "aten::add"; collectives are counted as traffic.
         if operator_name(func_packet).partition("::")[0] in COLLECTIVE_NAMESPACES:
             return out
-        made, given = tensors_in(out), tensors_in((args, kwargs))
-        stored = {storage_key(tensor) for tensor in given}
+        outputs, inputs = tensors_in(out), tensors_in((args, kwargs))
+        stored = {storage_key(tensor) for tensor in inputs}
         in_place = func_packet.__name__.endswith("_")
-        if made and (in_place or any(storage_key(tensor) not in stored for tensor in made)):
-            read = made if func_packet in _ROWS_ONLY else given
-            self._moved += sum(map(_bytes, read)) + sum(map(_bytes, made))
-            self._made.append(max(map(_bytes, made)))
+        if outputs and (in_place or any(storage_key(tensor) not in stored for tensor in outputs)):
+            read = outputs if func_packet in _ROWS_ONLY else inputs
+            self._moved += sum(map(_bytes, read)) + sum(map(_bytes, outputs))
+            self._largest.append(max(map(_bytes, outputs)))
         return out
 
 
@@ -183,24 +190,24 @@ class Run:
     def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
         self.activations, self.output = np.zeros((2, layers), dtype=np.int64)
-        """Bytes that autograd saves first in a layer, without parameters and buffers; bytes of its output."""
+        """Bytes that autograd saves in each layer, without parameters and buffers; bytes of each layer's output."""
         self.sums = np.zeros((5, layers), dtype=np.int64)
         self.flops, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
-        """Flops; bytes that are sent over the tp axis, and the calls; those of them that are gathered."""
+        """Flops; bytes and calls of collectives over the tp axis; bytes and calls of those that gather."""
         self.saves_input = [False] * layers
         self.products: list[list[Work]] = [[] for _ in range(layers)]
         """The products, in the order in which they run."""
         self.moved = np.zeros(layers, dtype=np.int64)
         """Bytes that other operations read and write."""
-        self.made: list[list[int]] = [[] for _ in range(layers)]
+        self.largest: list[list[int]] = [[] for _ in range(layers)]
         """Bytes of the largest tensor that each operation makes."""
         self.returns_tensor = [True] * layers
         """Whether each layer returns one tensor."""
-        self.kept = np.zeros(layers, dtype=np.int64)
+        self.kept_bytes = np.zeros(layers, dtype=np.int64)
         """Bytes that are saved outside of blocks, enter a block, or are saved selectively in it."""
         self.keeps_input = [False] * layers
         self.recomputed: list[list[int]] = [[] for _ in range(layers)]
-        """Of each block in a layer, the bytes that its backward pass holds in addition to what is kept."""
+        """For each block in a layer, the bytes that its backward pass holds in addition to the kept ones."""
 
 
 def run(
@@ -217,59 +224,62 @@ def run(
 ) -> Run:
     """Run a fake model forward and backward, and return the counts.
 
-    The loss takes the output in ``output_dtype``; None leaves it. ``blocks``, with the policies of what is saved
-    selectively in them, are those that activation checkpointing would recompute; nothing is recomputed here.
+    The output is cast to ``output_dtype`` for the loss; None does not cast it. ``blocks`` are the modules that
+    activation checkpointing would recompute, each with the policy of selectively saved tensors; this run recomputes
+    nothing.
     """
-    done = Run(batch, len(layers))
+    counts = Run(batch, len(layers))
     held = (*model.parameters(), *model.buffers(), *(v for m in model.modules() for v in vars(m).values()))
     weights = {storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
-    seen: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
     entered: list[Tensor] = []
     work, traffic = WorkCounter(), CommunicationCounter()
-    before = np.zeros(len(done.sums), dtype=np.int64)
-    regions = Regions(done.kept, done.keeps_input, done.recomputed, weights, lambda: (current, inputs_of[current]))
+    before = np.zeros(len(counts.sums), dtype=np.int64)
+    regions = Regions(
+        counts.kept_bytes, counts.keeps_input, counts.recomputed, weights, lambda: (current, inputs_of[current])
+    )
 
     def switch_to(layer: int) -> None:
-        """Attribute what was done until now to the layer that is left."""
+        """Add the counts since the last switch to the current layer, and make ``layer`` the current one."""
         nonlocal current, before
-        products, moved, made = work.take()
-        done.products[current] += products
-        done.moved[current] += moved
-        done.made[current] += made
+        products, moved, largest = work.take()
+        counts.products[current] += products
+        counts.moved[current] += moved
+        counts.largest[current] += largest
         gathered, gathers = (
-            sum(count for name, count in counts.items() if "gather" in name)
-            for counts in (traffic.bytes_by_operation, traffic.calls_by_operation)
+            sum(count for name, count in per_operation.items() if "gather" in name)
+            for per_operation in (traffic.bytes_by_operation, traffic.calls_by_operation)
         )
         now = np.array([work.flops, traffic.bytes, traffic.calls, gathered, gathers])
-        done.sums[:, current] += now - before
+        counts.sums[:, current] += now - before
         current, before = layer, now
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage(tensor)
-        # What several operations save is one tensor in memory.
-        if key not in weights and key not in seen:
-            seen[key] = tensor  # keeps it alive, so that no other storage gets its address
-            done.activations[current] += untracked_shard(tensor).untyped_storage().nbytes()
-            done.saves_input[current] |= key == inputs_of[current]
+        # A tensor that more than one operation saves counts once.
+        if key not in weights and key not in saved:
+            saved[key] = tensor  # keeps it alive, so that no other storage gets its address
+            counts.activations[current] += untracked_shard(tensor).untyped_storage().nbytes()
+            counts.saves_input[current] |= key == inputs_of[current]
         regions.save(tensor)
         return tensor
 
     def enter(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             switch_to(i)
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            inputs_of[i] = storage(given[0]) if given else -1
-            entered.extend(given[:1])  # held, so that no other storage gets its address
+            input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            inputs_of[i] = storage(input_tensors[0]) if input_tensors else -1
+            entered.extend(input_tensors[:1])  # the reference keeps other storages from getting the same address
 
         return hook
 
     def leave(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            done.returns_tensor[i] &= isinstance(output, Tensor)
-            made = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
-            done.output[i] += sum(leaf.numel() * leaf.itemsize for leaf in made)
-            for leaf in made:
+            counts.returns_tensor[i] &= isinstance(output, Tensor)
+            leaves = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
+            counts.output[i] += sum(leaf.numel() * leaf.itemsize for leaf in leaves)
+            for leaf in leaves:
                 if leaf.requires_grad:  # its gradient is ready just before the layer's backward pass begins
                     leaf.register_hook(lambda gradient: switch_to(i))
 
@@ -296,7 +306,7 @@ def run(
             handle.remove()
         for parameter in model.parameters():
             parameter.grad = None
-    return done
+    return counts
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -306,10 +316,10 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _sum(output: Any) -> Tensor:
-    made = [leaf for leaf in tree_leaves(output) if _is_float(leaf) and leaf.requires_grad]
-    if not made:
+    leaves = [leaf for leaf in tree_leaves(output) if _is_float(leaf) and leaf.requires_grad]
+    if not leaves:
         raise ShapeError("the model's output depends on no trainable parameter: there is nothing to plan")
-    return torch.stack([leaf.sum() for leaf in made]).sum()
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
 def _is_float(leaf: Any) -> bool:
@@ -317,5 +327,5 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _bytes(tensor: Tensor) -> int:
-    # Of an expanded tensor the memory that there is.
+    # An expanded tensor counts with the memory of its storage.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,7 +1,8 @@
 """Keep the statistics of plain transformers in files, because measuring them takes longer than planning with them.
 
-Those of the sizes that ``panther advise`` names come with the package, in ``transformers.json.gz``, for the version of
-torch that they were measured with. ``tests/support/shipped_stats.py`` writes that file, and a test compares it.
+Statistics of the sizes that ``panther advise`` names are part of the package, in ``transformers.json.gz``, for the
+version of torch with which they were measured. ``tests/support/shipped_stats.py`` writes this file, and a test compares
+it.
 """
 
 __all__ = ["SHIPPED", "default_folder", "measured_values", "shipped_name", "transformer_stats"]
@@ -31,22 +32,22 @@ def default_folder() -> Path:
 
 
 def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measured:
-    """Return what ``measure_transformer(**sizes)`` measures: shipped, from the folder, or measured and kept there.
+    """Return the result of ``measure_transformer(**sizes)``: shipped, from the folder, or measured and stored there.
 
     Raises:
         ShapeError: If the layer cannot be sharded over this number of ranks.
     """
     file = None if folder is None else Path(folder) / f"transformer-{_key(sizes)}.json"
-    found = _shipped().get(shipped_name(sizes)) or (None if file is None else _read(file))
-    if found is None:
-        found = measured_values(sizes)
+    values = _shipped().get(shipped_name(sizes)) or (None if file is None else _read(file))
+    if values is None:
+        values = measured_values(sizes)
         if file is not None:
-            _write(file, found)
-    if "refused" in found:
-        raise ShapeError(found["refused"])
-    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in found["tensors"])
-    rest = {name: value for name, value in found.items() if name not in ("tensors", "layers")}
-    return Measured(tensors, tuple(map(_layer, found["layers"])), **rest)
+            _write(file, values)
+    if "refused" in values:
+        raise ShapeError(values["refused"])
+    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in values["tensors"])
+    rest = {name: value for name, value in values.items() if name not in ("tensors", "layers")}
+    return Measured(tensors, tuple(map(_layer, values["layers"])), **rest)
 
 
 def shipped_name(sizes: dict[str, Any]) -> str:
@@ -56,19 +57,19 @@ def shipped_name(sizes: dict[str, Any]) -> str:
 
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
-    """Return the shipped entries; none for another version of torch, whose operations may save other tensors."""
+    """Return the shipped entries; none for a different version of torch, whose operations may save other tensors."""
     entries: dict[str, Any] = json.loads(gzip.decompress(SHIPPED.read_bytes()))
     return entries["measured"] if entries["torch"] == version("torch").partition("+")[0] else {}
 
 
-def _layer(kept: dict[str, Any]) -> LayerStats:
-    lines = {name: Line(*kept[name]) for name in _LINES if name in kept}
-    products = tuple(Product(Line(*flops), Line(*moved), *rest) for flops, moved, *rest in kept["products"])
-    return LayerStats(**{**kept, **lines, "products": products})
+def _layer(entry: dict[str, Any]) -> LayerStats:
+    lines = {name: Line(*entry[name]) for name in _LINES if name in entry}
+    products = tuple(Product(Line(*flops), Line(*moved), *rest) for flops, moved, *rest in entry["products"])
+    return LayerStats(**{**entry, **lines, "products": products})
 
 
 def measured_values(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``measure_transformer(**sizes)`` measures, as plain values, or why it refuses."""
+    """Return the result of ``measure_transformer(**sizes)`` as plain values, or the reason why it refuses."""
     from panther.distributed.advisor.statistics._measured_stats import measure_transformer
 
     try:
@@ -91,16 +92,16 @@ def _key(sizes: dict[str, Any]) -> str:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        found = read_json(file)
-    except (OSError, ValueError):  # absent, or damaged: measured again
+        values = read_json(file)
+    except (OSError, ValueError):  # the file is missing or damaged, and the statistics are measured again
         return None
-    whole = isinstance(found, dict) and ("refused" in found or "layers" in found)
-    return found if whole else None
+    is_complete = isinstance(values, dict) and ("refused" in values or "layers" in values)
+    return values if is_complete else None
 
 
-def _write(file: Path, found: dict[str, Any]) -> None:
+def _write(file: Path, values: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, found, indent=None)
+        write_json(file, values, indent=None)
     except OSError:  # the statistics are measured again the next time
         return

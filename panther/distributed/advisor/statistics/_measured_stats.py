@@ -1,4 +1,4 @@
-"""Measure the statistics of a model by running it on fake tensors, whole or sharded by :func:`tensor_parallel`."""
+"""Measure the statistics of a model by running it on fake tensors, unsharded or after :func:`tensor_parallel`."""
 
 __all__ = ["measure", "measure_transformer", "plain_transformer"]
 
@@ -56,7 +56,7 @@ def measure_transformer(
 
 
 def _loss_of_tokens(logits: Tensor) -> Tensor:
-    # Any target will do: only shapes matter.
+    # The values of the target do not matter, because fake tensors have only shapes.
     target = torch.zeros(logits.shape[:2].numel(), dtype=torch.int64, device="cpu")
     return F.cross_entropy(logits.flatten(0, 1), target)
 
@@ -86,38 +86,39 @@ def measure(
 ) -> Measured:
     """Return the statistics of one of ``tp`` ranks; the arguments are those of :meth:`ModelStats.of`.
 
-    In mixed precision, parameters are given in half precision, as FSDP2 gathers them; or, with ``autocast``, cast where
+    In mixed precision, parameters have half precision, as FSDP2 gathers them; with ``autocast``, they are cast where
     they are used, as under DDP.
     """
-    # On the meta device and then fake: sharding needs a module with shapes, running one with fake values.
-    mode, made, half = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
+    # Sharding needs a copy on the meta device, and running it needs fake tensors.
+    mode, fake_model, half = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
     dtype, cast = (None, half) if autocast else (half, None)
     options: dict[str, Any] = {"autocast_dtype": cast, "output_dtype": dtype and torch.float32}  # as FSDP2 returns it
     with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
         if mesh is not None:
-            tensor_parallel(made, mesh)
-        tensors = _tensors(made)
-        make_fake_(made, mode, dtype)
+            tensor_parallel(fake_model, mesh)
+        tensors = _tensors(fake_model)
+        make_fake_(fake_model, mode, dtype)
         # Two batch sizes determine the line fixed + per_sample * samples.
         inputs = [fake_inputs(sample_input, times, mode, dtype) for times in (1, 2)]
 
         def runs(blocks: Sequence[tuple[nn.Module, Policy | None]] = ()) -> tuple[Run, Run]:
-            one, two = (
-                run(made, _layers_of(made), *given, loss_fn, mode, blocks=blocks, **options) for given in inputs
+            first_run, second_run = (
+                run(fake_model, _layers_of(fake_model), *model_inputs, loss_fn, mode, blocks=blocks, **options)
+                for model_inputs in inputs
             )
-            return one, two
+            return first_run, second_run
 
-        plain, again = runs(_blocks(made, activation_checkpointing)), None
+        plain, recomputing = runs(_blocks(fake_model, activation_checkpointing)), None
         if activation_checkpointing != "none":
-            checkpoint_blocks_(made, fsdp_blocks(made), activation_checkpointing)
-            again = runs()
-    layers = tuple(_layer(i, name, plain, again) for i, (name, _) in enumerate(_layers_of(made)))
+            checkpoint_blocks_(fake_model, fsdp_blocks(fake_model), activation_checkpointing)
+            recomputing = runs()
+    layers = tuple(_layer(i, name, plain, recomputing) for i, (name, _) in enumerate(_layers_of(fake_model)))
     splits = isinstance(model, nn.Sequential) and all(plain[0].returns_tensor)
     return Measured(tensors, layers, splits, _tokens_of(sample_input))
 
 
 def _blocks(model: nn.Module, kind: str) -> list[tuple[nn.Module, Policy | None]]:
-    """Return what a kind of activation checkpointing recomputes, with the policies of what it saves."""
+    """Return the blocks that a kind of activation checkpointing recomputes, each with the policy of saved tensors."""
     if kind == "none":
         return []
     selective = kind == "selective"
@@ -127,17 +128,17 @@ def _blocks(model: nn.Module, kind: str) -> list[tuple[nn.Module, Policy | None]
 
 
 def _tokens_of(sample_input: Any) -> int | None:
-    """Return the row length of the first tensor if it is a matrix of integers."""
+    """Return the row length of the first tensor if it is a matrix of integers, and otherwise None."""
     first = next(leaf for leaf in tree_leaves(sample_input) if isinstance(leaf, Tensor))
     return len(first[0]) if first.dim() == 2 and not (first.is_floating_point() or first.is_complex()) else None
 
 
 def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a Sequential in which none occurs twice; of any other model the model as one layer."""
+    """Return the modules of a Sequential without repeated modules; any other model is returned as a single layer."""
     children = list(children_of(model).items())
     # A module that occurs twice would be counted in both places.
-    different = len({id(child) for _, child in children}) == len(children)
-    if isinstance(model, nn.Sequential) and children and different:
+    are_distinct = len({id(child) for _, child in children}) == len(children)
+    if isinstance(model, nn.Sequential) and children and are_distinct:
         return children  # type: ignore[return-value]
     return [("", model)]
 
@@ -152,7 +153,7 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     names = {id(module): name for name, module in model.named_modules()}
     blocks = {id(inner): names[id(block)] for block in fsdp_blocks(model) for inner in block.modules()}
     layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
-    found, seen = [], set()
+    stats, seen_ids = [], set()
     for prefix, module in model.named_modules():
         sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
         held: list[tuple[str, Tensor | None, str]] = [
@@ -162,11 +163,11 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
         # Packed signs are plain attributes of the module, not buffers.
         held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]
         for name, tensor, role in held:
-            if tensor is None or id(tensor) in seen:
+            if tensor is None or id(tensor) in seen_ids:
                 continue
-            seen.add(id(tensor))
+            seen_ids.add(id(tensor))
             local = untracked_shard(tensor)
-            found.append(
+            stats.append(
                 TensorStats(
                     name=f"{prefix}.{name}" if prefix else name,
                     shape=tuple(local.shape),
@@ -180,12 +181,12 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
                     last_layer=last[id(tensor)] if last.get(id(tensor), 0) > layers.get(id(module), 0) else -1,
                 )
             )
-    return tuple(found)
+    return tuple(stats)
 
 
-def _layer(i: int, name: str, plain: tuple[Run, Run], again: tuple[Run, Run] | None) -> LayerStats:
-    """Return the counts of a layer, of the runs that recompute blocks if there are any."""
-    first, second = again or plain
+def _layer(i: int, name: str, plain: tuple[Run, Run], recomputing: tuple[Run, Run] | None) -> LayerStats:
+    """Return the statistics of a layer, from the runs that recompute blocks if there are any."""
+    first, second = recomputing or plain
 
     def line(count: str, runs: tuple[Run, Run] = (first, second)) -> Line:
         at_first, at_second = (float(getattr(run, count)[i]) for run in runs)
@@ -195,18 +196,18 @@ def _layer(i: int, name: str, plain: tuple[Run, Run], again: tuple[Run, Run] | N
     return LayerStats(
         name=name,
         flops=line("flops"),
-        activations=line("activations" if again is None else "kept", plain),
+        activations=line("activations" if recomputing is None else "kept_bytes", plain),
         output=line("output"),
-        largest=_largest(first.made[i], second.made[i], first.batch, second.batch),
+        largest=_largest(first.largest[i], second.largest[i], first.batch, second.batch),
         tp_bytes=line("tp_bytes"),
         tp_calls=int(first.tp_calls[i]),
         tp_gathered=line("tp_gathered"),
         tp_gathers=int(first.tp_gathers[i]),
-        saves_input=plain[0].saves_input[i] if again is None else plain[0].keeps_input[i],
+        saves_input=plain[0].saves_input[i] if recomputing is None else plain[0].keeps_input[i],
         recomputed=_line(float(largest[0]), float(largest[1]), first.batch, second.batch),
         products=_products(first.products[i], second.products[i], first.batch, second.batch),
         moved=line("moved"),
-        calls=len(first.made[i]),
+        calls=len(first.largest[i]),
     )
 
 
@@ -216,22 +217,24 @@ def _line(at_first: float, at_second: float, first: int, second: int) -> Line:
 
 
 def _largest(at_first: list[int], at_second: list[int], first: int, second: int) -> Line:
-    """Return the largest tensor among those that grow with the batch: others are gradients, or small."""
+    """Return the size of the tensor that grows most with the batch; other tensors are gradients, or small."""
     if len(at_first) != len(at_second):
-        at_first, at_second = ([max(made, default=0)] for made in (at_first, at_second))
-    lines = [_line(*made, first, second) for made in zip(at_first, at_second, strict=True)]
+        at_first, at_second = ([max(sizes, default=0)] for sizes in (at_first, at_second))
+    lines = [_line(*sizes, first, second) for sizes in zip(at_first, at_second, strict=True)]
     return max(lines, key=lambda line: line.per_sample, default=Line(0.0, 0.0))
 
 
 def _products(at_first: list[Work], at_second: list[Work], first: int, second: int) -> tuple[Product, ...]:
-    """Return the products of two batch sizes as lines, equal ones once."""
-    if len(at_first) != len(at_second):  # the forward depends on the batch size: only sums can be compared
+    """Return the products of two batch sizes as lines; equal products are merged."""
+    if len(at_first) != len(at_second):  # the forward depends on the batch size, so that only sums can be compared
         at_first, at_second = (
             [Work(sum(p.flops for p in w), sum(p.moved for p in w), ())] for w in (at_first, at_second)
         )
     counts: Counter[tuple[Line, Line, int]] = Counter()
-    for one, two in zip(at_first, at_second, strict=True):
-        flops, moved = (_line(getattr(one, n), getattr(two, n), first, second) for n in ("flops", "moved"))
-        fixed = [size for size, other in zip(one.sizes, two.sizes, strict=True) if size == other]
+    for first_work, second_work in zip(at_first, at_second, strict=True):
+        flops, moved = (
+            _line(getattr(first_work, n), getattr(second_work, n), first, second) for n in ("flops", "moved")
+        )
+        fixed = [size for size, other in zip(first_work.sizes, second_work.sizes, strict=True) if size == other]
         counts[flops, moved, min(fixed, default=0)] += 1
     return tuple(Product(flops, moved, count, narrowest) for (flops, moved, narrowest), count in counts.items())

@@ -1,4 +1,4 @@
-"""The tensors and layers of a model as planning sees them."""
+"""The statistics of tensors and layers from which plans are computed."""
 
 __all__ = ["LayerStats", "Line", "Measured", "Product", "TensorStats"]
 
@@ -15,7 +15,7 @@ class Line(NamedTuple):
     per_sample: float
 
     def at(self, samples: float) -> float:
-        """Return its value for a number of samples."""
+        """Return the value for a number of samples."""
         return self.fixed + self.per_sample * samples
 
 
@@ -23,16 +23,16 @@ _NOTHING = Line(0.0, 0.0)
 
 
 class Product(NamedTuple):
-    """Matrix products, convolutions or attention of one shape, with the work of one of them."""
+    """Matrix products, convolutions or attention of one shape; flops and bytes are per call."""
 
     flops: Line
     moved: Line
-    """Bytes that it reads and writes."""
+    """Bytes that the product reads and writes."""
     times: int
-    """How many of them there are."""
+    """Number of these products."""
     narrowest: int = 0
-    """Their smallest size, of those that do not depend on the batch; 0 if it is not known. For a sketched layer it is
-    the sketch size."""
+    """The smallest size that does not depend on the batch; 0 if it is unknown. For a sketched layer, it is the sketch
+    size."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class TensorStats:
     shape: tuple[int, ...]
     itemsize: int
     role: str
-    """``"parameter"``, ``"sketch"`` (of a seeded layer; those of a fitted layer are parameters) or ``"buffer"``."""
+    """``"parameter"``, ``"sketch"`` (of a seeded layer; sketches of a fitted layer are parameters) or ``"buffer"``."""
     trained: bool
     layer: int
-    """Index of the layer that holds it, in ``ModelStats.layers``."""
+    """Index of the tensor's layer in ``ModelStats.layers``."""
     block: str
-    """Name of the block that FSDP gathers it with; ``""`` for parameters outside of all blocks."""
+    """Name of the block with which FSDP gathers the tensor; ``""`` for parameters outside of all blocks."""
     on_mesh: bool = False
     """Whether tensor parallelism made it a DTensor."""
     global_numel: int = 0
     """Number of entries over all ranks of the tp axis."""
     last_layer: int = -1
-    """Index of the last layer that shares it; -1 if ``layer`` alone has it."""
+    """Index of the last layer that shares the tensor; -1 if only ``layer`` has it."""
 
     @cached_property
     def numel(self) -> int:
@@ -75,21 +75,21 @@ class LayerStats:
     flops: Line
     """Flops of the forward and backward pass."""
     activations: Line
-    """Bytes that are kept for the backward pass: what autograd saves, or with activation checkpointing the inputs of
-    blocks and what is saved selectively."""
+    """Bytes that are kept for the backward pass: tensors that autograd saves, or, with activation checkpointing, inputs
+    of blocks and selectively saved tensors."""
     output: Line
     largest: Line
-    """Bytes of the largest tensor that an operation makes, forward or backward, of those that grow with the batch."""
+    """Bytes of the largest tensor that an operation makes, forward or backward, whose size grows with the batch."""
     tp_bytes: Line
-    """Bytes that its sharded layers reduce or gather over the tp axis, forward and backward."""
+    """Bytes that sharded layers reduce or gather over the tp axis, forward and backward."""
     tp_calls: int
-    """Number of these collectives."""
+    """Number of collectives over the tp axis."""
     tp_gathered: Line
-    """Those of ``tp_bytes`` that are gathered."""
+    """Part of ``tp_bytes`` that is gathered."""
     tp_gathers: int
-    """Those of ``tp_calls`` that gather."""
+    """Number of ``tp_calls`` that gather."""
     saves_input: bool
-    """Whether ``activations`` include its input; otherwise those of the layer before do."""
+    """Whether ``activations`` include the layer's input; otherwise ``activations`` of the previous layer include it."""
     products: tuple[Product, ...]
     """The operations that ``flops`` counts, forward and backward."""
     moved: Line
@@ -97,14 +97,14 @@ class LayerStats:
     calls: int
     """Number of all operations."""
     recomputed: Line = _NOTHING
-    """With activation checkpointing, the bytes that are made again for the backward pass of a block, of the largest."""
+    """With activation checkpointing, the bytes that the backward pass recomputes for the largest block."""
 
 
 class Measured(NamedTuple):
-    """What running a model on fake tensors finds."""
+    """The statistics of a model that were measured on fake tensors."""
 
     tensors: tuple[TensorStats, ...]
     layers: tuple[LayerStats, ...]
     is_sequential: bool
-    """Whether it is a sequence of layers that return one tensor each, so that a pipeline can split it."""
+    """Whether the model is a sequence of layers that return one tensor each, so that a pipeline can split it."""
     tokens_per_sample: int | None

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """What a model costs one rank, for :func:`plan_parallelism`. Made by :meth:`of` or :meth:`transformer`.
+    """The statistics of a model on one rank, for :func:`plan_parallelism`. Use :meth:`of` or :meth:`transformer`.
 
-    Activations are counted as torch's CPU operations save them. For example, attention with dropout saves its matrix of
-    weights there, which a fused kernel on a GPU does not.
+    Activations are the tensors that torch's CPU operations save. For example, attention with dropout saves its matrix
+    of weights on the CPU, and a fused kernel on a GPU does not.
 
     Example:
         >>> import torch
@@ -43,19 +43,19 @@ class ModelStats:
     is_sequential: bool
     """Whether the model is an nn.Sequential of modules that return one tensor, which a pipeline can split."""
     tp: int = 1
-    """Number of ranks that share each layer. The figures are those of the rank with the largest shards."""
+    """Number of ranks that share each layer. The figures are for the rank with the largest shards."""
     mixed_precision: str | None = None
-    """Dtype of the computation; None is that of the parameters."""
+    """Dtype of the computation; None is the dtype of the parameters."""
     autocast: bool = False
-    """Whether parameters are cast to that dtype where they are used, as under DDP, or gathered in it, as by FSDP2."""
+    """Whether parameters are cast where they are used, as under DDP, instead of gathered in half precision (FSDP2)."""
     activation_checkpointing: str = "none"
-    """What the backward pass recomputes, as in :class:`panther.train.TrainConfig`."""
+    """The tensors that the backward pass recomputes, as in :class:`panther.train.TrainConfig`."""
     tokens_per_sample: int | None = None
     """Number of tokens of a sample; None if the input is not a batch of rows of integers."""
     has_values: bool = False
-    """Whether the model has values, so that every rank holds all of it before it is sharded."""
+    """Whether the model has values, so that every rank holds the entire model before it is sharded."""
     _variant: Callable[[int, bool], "ModelStats"] | None = field(default=None, repr=False, compare=False)
-    """Returns the statistics of one of so many ranks of the tp axis, with parameters cast by autocast or not."""
+    """A function of the size of the tp axis and of ``autocast`` that returns the statistics of a rank."""
 
     @property
     def num_parameters(self) -> int:
@@ -69,12 +69,13 @@ class ModelStats:
 
     @cached_property
     def largest_modules(self) -> dict[int, tuple[float, float, float]]:
-        """Bytes of the largest module of each layer: in full over the tp axis, on this rank, and of a sketch there.
+        """Bytes of the largest module of each layer, as three numbers.
 
-        The first two are without sketches, and the last two those of the module in which their sum is the largest.
+        The first is the module without sketches, in full over the tp axis. The second and third are the module without
+        sketches on this rank, and its largest sketch, for the module in which their sum is the largest.
         """
         full: defaultdict[tuple[int, str], float] = defaultdict(float)
-        own: defaultdict[tuple[int, str], float] = defaultdict(float)
+        shard: defaultdict[tuple[int, str], float] = defaultdict(float)
         sketch: defaultdict[tuple[int, str], float] = defaultdict(float)
         for tensor in self.tensors:
             module = tensor.layer, tensor.name.rpartition(".")[0]
@@ -82,13 +83,13 @@ class ModelStats:
                 sketch[module] = max(sketch[module], tensor.nbytes)
             else:
                 full[module] += tensor.global_numel * tensor.itemsize
-                own[module] += tensor.nbytes
-        found: dict[int, tuple[float, float, float]] = {}
+                shard[module] += tensor.nbytes
+        result: dict[int, tuple[float, float, float]] = {}
         for (layer, name), size in full.items():
-            largest, *held = found.get(layer, (0.0, 0.0, 0.0))
-            both = max(held, [own[layer, name], sketch[layer, name]], key=sum)
-            found[layer] = max(largest, size), both[0], both[1]
-        return found
+            largest, *held = result.get(layer, (0.0, 0.0, 0.0))
+            both = max(held, [shard[layer, name], sketch[layer, name]], key=sum)
+            result[layer] = max(largest, size), both[0], both[1]
+        return result
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
@@ -99,11 +100,13 @@ class ModelStats:
         if tp == self.tp:
             return self
         if self._variant is None:
-            raise ShapeError(f"these are the statistics of one of {self.tp} ranks: shard those of the whole model")
+            raise ShapeError(
+                f"these are the statistics of one of {self.tp} ranks: shard the statistics of the entire model"
+            )
         return self._variant(tp, False)
 
     def under_autocast(self) -> "ModelStats":
-        """Return the statistics under autocast, as DDP computes in mixed precision; without that, these."""
+        """Return the statistics under autocast, which DDP uses in mixed precision; otherwise return self."""
         if self.mixed_precision is None or self.autocast or self._variant is None:
             return self
         return self._variant(self.tp, True)
@@ -121,15 +124,15 @@ class ModelStats:
         """Measure a model by running it on fake tensors, which have no values and need no memory.
 
         Args:
-            model: The model, on any device including meta. It is not changed. One with values starts in full on every
-                rank, and one on the meta device shard by shard.
+            model: The model, on any device including meta. It is not changed. A model with values starts in full on
+                every rank, and a model on the meta device is filled shard by shard.
             sample_input: Input of its forward: a tensor, a tuple of arguments or a mapping of keywords. The batch size
                 is the first size of the first tensor, and every tensor with that first size is a batch.
-            loss_fn: Computes a scalar from the output, so that what it saves for backward is counted. None sums the
-                output, which saves nothing.
+            loss_fn: Computes a scalar from the output, so that the tensors that it saves for backward are counted. None
+                sums the output, which saves nothing.
             mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`; under DDP by autocast.
-            activation_checkpointing: What the backward pass recomputes of the model's blocks, the modules of
-                ModuleLists and Sequentials: ``"none"``, ``"selective"`` or ``"full"``, as in
+            activation_checkpointing: The tensors of the model's blocks (the modules of ModuleLists and Sequentials)
+                that the backward pass recomputes: ``"none"``, ``"selective"`` or ``"full"``, as in
                 :class:`panther.train.TrainConfig`.
 
         Raises:
@@ -146,8 +149,8 @@ class ModelStats:
 
         @cache
         def variant(tp: int, autocast: bool) -> ModelStats:
-            found = measure(model, sample_input, loss_fn, mixed_precision, tp, autocast, activation_checkpointing)
-            return replace(_stats(found, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
+            measured = measure(model, sample_input, loss_fn, mixed_precision, tp, autocast, activation_checkpointing)
+            return replace(_stats(measured, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
 
         has_values = not all(parameter.is_meta for parameter in model.parameters())
         return replace(variant(1, False), has_values=has_values)
@@ -194,8 +197,8 @@ class ModelStats:
             >>> ModelStats.transformer(**sizes, sketch=16).num_parameters
             3299328
         """
-        given = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "sequence": sequence}
-        for name, value in given.items():
+        positive = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "sequence": sequence}
+        for name, value in positive.items():
             check_size(name, value, least=1)
         ffn = check_size("ffn", 4 * hidden if ffn is None else ffn, least=1)
         if hidden % heads:
@@ -205,15 +208,15 @@ class ModelStats:
 
         @cache
         def variant(tp: int, autocast: bool) -> ModelStats:
-            given = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
-            # Left out where they ask for nothing, so that names of what is kept stay.
-            given |= {"autocast": True} if autocast else {}
+            arguments = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
+            # Defaults are left out, so that earlier files keep their names.
+            arguments |= {"autocast": True} if autocast else {}
             recomputes = activation_checkpointing != "none"
-            given |= {"activation_checkpointing": activation_checkpointing} if recomputes else {}
-            found = transformer_stats(cache_dir, given)
-            return replace(_stats(found, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
+            arguments |= {"activation_checkpointing": activation_checkpointing} if recomputes else {}
+            measured = transformer_stats(cache_dir, arguments)
+            return replace(_stats(measured, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
 
-        # All layers have the figures of the first, so one is measured whatever their number.
+        # All layers have the same figures, so that a model of one layer is measured.
         return _lengthened(variant(1, False), layers)
 
 
@@ -243,9 +246,9 @@ def _check(mixed_precision: str | None, activation_checkpointing: str) -> None:
 
 
 def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
-    """Return the statistics of a transformer of several layers, from those of one layer, which is repeated."""
+    """Return the statistics of a transformer of ``layers`` layers, given those for a single layer."""
     variant = cast("Callable[[int, bool], ModelStats]", stats._variant)
-    # The modules in order: each one's number in the short model, and by how much its own number is larger.
+    # For each module: its index in the model of one layer, and the difference to its index in the long model.
     modules = [(0, 0), *((1, shift) for shift in range(layers)), (2, layers - 1), (3, layers - 1)]
 
     def place(name: str, shift: int) -> str:
