@@ -186,7 +186,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [4 * R - 1, 4 * R])
 def test_a_sharded_layer_uses_the_kernels_of_a_plain_one(rows, monkeypatch):
-    """No array of the sketches' size is made, but for joined factors where the plain layer can_share_with them too."""
+    """No array of the sketches' size is made, but for joined factors where the plain layer joins them too."""
 
     def rank():
         called = []
