@@ -292,7 +292,7 @@ def _conv(module: nn.Conv2d, left: Tensor, right: Tensor, seed: int) -> SKConv2d
     )  # fmt: skip
     nonzero = _nonzero(left)[..., None]
     level = left.square().mean().sqrt()
-    # Rows of zeros in both factors would never learn, so those of U get random signs.
+    # Rows of zeros in both factors would never learn, so the rows of U get random signs.
     U = torch.where(nonzero, left.mT, level * layer.U.unflatten(0, (module.groups, -1)))
     with torch.no_grad():
         layer.S.copy_(torch.where(nonzero, right, 0).reshape(layer.S.shape))

@@ -1,4 +1,4 @@
-"""Reports of a compression: its layers, those kept dense, totals, errors and speed."""
+"""Reports of a compression: the compressed layers, the layers that stay dense, totals, errors and speed."""
 
 __all__ = ["CompressionReport", "HealResult", "LayerReport", "layer_reports"]
 

@@ -1,4 +1,4 @@
-"""Reports of a conversion to linear attention: its layers, those kept exact, errors and speed."""
+"""Reports of a conversion to linear attention: the converted layers, the layers that stay exact, errors and speed."""
 
 __all__ = ["LinearizationReport", "LinearizedLayer"]
 

@@ -4,8 +4,9 @@ gloo connects every rank to every other rank, on ports that the system chooses. 
 that gloo would use, and the ranks connect in pairs. A message begins with the token of this run and the rank that is
 expected, so that a different program, or a different rank at the same address, is not mistaken for it.
 
-The clock offset is that of NTP (D. Mills, 1991, doi:10.1109/26.103043): with t0 and t3 the times at which the question
-left and the answer came, and t the time in the answer, t - (t0 + t3) / 2, of the exchange with the shortest round trip.
+The clock offset is computed as in NTP (D. Mills, 1991, doi:10.1109/26.103043): with t0 and t3 the times at which the
+question left and the answer came, and t the time in the answer, it is t - (t0 + t3) / 2, of the exchange with the
+shortest round trip.
 """
 
 __all__ = ["Listener", "Measured", "measure", "schedule"]

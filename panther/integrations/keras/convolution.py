@@ -157,7 +157,7 @@ class SKConv2D(SketchedLayer):
         return ops.reshape(self.scale * ops.einsum("hwigr,gro->hwigo", S, U), (*front, self.filters))
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Return the shape of the output for that of an input."""
+        """Return the shape of the output for an input of this shape."""
         batch, *sizes = input_shape
         sizes = sizes[:2] if self._channels_last else sizes[1:]
         output_sizes = [self._output_size(i, size) for i, size in enumerate(sizes)]

@@ -110,7 +110,7 @@ class SKDense(SketchedLayer):
         return self.scale * (keras.ops.matmul(self.S1, self.U1) + keras.ops.matmul(self.U2, self.S2))
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Return the shape of the output for that of an input."""
+        """Return the shape of the output for an input of this shape."""
         return (*input_shape[:-1], self.units)
 
     @classmethod

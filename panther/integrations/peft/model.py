@@ -69,7 +69,7 @@ class CompressedLoraModel(_LoraModel):
 
 
 def _compressed_linears(model: Any, config: Any) -> set[str]:
-    """Return the names of compressed linear layers, except for heads and those that have adapters already."""
+    """Return the names of compressed linear layers, except for heads and layers that have adapters already."""
     heads = {getattr(model, name, None) for name in _HEADS} if config.task_type == "SEQ_CLS" else set()
     if hasattr(model, "get_output_embeddings"):
         heads.add(model.get_output_embeddings())

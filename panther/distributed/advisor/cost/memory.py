@@ -20,7 +20,7 @@ class MemoryEstimate:
     gradients: float = 0
     optimizer: float = 0
     sketches: float = 0
-    """Sketches of seeded layers; those of fitted layers are parameters."""
+    """Sketches of seeded layers; the sketches of fitted layers are parameters."""
     buffers: float = 0
     activations: float = 0
     """Tensors that are kept for the backward pass, and tensors that activation checkpointing recomputes in it."""

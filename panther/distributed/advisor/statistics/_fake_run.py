@@ -193,7 +193,7 @@ class Run:
         """Bytes that autograd saves in each layer, without parameters and buffers; bytes of each layer's output."""
         self.sums = np.zeros((5, layers), dtype=np.int64)
         self.flops, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
-        """Flops; bytes and calls of collectives over the tp axis; bytes and calls of those that gather."""
+        """Flops; bytes and calls of collectives over the tp axis; bytes and calls of the collectives that gather."""
         self.saves_input = [False] * layers
         self.products: list[list[Work]] = [[] for _ in range(layers)]
         """The products, in the order in which they run."""
