@@ -1,10 +1,10 @@
 """Compressing a trained model by :func:`panther.compress`; CONTRIBUTING tells how a model goes through these files."""
 
 from ._compress import compress, sketch_layers_
+from .calibration.targets import SkippedLayer
 from .config import HealConfig, SketchConfig
 from .linearization import LinearizationReport, LinearizedLayer, linearize_
 from .report import CompressionReport, HealResult, LayerReport
-from .targets import SkippedLayer
 
 __all__ = [
     "CompressionReport",

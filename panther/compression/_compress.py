@@ -3,32 +3,29 @@
 __all__ = ["compress", "sketch_layers_"]
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.compression.config import HealConfig, SketchConfig
-from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded
-from panther.compression.forms.allocation import Allocation, allocate_fast_forms, allocate_forms, byte_limit
-from panther.compression.forms.arguments import CALIBRATED, check_adapters, check_model, check_options, checked_forms
-from panther.compression.forms.fitting import Fits, fit_targets
-from panther.compression.forms.latency import check_speed_target, choose_in_time
-from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Option, total_loss
-from panther.compression.forms.ridge import SUSPICIOUS_ERROR, fit_and_allocate
-from panther.compression.forms.timing import time_layers
-from panther.compression.install import install_layers
-from panther.compression.measurement import Measured, measure
-from panther.compression.report import CompressionReport
-from panther.compression.runner import Loss, Runner
-from panther.compression.survey import survey_targets
-from panther.compression.targets import Selector, replace_modules, select_targets
-from panther.errors import NumericalWarning, check_size
+from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.runner import Loss, Runner
+from panther.compression.calibration.targets import Selector, select_targets
+from panther.compression.config import CompressConfig, HealConfig, SketchConfig
+from panther.compression.forms import LOW_RANK, Option, Replacement
+from panther.compression.forms.low_rank import convert_seeded
+from panther.compression.install import Outcome, install_layers
+from panther.compression.preparation import prepare
+from panther.compression.report import CompressionReport, HealResult
+from panther.compression.selection.allocation import Allocation
+from panther.compression.selection.measurement import Measured, measure
+from panther.compression.selection.refit import SUSPICIOUS_ERROR
+from panther.compression.selection.speed_target import SpeedTarget
+from panther.errors import NumericalWarning
 from panther.sketch import check_seed
 
 # Warn about the calibration batches if the held-out error exceeds the predicted one by this factor.
@@ -184,114 +181,52 @@ def compress(
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
-    check_model(model)
+    settings = dict(locals())
+    check_model(settings.pop("model"))
     check_adapters(model)
-    size: dict[str, Any] = {"budget": budget, "bits": bits, "max_bytes": max_bytes}
-    sizes = {**size, "max_error": max_error, "speedup": speedup, "max_latency_ms": max_latency_ms}
-    check_options(sizes, method, allocate, loss_fn, sequential, calibration, heal, measure_speed, allow_slower)
-    eligible_forms = checked_forms(forms, rank_multiple, group_size, method, activations)
-    by_time = speedup is not None or max_latency_ms is not None
-    avoid_slower = allow_slower is None and forms is None
-    if statistics_memory_bytes is not None:
-        check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
+    config = CompressConfig(**settings)
     if heal is not None:
-        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
+        from panther.compression.heal import (
+            healing,
+        )  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
-    # torch.set_default_device is for the model's forward. Panther's own small tensors are on the CPU.
-    default_device = torch.get_default_device()
-    forward_device = None if default_device.type == "cpu" else default_device
-    on_cpu = nullcontext() if forward_device is None else torch.device("cpu")
-    with torch.inference_mode(False), torch.enable_grad(), on_cpu:
+    with _plain_tensors() as forward_device:
         runner = Runner(
             model, calibration, forward_fn, mask_fn, group, progress, loss_fn, forward_device=forward_device
         )
         seed = runner.shared_seed(check_seed(seed))
-        healed, write_ = None, None
         with runner.calibrating(seed):
-            linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(eligible_forms.names) or eligible_forms.widths
-            smallest = eligible_forms.smallest_bytes if linear_only else None
-            survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
-            if method in CALIBRATED:  # svd and random look at the weights only
-                survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
-            # Only with gradients of the output are the losses of different layers in the same unit.
-            allocate = (allocate or "global") if survey.gradients else "uniform"
-            for target in survey.targets:
-                eligible_forms.options(target)  # raises, before anything is timed, if the weight can take no form
-            speed_target = None
-            if by_time or allow_slower is False or (avoid_slower and measure_speed and runner.held_out):
-                eligible_forms = replace(
-                    eligible_forms,
-                    times=time_layers(runner, survey.targets, eligible_forms),
-                    slower=allow_slower is not False,
-                )
-            if by_time:
-                eligible_forms = replace(eligible_forms, by_time=True)
-                speed_target = check_speed_target(runner, survey, eligible_forms, speedup, max_latency_ms)
-            options = {target: eligible_forms.options(target) for target in survey.targets}
-            limit = byte_limit(model, options, slower=eligible_forms.slower, **size)
-
-            def allocation_of(fits: Fits) -> Allocation:
-                if speed_target is not None:
-                    return choose_in_time(runner, survey, fits, eligible_forms, allocate, speed_target, seed)
-                if avoid_slower and eligible_forms.times:
-                    return allocate_fast_forms(runner, survey, fits, eligible_forms, allocate, limit, max_error, seed)
-                return allocate_forms(runner, survey, fits, allocate, limit, max_error, seed)
-
-            def fit_with_ridge(ridge: float) -> Fits:
-                return fit_targets(
-                    runner, survey, eligible_forms, limit, memory=statistics_memory_bytes, keep=sequential,
-                    heal=heal, seed=seed, ridge=ridge,
-                )  # fmt: skip
-
-            if method == "random":
-                fits = Fits(options=options)
-                allocation = allocation_of(fits)
-            else:
-                fits, allocation = fit_and_allocate(fit_with_ridge, allocation_of)
-            replacement = convert_all(survey, fits, allocation.choice, seed)
-            notes = [*survey.notes, *allocation.notes]
-            if sequential:
-                refitted = convert_in_sequence(runner, survey, fits, allocation.choice, seed)
-                if max_error is not None:
-                    (error,) = runner.errors([partial(replace_modules, model, refitted)], "error, sequential")
-                if max_error is None or error <= max_error:
-                    replacement = refitted
-                else:
-                    notes.append(
-                        f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
-                    )
-            measured = measure(runner, survey.targets, replacement, speed=measure_speed)
-            if speed_target is not None and measured.speedup is not None and measured.speedup < speed_target.speedup:
-                notes.append(
-                    f"the model met {speed_target.setting} when forms were chosen, and missed it when timed again"
-                )
-            notes += _model_notes(runner)
-            notes += (batch_notes := _calibration_notes(fits, allocation, measured))
-            if batch_notes:
-                warnings.warn("; ".join(batch_notes), NumericalWarning, stacklevel=2)
-        fits = replace(fits, fits={}, quantized={}, moments={})  # healing needs the memory
+            prepared = prepare(runner, config, seed)
+            replacement, notes = prepared.convert(sequential, max_error)
+            measured = measure(runner, prepared.survey.targets, replacement, speed=measure_speed)
+            outcome = Outcome(
+                prepared.survey, prepared.allocation, replacement, method, seed, prepared.fits, measured,
+                allow_slower=allow_slower, output=runner.output_name,
+            )  # fmt: skip
+            notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
+            if calibration_notes := _calibration_notes(outcome):
+                warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=2)
+        healed, write_ = None, None
+        outcome = outcome.without_fits()  # healing needs the memory
+        del prepared
         if heal is not None and replacement:
             healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
-            if healed.diverged:
-                notes.append(f"healing diverged and ended at step {healed.steps}: use a lower learning_rate")
-        elif heal is not None:
-            notes.append("nothing was compressed, so there is nothing to heal")
-        return install_layers(
-            model,
-            survey,
-            fits,
-            allocation,
-            replacement,
-            measured,
-            healed,
-            write_,
-            notes,
-            method,
-            seed,
-            allow_slower,
-            output=runner.output_name,
-        )
+        notes += calibration_notes + _healing_notes(heal, healed)
+        return install_layers(model, replace(outcome, healed=healed, write_=write_, notes=notes))
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[torch.device | None]:
+    """Use plain tensors with gradients, and small ones on the CPU, whatever the caller's modes are.
+
+    Yields the default device that the caller has set for the model's forward, or None for the CPU.
+    """
+    default_device = torch.get_default_device()
+    forward_device = None if default_device.type == "cpu" else default_device
+    on_cpu = nullcontext() if forward_device is None else torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), on_cpu:
+        yield forward_device
 
 
 def sketch_layers_(
@@ -337,10 +272,23 @@ def sketch_layers_(
     for target, target_seed in survey.seeds(seed).items():
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, target_seed)
     choice = {target: Option(LOW_RANK, target.bytes(config.rank), config.rank) for target in survey.targets}
-    allocation, notes = Allocation(choice, "fixed"), list(survey.notes)
-    return install_layers(
-        model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed
-    )
+    return install_layers(model, Outcome(survey, Allocation(choice, "fixed"), replacement, config.init, seed))
+
+
+def _speed_notes(speed_target: SpeedTarget | None, measured: Measured) -> list[str]:
+    """Return a note if the model met its speed target when forms were chosen, and misses it now."""
+    if speed_target is None or measured.speedup is None or measured.speedup >= speed_target.speedup:
+        return []
+    return [f"the model met {speed_target.setting} when forms were chosen, and missed it when timed again"]
+
+
+def _healing_notes(heal: HealConfig | None, healed: HealResult | None) -> list[str]:
+    """Return a note if healing diverged, or had nothing to heal."""
+    if healed is None:
+        return [] if heal is None else ["nothing was compressed, so there is nothing to heal"]
+    if healed.diverged:
+        return [f"healing diverged and ended at step {healed.steps}: use a lower learning_rate"]
+    return []
 
 
 def _model_notes(runner: Runner) -> list[str]:
@@ -359,11 +307,10 @@ def _model_notes(runner: Runner) -> list[str]:
     return notes
 
 
-def _calibration_notes(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
+def _calibration_notes(outcome: Outcome) -> list[str]:
     """Return the reasons, for the report and a warning, why the calibration batches may not suffice."""
-    notes = list(fits.calibration_notes)
-    predicted = total_loss(allocation.choice) ** 0.5 if fits.comparable else None
-    error = measured.error
+    notes = list(outcome.fits.calibration_notes)
+    predicted, error = outcome.predicted_error, outcome.measured.error
     if predicted is not None and error is not None and error > max(SUSPICIOUS_ERROR, _SUSPICIOUS_RATIO * predicted):
         notes.append(
             f"the error of the output is {error:.2g} on the held-out batches, and {predicted:.2g} was predicted from "

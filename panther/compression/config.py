@@ -1,14 +1,24 @@
-"""Settings of :func:`panther.sketch_layers_` and of healing."""
+"""Settings of :func:`panther.compress`, :func:`panther.sketch_layers_` and healing, and the rules of the former."""
 
-__all__ = ["HealConfig", "SketchConfig"]
+__all__ = ["SIZES", "CompressConfig", "HealConfig", "SketchConfig", "form_settings"]
 
 import math
 import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from panther._settings import Settings
+from panther.compression.calibration.runner import Loss
+from panther.compression.calibration.targets import Selector
+from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, known_forms
 from panther.errors import ConfigError, check_size
+from panther.nn.quantized.activations import check_activations
 from panther.train.config import TrainConfig
 
 _WARM_UP = 0.1  # share of the steps in which the learning rate rises
@@ -150,3 +160,207 @@ class HealConfig(Settings):
             progress=progress,
             seed=seed,
         )
+
+
+_METHODS = ("two_sided", "activation", "svd", "random")
+_CALIBRATED = ("two_sided", "activation")
+SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
+_TIMED = ("speedup", "max_latency_ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressConfig:
+    """The arguments of :func:`panther.compress` except for the model, checked; the function documents them.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option is unknown or out of range, or options exclude each other.
+    """
+
+    budget: float | None = None
+    calibration: Any = None
+    bits: float | None = None
+    max_bytes: int | None = None
+    max_error: float | None = None
+    speedup: float | None = None
+    max_latency_ms: float | None = None
+    forms: str | Sequence[str] | None = None
+    allow_slower: bool | None = None
+    rank_multiple: int = 8
+    group_size: int | None = 128
+    activations: str | None = None
+    include: Selector | Sequence[Selector] | None = None
+    exclude: Selector | Sequence[Selector] | None = None
+    method: str = "two_sided"
+    allocate: str | None = None
+    sequential: bool = False
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None
+    loss_fn: Loss | None = None
+    mask_fn: Callable[[Any], Tensor | None] | None = None
+    heal: HealConfig | None = None
+    statistics_memory_bytes: int | None = None
+    group: dist.ProcessGroup | None = None
+    seed: int | None = None
+    measure_speed: bool = True
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        for rule in _RULES:
+            if rule.is_broken(self):
+                raise rule.error(rule.message(self))
+        self.form_settings  # noqa: B018 (raises if forms are unknown)
+        if self.statistics_memory_bytes is not None:
+            check_size("statistics_memory_bytes", self.statistics_memory_bytes, least=1)
+
+    @cached_property
+    def form_settings(self) -> FormSettings:
+        """Return the forms to choose from, with the settings of their options."""
+        return form_settings(self.forms, self.rank_multiple, self.group_size, self.method, self.activations)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the arguments that say how small or fast the model has to be; exactly one of them is given."""
+        return {name: value for name in SIZES if (value := getattr(self, name)) is not None}
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether layers are fitted to their inputs; the methods svd and random look at the weights only."""
+        return self.method in _CALIBRATED
+
+    @property
+    def speed_setting(self) -> str | None:
+        """Return the argument that asks for measured times, None if there is none."""
+        name = next((name for name in _TIMED if name in self.sizes), None)
+        return name or ("allow_slower=False" if self.allow_slower is False else None)
+
+    @property
+    def is_by_time(self) -> bool:
+        """Return whether the size is a time."""
+        return not self.sizes.keys().isdisjoint(_TIMED)
+
+    @property
+    def avoids_slower(self) -> bool:
+        """Return whether forms slower than dense are used only where they are worth it."""
+        return self.allow_slower is None and self.forms is None
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What must not hold for arguments, and the message and the error if it does."""
+
+    is_broken: Callable[[CompressConfig], bool]
+    message: Callable[[CompressConfig], str]
+    error: type[Exception] = ValueError
+
+
+def _one_of(name: str, values: Sequence[str], *, optional: bool = False) -> _Rule:
+    return _Rule(
+        lambda c: getattr(c, name) not in values and not (optional and getattr(c, name) is None),
+        lambda c: f"{name}={getattr(c, name)!r} is unknown: use one of {', '.join(map(repr, values))}",
+    )
+
+
+def _size(config: CompressConfig) -> tuple[str, Any]:
+    return next(iter(config.sizes.items()))
+
+
+def _is_out_of_range(name: str, value: float) -> bool:
+    return not 0 < value < math.inf or (name == "budget" and value > 1) or (name == "speedup" and value < 1)
+
+
+_RANGES = {"budget": "a fraction in (0, 1]", "speedup": "finite and at least 1"}
+
+# In the order in which they are checked. Each rule may rely on the rules before it.
+_RULES: tuple[_Rule, ...] = (
+    _one_of("method", _METHODS),
+    _one_of("allocate", ("global", "uniform"), optional=True),
+    _Rule(
+        lambda c: len(c.sizes) != 1,
+        lambda c: (
+            f"exactly one of {', '.join(SIZES[:-1])} and {SIZES[-1]} must be given, not "
+            f"{' and '.join(c.sizes) or 'none'}: budget=0.5 keeps half of the eligible layers' bytes"
+        ),
+    ),
+    _Rule(
+        lambda c: not isinstance(_size(c)[1], int | float) or isinstance(_size(c)[1], bool),
+        lambda c: (
+            f"{_size(c)[0]} must be a number, not {type(_size(c)[1]).__name__}: give one, such as budget=0.5 or "
+            "bits=4.25"
+        ),
+        TypeError,
+    ),
+    _Rule(
+        lambda c: _is_out_of_range(*_size(c)),
+        lambda c: "{}={!r} must be ".format(*_size(c)) + _RANGES.get(_size(c)[0], "positive and finite"),
+    ),
+    _Rule(
+        lambda c: c.calibration is None and (c.is_calibrated or c.max_error is not None or c.heal is not None),
+        lambda c: (
+            (f"method={c.method!r}" if c.is_calibrated else "max_error" if c.max_error is not None else "heal")
+            + " needs calibration=, a list of batches: or use method='svd' with a budget"
+        ),
+    ),
+    _Rule(
+        lambda c: c.method != "two_sided" and (c.allocate == "global" or c.loss_fn is not None),
+        lambda c: (
+            ("allocate='global'" if c.allocate == "global" else "loss_fn")
+            + " needs method='two_sided', the only one that uses the output's gradients"
+        ),
+    ),
+    _Rule(
+        lambda c: c.sequential and not c.is_calibrated,
+        lambda c: f"sequential=True fits layers to their inputs, which method={c.method!r} does not: leave it out",
+    ),
+    _Rule(
+        lambda c: c.heal is not None and not isinstance(c.heal, HealConfig),
+        lambda c: f"heal must be a HealConfig, not {type(c.heal).__name__}",
+        TypeError,
+    ),
+    _Rule(
+        lambda c: c.allow_slower is not None and not isinstance(c.allow_slower, bool),
+        lambda c: f"allow_slower must be None, True or False, not {type(c.allow_slower).__name__}",
+        TypeError,
+    ),
+    _Rule(
+        lambda c: c.speed_setting is not None and not c.measure_speed,
+        lambda c: (
+            f"{c.speed_setting} needs measured times, and measure_speed=False forbids them: leave measure_speed out"
+        ),
+    ),
+    _Rule(
+        lambda c: c.speed_setting is not None and c.calibration is None,
+        lambda c: f"{c.speed_setting} needs calibration=, a list of batches, because layers are timed on one of them",
+    ),
+)
+
+
+def form_settings(
+    forms: Any, rank_multiple: int, group_size: int | None, method: str, activations: str | None
+) -> FormSettings:
+    """Return the forms to choose from (by default all forms that the method can make), or raise if there are none."""
+    if forms is None:
+        forms = (DENSE, LOW_RANK) if method == "random" else default_forms()
+    if not isinstance(forms, Iterable):
+        raise TypeError(f"forms must be names of forms, such as ('int4', 'low_rank'), not {type(forms).__name__}")
+    names = (forms,) if isinstance(forms, str) else tuple(forms)
+    for name in names:
+        if name not in known_forms():
+            close = get_close_matches(str(name), known_forms(), 1)
+            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"form {name!r} is unknown{guess}: use some of {', '.join(map(repr, known_forms()))}")
+    if not set(names) - {DENSE}:
+        raise ValueError(f"forms={names} has no form but 'dense', which changes nothing: add one, such as 'low_rank'")
+    if method == "random" and not {DENSE, LOW_RANK}.issuperset(names):
+        raise ValueError("method='random' makes seeded sketches only: leave forms out, or use another method")
+    if check_size("rank_multiple", rank_multiple, least=2) % 2:
+        raise ValueError(f"rank_multiple={rank_multiple} must be even, because a low-rank layer has two halves")
+    if group_size is not None:
+        check_size("group_size", group_size, least=1)
+    settings = FormSettings(tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations))
+    if activations is not None and not any(form.is_quantized for form in settings.forms):
+        raise ValueError(
+            f"activations={activations!r} is for quantized forms, and forms={names} has none: add one, such as 'int8', "
+            "or leave activations out"
+        )
+    return settings

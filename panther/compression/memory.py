@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from panther._torch import TorchDispatchMode, storage_key, tree_leaves
 from panther.compression.calibration.batches import entries_of
+from panther.compression.calibration.runner import Runner, floating_tensor, resident_bytes
+from panther.compression.calibration.survey import blocks_of
+from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
-from panther.compression.fits import wide_dtype
-from panther.compression.forms.options import Forms
+from panther.compression.forms import FormSettings
+from panther.compression.forms.metric import wide_dtype
 from panther.compression.moments.batch import Call, run_batch
 from panther.compression.moments.gather import moments_bytes
 from panther.compression.moments.sums import ShiftedSum, input_rows
-from panther.compression.runner import Runner, floating_tensor, resident_bytes
-from panther.compression.survey import blocks_of
-from panther.compression.targets import Survey, Target
 
 KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at least twice as many bytes are free
 _DOUBLE = torch.float64.itemsize
@@ -75,8 +75,9 @@ class LiveBytes(TorchDispatchMode):
 def predict_peak_bytes(
     runner: Runner,
     survey: Survey,
-    forms: Forms,
-    most: Mapping[Target, int],
+    settings: FormSettings,
+    num_components: Mapping[Target, int],
+    widths: Mapping[Target, Sequence[int]],
     passes: Sequence[Sequence[Sequence[Target]]],
     limit: int | None,
     *,
@@ -85,15 +86,17 @@ def predict_peak_bytes(
 ) -> dict[str, int]:
     """Return the predicted peak memory of each phase, in bytes on top of the present memory.
 
-    ``most`` is the number of components of each target that are stored. ``limit`` is the number of bytes that all new
-    layers may take.
+    ``num_components`` is the number of components of each target that are stored, ``widths`` the widths of its codes in
+    bits. ``limit`` is the number of bytes that all new layers may take.
 
     Cost: a forward and backward of the largest batch, and a forward of the largest held-out one.
     """
-    dense = sum(target.dense_bytes for target in most)
+    dense = sum(target.dense_bytes for target in num_components)
     new = dense if limit is None else limit
-    stored = {target: _stored_bytes(forms, target, count) for target, count in most.items()}
-    kept_bytes = keep * sum(_DOUBLE * target.groups * (target.inner**2 + target.outer**2) for target in most)
+    stored = {
+        target: _stored_bytes(target, count, len(widths[target]), settings) for target, count in num_components.items()
+    }
+    kept_bytes = keep * sum(_DOUBLE * target.groups * (target.inner**2 + target.outer**2) for target in num_components)
     backward = forward = hidden = 0
     stated: dict[str, int] = {}
     if runner.batches:
@@ -106,36 +109,39 @@ def predict_peak_bytes(
             )
         forward, hidden = _forward_bytes(runner, survey, heal)
     stated["fits"] = kept_bytes + max(
-        _fitting_bytes(inputs, stored, survey.gradients, forms) for inputs in passes or [[list(most)]]
+        _fitting_bytes(inputs, stored, survey.gradients, widths) for inputs in passes or [[list(num_components)]]
     )
     # Up to three choices are compared. While a quantized layer runs, its dense weight is computed.
-    widest = max(target.dense_numbers * wide_dtype(target).itemsize for target in most)
+    widest = max(target.dense_numbers * wide_dtype(target).itemsize for target in num_components)
     stated["choice"] = kept_bytes + sum(stored.values()) + (3 if runner.held_out else 1) * new + forward + 2 * widest
     if heal is not None:
-        numbers = max(wide_dtype(target).itemsize / target.weight.itemsize for target in most) * new
+        numbers = max(wide_dtype(target).itemsize / target.weight.itemsize for target in num_components) * new
         copied = dense  # copies of quantized weights, in the form in which they are trained
         stated["healing"] = int(new + _TRAINED * numbers + copied + backward + hidden)
     return stated
 
 
-def _stored_bytes(forms: Forms, target: Target, count: int) -> int:
+def _stored_bytes(target: Target, num_components: int, num_widths: int, settings: FormSettings) -> int:
     """Return the bytes of the components and codes of a weight that are kept for the choice."""
-    widths = min(len(forms.widths_of(target)), _PLANNED)
-    ranks = count + widths * forms.largest_correction(target)
+    num_widths = min(num_widths, _PLANNED)
+    ranks = num_components + num_widths * settings.correction_rank(target)
     components = wide_dtype(target).itemsize * ranks * target.groups * (target.inner + target.outer)
-    return components + widths * target.dense_numbers  # codes, a byte each
+    return components + num_widths * target.dense_numbers  # codes, a byte each
 
 
-def _work_bytes(target: Target, forms: Forms) -> int:
+def _work_bytes(target: Target, is_quantized: bool) -> int:
     """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
     # The number of matrices of each moment's size. Six products and factors have the weight's size.
-    squares = 4 if forms.quantizes(target) else 3
+    squares = 4 if is_quantized else 3
     return _DOUBLE * target.groups * (squares * (n**2 + m**2) + 6 * n * m)
 
 
 def _fitting_bytes(
-    inputs: Sequence[Sequence[Target]], stored: Mapping[Target, int], gradients: bool, forms: Forms
+    inputs: Sequence[Sequence[Target]],
+    stored: Mapping[Target, int],
+    gradients: bool,
+    widths: Mapping[Target, Sequence[int]],
 ) -> int:
     """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed."""
     before = sum(stored.values()) - sum(stored[target] for targets in inputs for target in targets)
@@ -143,7 +149,7 @@ def _fitting_bytes(
     largest = 0
     for targets in inputs:
         for target in targets:
-            largest = max(largest, before + left + _work_bytes(target, forms))
+            largest = max(largest, before + left + _work_bytes(target, bool(widths[target])))
             left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest

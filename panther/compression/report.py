@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from panther._text import counted, format_bytes, format_table
-from panther.compression.forms.options import Choice, total_loss
-from panther.compression.measurement import Measured
-from panther.compression.targets import SkippedLayer
+from panther.compression.calibration.targets import SkippedLayer
+from panther.compression.forms import Choice, total_loss
+from panther.compression.selection.measurement import Measured
 from panther.errors import require_extra
 from panther.files import write_json
 

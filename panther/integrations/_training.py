@@ -1,8 +1,8 @@
-"""Shared parts of the callbacks of all trainers: compare sketches, log sizes of layers, and compress at the end."""
+"""What the callbacks of all trainers do: compare sketches, log the sizes of compressed layers, compress at the end."""
 
 __all__ = ["checked_options", "compare_and_log", "compress_and_log"]
 
-import inspect
+import dataclasses
 import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -12,23 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import panther as pr
-from panther.compression.forms.arguments import check_options, checked_forms
-from panther.compression.runner import check_calibration
+from panther.compression.calibration.runner import check_calibration
+from panther.compression.config import SIZES, CompressConfig
 from panther.errors import ConfigError
 from panther.nn.base import CompressedModule, SketchedModule
 
-_SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-_OPTION_ARGUMENTS = (
-    "method",
-    "allocate",
-    "loss_fn",
-    "sequential",
-    "calibration",
-    "heal",
-    "measure_speed",
-    "allow_slower",
-)
-_FORM_ARGUMENTS = ("forms", "rank_multiple", "group_size", "method", "activations")
 _log = logging.getLogger("panther.integrations")
 
 
@@ -37,24 +25,20 @@ def checked_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
     ``owner`` is the name of the class that takes the arguments, for messages.
     """
-    parameters = inspect.signature(pr.compress).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    arguments = [field.name for field in dataclasses.fields(CompressConfig)]
     for name in options:
-        if name not in defaults:
-            close = get_close_matches(name, defaults, 1)
+        if name not in arguments:
+            close = get_close_matches(name, arguments, 1)
             guess = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(f"{owner} has no argument {name}{guess}: its arguments are those of pr.compress")
-    arguments = defaults | dict(options)
-    sizes = {name: arguments[name] for name in _SIZES}
-    if all(value is None for value in sizes.values()):
+    if all(options.get(name) is None for name in SIZES):
         raise ConfigError(
             f"{owner} needs a size to compress to, as {owner}(bits=4.25, calibration=batches): its arguments are those "
             "of pr.compress"
         )
-    check_options(sizes, *(arguments[name] for name in _OPTION_ARGUMENTS))
-    checked_forms(*(arguments[name] for name in _FORM_ARGUMENTS))
-    if arguments["calibration"] is not None:
-        check_calibration(arguments["calibration"])
+    config = CompressConfig(**options)
+    if config.calibration is not None:
+        check_calibration(config.calibration)
     return dict(options)
 
 
@@ -64,14 +48,14 @@ def compare_and_log(model: nn.Module) -> dict[str, Any]:
     Raises:
         SketchMismatchError: On every process, if sketches differ.
     """
-    if _is_distributed():
+    if _several():
         pr.distributed.verify_sketches(model)
-    return _log_entry(_sizes(model))
+    return _logged(_sizes(model))
 
 
 def compress_and_log(model: nn.Module, options: Mapping[str, Any]) -> tuple[pr.CompressionReport, dict[str, Any]]:
     """Compress a trained model in evaluation mode, on all processes together, and log its sizes and errors."""
-    group = {"group": dist.group.WORLD} if _is_distributed() else {}
+    group = {"group": dist.group.WORLD} if _several() else {}
     was_training = model.training
     model.eval()
     try:
@@ -79,10 +63,10 @@ def compress_and_log(model: nn.Module, options: Mapping[str, Any]) -> tuple[pr.C
     finally:
         model.train(was_training)
     errors = {"measured_error": report.measured_error, "healed_error": report.healed_error}
-    return report, _log_entry(_sizes(model) | {name: error for name, error in errors.items() if error is not None})
+    return report, _logged(_sizes(model) | {name: error for name, error in errors.items() if error is not None})
 
 
-def _is_distributed() -> bool:
+def _several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -90,12 +74,12 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
     layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
     size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
-    figures: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
+    sizes: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
     if ranks:
-        figures |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
-    return figures
+        sizes |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
+    return sizes
 
 
-def _log_entry(entry: dict[str, Any]) -> dict[str, Any]:
+def _logged(entry: dict[str, Any]) -> dict[str, Any]:
     _log.info("%s", entry)
     return entry

@@ -4,6 +4,7 @@ __all__ = [
     "CONFIG_VERSION",
     "QUANTIZATION_METHOD",
     "TRAINED_SCALES",
+    "allow_saving",
     "build_modules",
     "load_modules",
     "model_config",
@@ -39,6 +40,21 @@ _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, QuantizedConv2d, InterpolativeLinear)
 }
+
+
+def allow_saving(*layers: type[CompressedModule]) -> None:
+    """Let files contain further layers, by the names of their classes.
+
+    A layer that is not Panther's own has to be allowed in each process that loads such a file.
+
+    Raises:
+        FormatError: If another class has the same name.
+    """
+    for layer in layers:
+        if _CLASSES.setdefault(layer.__name__, layer) is not layer:
+            raise FormatError(f"{layer.__name__!r} names another class in files: rename the class {layer}")
+
+
 _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integers.
 
 # Version of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers
@@ -384,7 +400,9 @@ def _dtype_in_place(old: nn.Module) -> torch.dtype | None:
 def _mode_of(module: CompressedModule) -> str:
     if isinstance(module, SketchedModule):
         return "fitted" if module.is_fitted else "seeded"
-    return "quantized" if isinstance(module, QuantizedMatrix) else "interpolative"
+    if isinstance(module, QuantizedMatrix):
+        return "quantized"
+    return "interpolative" if isinstance(module, InterpolativeLinear) else "stored"
 
 
 def _dtype_of(module: Any) -> torch.dtype:
@@ -395,4 +413,4 @@ def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:
     """Return the dtypes of the parameters, except for scales, which are bfloat16 in a layer of any dtype."""
     if isinstance(module, QuantizedMatrix):
         return {module.dtype}
-    return {parameter.dtype for parameter in module.parameters()}
+    return {parameter.dtype for parameter in module.parameters()} or {_dtype_of(module)}

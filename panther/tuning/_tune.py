@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from panther._random_state import preserved_generators
-from panther.compression.config import HealConfig
-from panther.compression.forms.arguments import check_adapters, check_model, checked_forms
-from panther.compression.forms.options import Forms
-from panther.compression.runner import Runner
-from panther.compression.targets import Selector
+from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Selector
+from panther.compression.config import HealConfig, form_settings
+from panther.compression.forms import FormSettings, default_forms
 from panther.errors import ConfigError, check_size, require_extra
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
@@ -195,14 +195,16 @@ def tune(
     run = Run(
         trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress, _checked(catch)
     )  # fmt: skip
-    settings = Settings(Forms(), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
+    settings = Settings(
+        FormSettings(default_forms()), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes
+    )
     # The search needs gradients and no inference tensors in any mode of the caller.
     with torch.inference_mode(False), torch.enable_grad():
         if train is None:
             method = "svd" if calibration is None else "two_sided"
 
-            def checked(names: Any) -> Forms:
-                return checked_forms(names, rank_multiple, group_size, method, activations)
+            def checked(names: Any) -> FormSettings:
+                return form_settings(names, rank_multiple, group_size, method, activations)
 
             return _compressed(model, evaluate, calibration, space, goal, heal, forms, checked, settings, run)
         compression_arguments = {
@@ -229,7 +231,7 @@ def _compressed(
     goal: Goal,
     heal: Any,
     forms: Any,
-    checked: Callable[[Any], Forms],
+    checked: Callable[[Any], FormSettings],
     settings: Settings,
     run: Run,
 ) -> TuneResult:

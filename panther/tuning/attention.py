@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from panther.compression.conversion import Replacement
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import replace_modules
+from panther.compression.forms import Replacement
 from panther.compression.linearization.survey import find_attention
-from panther.compression.runner import Runner
-from panther.compression.targets import replace_modules
 from panther.errors import ConfigError, TuningError
 from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from panther._random_state import preserved_generators, seed_generators
-from panther.compression.conversion import Replacement
-from panther.compression.forms.allocation import model_bytes
-from panther.compression.measurement import model_speed
-from panther.compression.runner import Runner
+from panther.compression.calibration.runner import Runner
+from panther.compression.forms import Replacement
+from panther.compression.selection.allocation import model_bytes
+from panther.compression.selection.measurement import model_speed
 from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.hashing import difference, fingerprint

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._torch import tree_leaves, version_of
-from panther.compression.targets import select_targets
+from panther.compression.calibration.targets import select_targets
 from panther.tuning.goal import Goal
 from panther.tuning.prepared import Settings
 from panther.tuning.spaces.layers import Line

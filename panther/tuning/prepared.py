@@ -17,20 +17,20 @@ import torch
 from torch import nn
 
 from panther._torch import children_of
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import survey_targets
+from panther.compression.calibration.targets import Survey, Target, replace_modules, select_targets, swap_modules
 from panther.compression.config import HealConfig
-from panther.compression.conversion import Replacement, convert_all, convert_target
-from panther.compression.forms.allocation import Allocation, allocate_forms
-from panther.compression.forms.choice import BYTES, Cost, seconds
-from panther.compression.forms.fitting import Fits, fit_targets
-from panther.compression.forms.options import DENSE, Choice, Forms, Option, Options
-from panther.compression.forms.ridge import fit_and_allocate
-from panther.compression.forms.timing import time_layers
-from panther.compression.install import install_layers
-from panther.compression.measurement import measure
+from panther.compression.fitting import fit_targets
+from panther.compression.forms import DENSE, Choice, Fits, FormSettings, Option, Options, Replacement
+from panther.compression.forms.conversion import convert_all, convert_target
+from panther.compression.install import Outcome, install_layers
 from panther.compression.report import CompressionReport, HealResult
-from panther.compression.runner import Runner
-from panther.compression.survey import survey_targets
-from panther.compression.targets import Survey, Target, replace_modules, select_targets, swap_modules
+from panther.compression.selection.allocation import Allocation, allocate_forms
+from panther.compression.selection.convex_hull import BYTES, Cost
+from panther.compression.selection.measurement import measure
+from panther.compression.selection.refit import fit_and_allocate
+from panther.compression.selection.timing import Timing, seconds, time_layers
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import CHILD, convert_attention
@@ -79,7 +79,7 @@ class Plan:
 class Settings:
     """The arguments of :func:`panther.tune` that have the same meaning in :func:`panther.compress`."""
 
-    forms: Forms
+    forms: FormSettings
     include: Any = None
     exclude: Any = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
@@ -201,7 +201,7 @@ class Prepared:
         new |= self._attention(plan, new)
         if not plan.heal or not new:
             return new, None
-        from panther.compression import healing  # lazy: it loads the Trainer and torch.distributed
+        from panther.compression.heal import healing  # lazy: it loads the Trainer and torch.distributed
 
         shared = [old for old in new if old in self.attention_names and not isinstance(old, nn.MultiheadAttention)]
         if shared:
@@ -254,24 +254,19 @@ class Prepared:
         new = {
             target: replace(target, modules=tuple(modules[old] for old in target.modules)) for target in self.targets
         }
-        targets = tuple(new.values())
-        report = install_layers(
-            model,
-            replace(self.survey, targets=targets),
-            self.fits,
+        outcome = Outcome(
+            replace(self.survey, targets=tuple(new.values())),
             Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
             {modules[old]: layer for old, layer in replacement.items() if old not in self.attention_names},
-            replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
-            healed,
-            None,
-            [
-                *self.survey.notes,
-                *(f"{name} is attention by features: {dict(v)}" for name, v in plan.attention.items()),
-            ],
             "two_sided" if self.fits.passes else "svd",
             self.seed,
+            self.fits,
+            replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
+            healed,
+            notes=[f"{name} is attention by features: {dict(v)}" for name, v in plan.attention.items()],
             allow_slower=True,
         )
+        report = install_layers(model, outcome)
         for name in plan.attention:
             twin, layer = model.get_submodule(name), replacement[self.attention.modules[name]]
             if not isinstance(twin, nn.MultiheadAttention):  # a copy of the module in the new model
@@ -311,14 +306,17 @@ def prepare(
         survey = select_targets(model, settings.include, settings.exclude, smallest=forms.smallest_bytes).check()
         if runner.batches:
             survey = survey_targets(runner, survey, gradients=True).check()
+        options: Options = {target: forms.options(target) for target in survey.targets}
+        cost = BYTES
         if timed:
-            forms = replace(forms, times=time_layers(runner, survey.targets, forms))
-        cost = seconds(forms.times) if timed else BYTES
+            timing = Timing(time_layers(runner, survey.targets, forms))
+            options = {target: timing.fast_options(target, options[target]) for target in options}
+            cost = seconds(timing.times)
         dense = sum(map(cost.dense, survey.targets))
 
         def fitted(ridge: float) -> Fits:
             return fit_targets(
-                runner, survey, forms, None, memory=settings.statistics_memory_bytes, keep=False, heal=None,
+                runner, survey, forms, options, None, memory=settings.statistics_memory_bytes, keep=False, heal=None,
                 seed=seed, ridge=ridge,
             )  # fmt: skip
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from panther._random_state import preserved_generators, seed_generators
 from panther.compression import SketchConfig, sketch_layers_
-from panther.compression.conversion import Replacement
-from panther.compression.forms.options import Forms
-from panther.compression.runner import Runner
+from panther.compression.calibration.runner import Runner
+from panther.compression.forms import FormSettings, Replacement, default_forms
 from panther.errors import CompressionError, ConfigError, TrainingError, TuningError
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
@@ -140,7 +139,7 @@ def tune_from_scratch(
         seed_generators(run.new_seed)
         fresh = call_model_fn(model_fn, middles, "the space")
     lines = parse_lines(fresh, layers, scratch=True) if layers else []
-    words = identity(fresh, None, goal, lines, Settings(Forms()), run.repeats)
+    words = identity(fresh, None, goal, lines, Settings(FormSettings(default_forms())), run.repeats)
     words["model"] = type(fresh).__name__  # The weights depend on the seed.
     words["space"] += f"; model {dict(model_specs)}; train {dict(train_specs)}"
     with run.opened(goal, words) as opened, preserved_generators():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther._torch import TorchDispatchMode, storage_key
-from panther.compression.conversion import Replacement
+from panther.compression.forms import Replacement
 
 STILL_REFERENCED = (
     "something else references the old layer, for example a forward that a library has stored: remove the reference, "

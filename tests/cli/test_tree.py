@@ -9,7 +9,7 @@ from torch import nn
 
 import panther as pr
 from panther.cli import main
-from panther.compression.forms.allocation import model_bytes
+from panther.compression.selection.allocation import model_bytes
 from panther.distributed import checkpoint
 from panther.tuning import tree
 

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import panther as pr
-from panther.compression.forms.allocation import byte_limit
-from panther.compression.forms.choice import choose_global, choose_uniform
-from panther.compression.forms.options import (
-    Forms,
+from panther.compression.calibration.targets import select_targets
+from panther.compression.forms import (
+    FormSettings,
     least_bytes,
     total_bytes,
     total_loss,
 )
-from panther.compression.targets import select_targets
+from panther.compression.selection.allocation import byte_limit
+from panther.compression.selection.convex_hull import choose_global, choose_uniform
 from panther.errors import CompressionError, NumericalWarning
 from tests.support.compressing import quick
 
 LOW_RANK_FORMS = ("dense", "low_rank")
-even = Forms(LOW_RANK_FORMS, rank_multiple=2)
+even = FormSettings(LOW_RANK_FORMS, rank_multiple=2)
 
 
 def targets_of(*shapes):
@@ -82,7 +82,7 @@ def test_fuzz_budgets_are_kept(shapes, budget, decay):
     dense = sum(target.dense_bytes for target in targets)
     limit = int(budget * dense)
     tails = tails_of(targets, decay)
-    for forms in (even, Forms(LOW_RANK_FORMS)):
+    for forms in (even, FormSettings(LOW_RANK_FORMS)):
         options = options_of(tails, forms)
         if least_bytes(options) > limit:
             continue
@@ -154,7 +154,7 @@ def test_measured_losses_correct_the_predicted_ones(monkeypatch):
     forms = {"bits": 4.2, "forms": ("int2", "int3", "int4", "int5", "int6"), "group_size": None}
     corrected = pr.compress(Pooled(), calibration=batches, **forms, **quick)
     monkeypatch.setattr(
-        "panther.compression.forms.allocation._with_measured_losses", lambda *arguments: arguments[2].options
+        "panther.compression.selection.allocation._with_measured_losses", lambda *given: given[2].options
     )
     predicted = pr.compress(Pooled(), calibration=batches, **forms, **quick)
     forms_of = [{layer.names[0]: layer.form for layer in report.layers} for report in (predicted, corrected)]
@@ -175,7 +175,7 @@ def test_batches_that_show_too_little_are_met_with_a_larger_ridge(seed, monkeypa
     with torch.no_grad():
         expected = model(other)
     for limit in (3.0, math.inf):
-        monkeypatch.setattr("panther.compression.forms.ridge._REFIT_RATIO", limit)
+        monkeypatch.setattr("panther.compression.selection.refit._REFIT_RATIO", limit)
         small = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)  # that the held-out error is far from the predicted one

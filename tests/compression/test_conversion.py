@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.conversion import convert, inherit_flags
-from panther.compression.fits import fit_weight, leading_components
+from panther.compression.calibration.targets import select_targets
+from panther.compression.forms import inherit_flags
+from panther.compression.forms.low_rank import convert_low_rank
+from panther.compression.forms.metric import fit_weight, leading_components
 from panther.compression.moments import Moments
-from panther.compression.targets import select_targets
 from panther.nn import SKConv2d, SKLinear
 
 
@@ -45,13 +46,14 @@ def test_linear_is_the_best_in_the_metric(bias, rank):
     found = fit_weight(target, Moments(A, mean, G, 400), most=12, seed=0)
     W = model[0].weight.detach()[None]
     metric = A - mean[:, :, None] * mean[:, None, :] if bias else A
-    layer = next(iter(convert(target, found, rank, 0).values()))
+    layer = next(iter(convert_low_rank(target, found, rank, 0).values()))
     D = layer.weight.detach() - W
     exact = loss(best(W, metric, G, rank) - W, metric, G)
     assert loss(D, metric, G) == pytest.approx(exact, rel=2e-3)  # the ridge
     assert found.tails[rank].item() == pytest.approx(exact, rel=2e-2)
     local = torch.einsum("goi,gij,goj->", D, metric, D) / torch.einsum("goi,gij,goj->", W, metric, W)
-    assert found.local_error(rank) == pytest.approx(local.sqrt().item(), rel=2e-2)
+    error = (found.local_tails[rank] / found.local_tails[0]).sqrt().item()
+    assert error == pytest.approx(local.sqrt().item(), rel=2e-2)
     if bias:  # no error in the mean is left
         torch.testing.assert_close(layer(mean[0]), model[0](mean[0]).detach(), rtol=1e-5, atol=1e-5)
     assert isinstance(layer, SKLinear)
@@ -69,7 +71,7 @@ def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
     A, mean, _ = moment(target.inner, 500, 1, groups)
     G, _, _ = moment(target.outer, 500, 2, groups)
     found = fit_weight(target, Moments(A, mean, G, 500), most=4, seed=0)
-    layer = next(iter(convert(target, found, 4, 0).values()))
+    layer = next(iter(convert_low_rank(target, found, 4, 0).values()))
     W = target.matrices()
     D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
     assert isinstance(layer, SKConv2d)
@@ -80,7 +82,7 @@ def test_without_statistics_it_is_the_truncated_svd():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40))
     (target,) = select_targets(model).targets
-    layer = next(iter(convert(target, fit_weight(target, None, most=10, seed=0), 10, 0).values()))
+    layer = next(iter(convert_low_rank(target, fit_weight(target, None, most=10, seed=0), 10, 0).values()))
     expected = SKLinear.from_linear(model[0], 1, 5)
     torch.testing.assert_close(layer.weight, expected.weight, rtol=1e-4, atol=1e-5)
 
@@ -101,7 +103,7 @@ def test_fitted_to_drifted_inputs():
         ("old", fit_weight(target, own, most=6, seed=0)),
         ("new", fit_weight(target, own, most=6, seed=0, drift=drift)),
     ):
-        layer = next(iter(convert(target, found, 6, 0).values()))
+        layer = next(iter(convert_low_rank(target, found, 6, 0).values()))
         errors[name] = (layer(z[0]) - exact).square().mean().item()
     # reduced-rank regression in closed form: the truncated SVD of the fitted values
     X, Y = z[0] - z[0].mean(0), exact - exact.mean(0)
@@ -120,9 +122,9 @@ def test_dead_inputs_and_a_zero_weight():
     x = torch.randn(300, 3, dtype=torch.float64) @ torch.randn(3, 20, dtype=torch.float64)
     x[:, 10:] = 0
     own = Moments((x.T @ x / 300)[None], x.mean(0)[None], torch.zeros(1, 20, 20, dtype=torch.float64), 300)
-    layer = next(iter(convert(first, fit_weight(first, own, most=6, seed=0), 6, 0).values()))
+    layer = next(iter(convert_low_rank(first, fit_weight(first, own, most=6, seed=0), 6, 0).values()))
     assert (layer(x.float()) - model[0](x.float())).abs().max() < 1e-4  # rank 3 is all there is
-    zero = next(iter(convert(second, fit_weight(second, own, most=6, seed=0), 6, 0).values()))
+    zero = next(iter(convert_low_rank(second, fit_weight(second, own, most=6, seed=0), 6, 0).values()))
     torch.testing.assert_close(zero(x.float()), model[1](x.float()))
     zero(x.float()).square().sum().backward()
     assert zero.S2.grad.any()  # unused columns can learn
@@ -135,7 +137,7 @@ def test_flags_dtype_and_memory_format(dtype):
     model[0].eval()
     new = {}
     for target in select_targets(model).targets:
-        new |= convert(target, fit_weight(target, None, most=4, seed=0), 4, 0)
+        new |= convert_low_rank(target, fit_weight(target, None, most=4, seed=0), 4, 0)
     inherit_flags(new)
     conv, linear = (new[module] for module in model)
     assert {parameter.dtype for layer in new.values() for parameter in layer.parameters()} == {dtype}
@@ -157,6 +159,6 @@ def test_large_weights_take_the_randomized_svd():
     most = leading_components(target, 530, 0.1 * 530)
     assert most == 2 * int(0.1 * 530)
     assert leading_components(target, 530, 530.0) == 530
-    layer = next(iter(convert(target, fit_weight(target, None, most=most, seed=0), most, 0).values()))
+    layer = next(iter(convert_low_rank(target, fit_weight(target, None, most=most, seed=0), most, 0).values()))
     error = (layer.weight.detach() - model[0].weight).norm() / sigma[most:].norm()
     assert 0.999 < error < 1.002

@@ -267,7 +267,7 @@ def test_a_forward_that_writes_its_parameters_is_named():
 
 
 def test_random_numbers_outside_of_a_calibration_are_the_callers():
-    from panther.compression.runner import Runner
+    from panther.compression.calibration.runner import Runner
 
     runner = Runner(Model(), inputs(), None, None, None, False)
     torch.manual_seed(5)
@@ -653,7 +653,7 @@ def test_parameters_of_their_own_on_one_memory():
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 def test_weights_that_are_no_plain_parameters(change, reason):
-    from panther.compression.targets import select_targets
+    from panther.compression.calibration.targets import select_targets
 
     model = Model()
     change(model.network[2])

@@ -12,17 +12,17 @@ from ranks import on_ranks
 from torch import nn
 
 import panther as pr
-from panther.compression.conversion import convert_quantized
-from panther.compression.fits import factor, metric_of
-from panther.compression.forms.choice import choose_global, choose_uniform
-from panther.compression.forms.options import DEFAULT_FORMS, KNOWN_FORMS, Forms, Option, total_bytes
-from panther.compression.forms.quantized import fit_quantized
+from panther.compression.calibration.targets import select_targets
+from panther.compression.forms import FormSettings, Option, default_forms, known_forms, total_bytes
+from panther.compression.forms.codes import convert_quantized
+from panther.compression.forms.metric import factor, metric_of
+from panther.compression.forms.rounding import fit_quantized
 from panther.compression.moments import Moments
-from panther.compression.targets import select_targets
+from panther.compression.selection.convex_hull import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
 
-every = dict.fromkeys(KNOWN_FORMS)
+every = dict.fromkeys(known_forms())
 kinds = {"dense": nn.Linear, "low_rank": SKLinear, "interpolative": InterpolativeLinear}
 linear_kinds = (*kinds.values(), QuantizedLinear)
 
@@ -54,12 +54,13 @@ def test_the_loss_of_a_form_is_that_of_its_layer(bits, rank):
     (target,) = select_targets(model).targets
     metric = metric_of(target, moments_of(34, 40))
     options = {"most": rank, "seed": 0, "dtype": torch.float64}
+    option, settings = Option("", 0, rank, bits), FormSettings((), group_size=16)
     if bits is None:
         found, weight = factor(metric.source, metric, **options), None
     else:
         fit = fit_quantized(metric, [bits], 16, **options)[bits]
         found, weight = fit.residual, fit.weight
-    layer = next(iter(convert_quantized(target, rank, found, weight, bits, 16).values()))
+    layer = next(iter(convert_quantized(target, option, found, weight, settings).values()))
     E = layer.double().weight.detach() - metric.source[0]
     assert (found.tails[rank] + found.rounding[rank]).item() == pytest.approx(loss(E, metric), rel=0.05)
     local = (E @ metric.L[0]).square().sum().item()
@@ -70,10 +71,10 @@ def test_the_loss_of_a_form_is_that_of_its_layer(bits, rank):
 
 def test_options_take_what_layers_store():
     model = network()
-    forms = Forms(KNOWN_FORMS, group_size=20)
+    forms = FormSettings(known_forms(), group_size=20)
     for target in select_targets(model, smallest=forms.smallest_bytes).targets:
         options = forms.options(target)
-        assert {option.form for option in options} == set(KNOWN_FORMS)
+        assert {option.form for option in options} == set(known_forms())
         assert [option.bytes for option in options] == sorted(option.bytes for option in options)
         for option in options:
             if option.form in ("dense", "low_rank"):
@@ -110,7 +111,7 @@ def test_the_choice_is_nearly_the_best_of_all():
 
 
 def test_uniform_is_one_form_everywhere():
-    forms = Forms(("low_rank", "int4", "int3"))
+    forms = FormSettings(("low_rank", "int4", "int3"))
     targets = select_targets(network(), smallest=forms.smallest_bytes).targets
     options = {
         target: [Option(o.form, o.bytes, o.rank, o.bits, 1.0 / o.bytes) for o in forms.options(target)]
@@ -186,8 +187,8 @@ def test_ranks_end_with_one_model(forms):
 def test_the_default_forms():
     model = network()
     report = pr.compress(model, bits=5, calibration=batches_of(), **quick)
-    assert {layer.form for layer in report.layers} <= set(DEFAULT_FORMS)
-    named = pr.compress(network(), bits=5, calibration=batches_of(), forms=DEFAULT_FORMS, **quick)
+    assert {layer.form for layer in report.layers} <= set(default_forms())
+    named = pr.compress(network(), bits=5, calibration=batches_of(), forms=default_forms(), **quick)
     assert named.measured_error == report.measured_error
     random = pr.compress(network(), budget=0.5, method="random", **quick)
     assert {layer.form for layer in random.layers} <= {"dense", "low_rank"}
@@ -263,7 +264,7 @@ def image_batches():
         pytest.param(9.0, {"forms": ("int8", "int3")}, marks=pytest.mark.slow),
         (12.0, {"forms": ("int8_low_rank", "int6")}), (9.0, {"forms": ("int4+low_rank", "int4")}),
         pytest.param(8.0, {"forms": ("int6", "int5"), "method": "svd"}, marks=pytest.mark.slow),
-        (8.0, {"forms": KNOWN_FORMS}), pytest.param(6.5, {}, marks=pytest.mark.slow),
+        (8.0, {"forms": known_forms()}), pytest.param(6.5, {}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_convolutions(size, options, tmp_path):
@@ -286,7 +287,7 @@ def test_convolutions(size, options, tmp_path):
     assert any(isinstance(module, QuantizedConv2d) for module in model)
     again = pr.load_compressed(pr.save_compressed(model, tmp_path), images())
     assert torch.equal(again(held_out), model(held_out))
-    assert not pr.to_linears_(model).kept
+    assert not pr.to_linears_(model).skipped
     assert error(model, again(held_out).detach(), held_out) < 1e-5
 
 

@@ -18,14 +18,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import panther as pr
-from panther.compression import HealConfig, healing
+from panther.compression import HealConfig
 from panther.compression.calibration.masks import Masks
-from panther.compression.distillation import lost_variance
-from panther.compression.forms.options import DEFAULT_FORMS, INTERPOLATIVE
-from panther.compression.healing import check_ranks, heal, shuffled
-from panther.compression.runner import Runner
-from panther.compression.survey import blocks_of
-from panther.compression.targets import swap_modules
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import blocks_of
+from panther.compression.calibration.targets import swap_modules
+from panther.compression.forms import default_forms
+from panther.compression.heal import healing
+from panther.compression.heal.distillation import lost_variance
+from panther.compression.heal.healing import check_ranks, heal, shuffled
 from panther.errors import CompressionError, ConfigError, DistributedError, FormatError
 from panther.nn import InterpolativeLinear, QuantizedLinear, SKLinear
 
@@ -603,7 +604,7 @@ def test_checkpoints_of_an_unknown_run_are_refused(damage, tmp_path):
 def clock(monkeypatch):
     """A clock that only moves where a test says so, in seconds."""
     now = [0.0]
-    monkeypatch.setattr("panther.compression.healing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("panther.compression.heal.healing.time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -862,7 +863,7 @@ def test_layers_of_every_default_form_are_healed_together_and_saved(tmp_path):
         if p.ndim == 2:
             p.data.mul_(2)
     layers = [getattr(block, name) for block in model[:4] for name in ("up", "down")]
-    widths = [form for form in DEFAULT_FORMS if form.startswith("int") and form != INTERPOLATIVE]
+    widths = [form for form in default_forms() if form.startswith("int") and form != "interpolative"]
     made = [SKLinear.from_linear(layers[0], 1, 4, seed=1), InterpolativeLinear.from_linear(layers[1], 4)]
     made += [
         QuantizedLinear.from_linear(layer, int(form[3:]), group_size=16)

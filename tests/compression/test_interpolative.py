@@ -8,11 +8,11 @@ from compressing import batches_of, error, quick
 from torch import nn
 
 import panther as pr
-from panther.compression.conversion import convert_interpolative
-from panther.compression.fits import factor, metric_of
-from panther.compression.forms.options import Forms
+from panther.compression.calibration.targets import select_targets
+from panther.compression.forms import FormSettings
+from panther.compression.forms.interpolative import convert_interpolative
+from panther.compression.forms.metric import factor, metric_of
 from panther.compression.moments import Moments
-from panther.compression.targets import select_targets
 from panther.nn import InterpolativeLinear
 
 
@@ -57,9 +57,9 @@ def test_it_keeps_more_than_low_rank_at_equal_bytes():
 
 def test_odd_ranks_of_small_weights_and_multiples_of_eight():
     small, large = (select_targets(nn.Sequential(nn.Linear(n, n))).targets[0] for n in (20, 96))
-    options = Forms(("interpolative",)).options(small)
+    options = FormSettings(("interpolative",)).options(small)
     assert [option.rank for option in options][:3] == [2, 4, 6]
-    assert {option.rank % 8 for option in Forms(("interpolative",)).options(large)} == {0}
+    assert {option.rank % 8 for option in FormSettings(("interpolative",)).options(large)} == {0}
     assert all(option.bytes < small.dense_bytes for option in options)
 
 

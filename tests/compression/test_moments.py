@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from panther.compression.calibration.runner import Runner, free_bytes, main_output
+from panther.compression.calibration.survey import survey_targets
+from panther.compression.calibration.targets import replace_modules, select_targets
 from panther.compression.moments import Moments, gather_drift, gather_moments, moments_bytes, split_passes
-from panther.compression.runner import Runner, free_bytes, main_output
-from panther.compression.survey import survey_targets
-from panther.compression.targets import replace_modules, select_targets
 from panther.errors import CompressionError
 
 
@@ -277,7 +277,7 @@ def test_the_drift_of_inputs_with_a_large_mean():
 def test_moments_take_half_of_what_is_free_up_to_a_limit(monkeypatch):
     runner = Runner(nn.Linear(3, 3), None, None, None, None, False)
     for free, spare in ((10**9, 1000), (600, 300), (0, 0), (None, 1000)):
-        monkeypatch.setattr("panther.compression.runner.free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr("panther.compression.calibration.runner.free_bytes", lambda _, free=free: free)
         assert runner.spare_bytes(1000) == spare
 
 

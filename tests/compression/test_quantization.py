@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from panther.compression.forms.quantization import QuantizedWeight, quantize_weight
+from panther.compression.forms.rounding import QuantizedWeight, quantize_weight
 from panther.nn.quantized.grid import quantization_grid, quantize, spread
 
 DOUBLE = torch.float64
@@ -67,7 +67,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     A, G = metric(50, 1), metric(37, 2)
     whole = rounded(W, A, G, 3, 16)
     for block in (1, 7, 16):
-        monkeypatch.setattr("panther.compression.forms.quantization._BLOCK", block)
+        monkeypatch.setattr("panther.compression.forms.rounding._BLOCK", block)
         codes = rounded(W, A, G, 3, 16).codes
         # Sums in another order can round an entry that is near a tie to its other side, and those after it.
         assert loss(QuantizedWeight(codes, whole.scales, whole.zeros, 16), W, A, G) == pytest.approx(
@@ -91,7 +91,7 @@ def test_widths_are_rounded_together_as_one_after_the_other(monkeypatch: pytest.
     W = torch.randn(2, 40, 33, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     A, G = (torch.stack([metric(size, seed) for seed in (1, 2)]) for size in (33, 40))
     together = quantize_weight(W, A, G, (2, 3, 8), 16)
-    monkeypatch.setattr("panther.compression.forms.quantization._JOINT_ENTRIES", 1)
+    monkeypatch.setattr("panther.compression.forms.rounding._JOINT_ENTRIES", 1)
     for joint, single in zip(together, quantize_weight(W, A, G, (2, 3, 8), 16), strict=True):
         assert all(torch.equal(getattr(joint, name), getattr(single, name)) for name in ("codes", "scales", "zeros"))
 

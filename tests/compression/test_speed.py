@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import panther as pr
-from panther.compression import _compress, measurement
-from panther.compression.forms import timing
-from panther.compression.forms.choice import choose_global, choose_uniform, seconds
-from panther.compression.forms.options import DEFAULT_FORMS, Forms, Option, Times
-from panther.compression.runner import Runner
-from panther.compression.targets import select_targets
+from panther.compression import preparation
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import select_targets
+from panther.compression.forms import FormSettings, Option, default_forms
+from panther.compression.selection import measurement, timing
+from panther.compression.selection.convex_hull import choose_global, choose_uniform
+from panther.compression.selection.timing import Times, seconds
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn import QuantizedLinear
 
@@ -82,14 +83,14 @@ def test_the_choice_by_time_is_nearly_the_best_of_all():
 def test_layers_of_one_shape_share_a_measurement(count, monkeypatch):
     model = nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48), nn.Linear(48, 40))
     runner = Runner(model, batches_of(), None, None, None, False)
-    forms = Forms(DEFAULT_FORMS)
+    forms = FormSettings(default_forms())
     targets = select_targets(model, smallest=forms.smallest_bytes).targets
     calls = []
     monkeypatch.setattr(timing, "compare_speed", lambda *given: calls.append(given) or counted(*given))
     times = timing.time_layers(runner, targets, forms)
     assert times[targets[0]] == times[targets[1]] != times[targets[2]]
     assert len(calls) == sum(len(values) for target in targets[1:] for _, values in times[target].curves.values())
-    assert set(times[targets[0]].curves) == set(DEFAULT_FORMS) - {"dense"}
+    assert set(times[targets[0]].curves) == set(default_forms()) - {"dense"}
     rank = Option("low_rank", 1, 8)
     assert times[targets[0]].of(rank) == pytest.approx(1e-9 * (1000 + 2 * 64 * 8 * (48 + 48)))
 
@@ -204,7 +205,7 @@ quantized = tuple(f"int{bits}" for bits in (8, 6, 5, 4, 3, 2))
 
 
 def test_slower_forms_are_taken_where_much_is_lost_otherwise(count, monkeypatch):
-    monkeypatch.setattr(_compress, "time_layers", slow(*quantized))
+    monkeypatch.setattr(preparation, "time_layers", slow(*quantized))
     model = network()
     report = compress(model, bits=5)
     assert any(isinstance(layer, QuantizedLinear) for layer in model)
@@ -218,7 +219,7 @@ def test_slower_forms_are_taken_where_much_is_lost_otherwise(count, monkeypatch)
 
 
 def test_slower_forms_are_left_out_where_little_is_lost(count, monkeypatch):
-    monkeypatch.setattr(_compress, "time_layers", slow("int8", "int6", "int2"))
+    monkeypatch.setattr(preparation, "time_layers", slow("int8", "int6", "int2"))
     report = compress(network(), bits=5.5)
     assert {layer.form for layer in report.layers} & set(quantized) <= {"int5", "int4", "int3"}
     assert not any("slower" in note for note in report.notes)
@@ -226,14 +227,14 @@ def test_slower_forms_are_left_out_where_little_is_lost(count, monkeypatch):
 
 @pytest.mark.slow
 def test_slower_forms_for_a_largest_error(count, monkeypatch):
-    monkeypatch.setattr(_compress, "time_layers", slow(*quantized))
+    monkeypatch.setattr(preparation, "time_layers", slow(*quantized))
     report = compress(network(), max_error=0.05)
     assert report.measured_error <= 0.05
     assert "the layers would take" in report.notes[-1]
 
 
 def test_named_forms_may_be_slower_unless_forbidden(count, monkeypatch):
-    monkeypatch.setattr(_compress, "time_layers", slow("int4", "int8"))
+    monkeypatch.setattr(preparation, "time_layers", slow("int4", "int8"))
     report = compress(network(), bits=8.5, forms=("int4", "int8"))
     assert {layer.form for layer in report.layers} <= {"int4", "int8"}
     model = network()
@@ -244,7 +245,7 @@ def test_named_forms_may_be_slower_unless_forbidden(count, monkeypatch):
 
 
 def test_a_size_that_only_slower_forms_reach(count, monkeypatch):
-    monkeypatch.setattr(_compress, "time_layers", slow(*(set(DEFAULT_FORMS) - {"dense"})))
+    monkeypatch.setattr(preparation, "time_layers", slow(*(set(default_forms()) - {"dense"})))
     report = compress(network(), bits=3)
     assert "the size cannot be reached without them" in report.notes[-1]
 

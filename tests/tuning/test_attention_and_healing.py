@@ -167,7 +167,7 @@ def test_the_automatic_space_of_some_layers_and_terms_of_another(block):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"space": {"attention": {"num_random_features": [8], "rank": [2]}}}, "has the setting 'rank', and knows"),
+        ({"space": {"attention": {"num_random_features": [8], "rank": [2]}}}, "has the unknown setting 'rank': use"),
         ({"space": {"attention": {"kernel_fn": ["cosine"]}}}, "kernel_fn 'cosine' is unknown"),
         ({"space": {"attention": {"kernel_fn": "softmax"}}}, "has no number of features"),
         ({"space": {"up": {"num_random_features": [8]}}}, "'up' of the space matches no attention"),

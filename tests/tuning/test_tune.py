@@ -13,7 +13,7 @@ from torch import nn
 from tuning import Accuracy, batches, classifier
 
 import panther as pr
-from panther.compression.forms.allocation import model_bytes
+from panther.compression.selection.allocation import model_bytes
 from panther.errors import CompressionError, ConfigError, TuningError
 from panther.tuning import Float, Group, Int
 
@@ -246,7 +246,7 @@ def test_other_samplers(net, accuracy, data, sampler):
 def test_a_space_that_is_exhausted_ends_the_search(net, accuracy, data):
     result = pr.tune(net, accuracy, data, space={"2": {"bits": [8, 4, 3]}}, constraint=">= 0", **QUICK)
     assert len(result.trials) == 3
-    assert "ended after 3 of 8 trials: plans that were not tried are no longer found" in result.notes
+    assert "ended after 3 of 8 trials: no plan was found that was not tried before" in result.notes
     assert accuracy.calls == 5
 
 
@@ -288,7 +288,7 @@ def fail(model):
     [
         (1, fail, r"evaluate raised RuntimeError: no such file for the unchanged model \(test_tune.py, line \d+\)"),
         (4, fail, r"evaluate raised RuntimeError: no such file for trial 1 \(test_tune.py"),
-        (1, change_weight, "evaluate changed parameter '0.weight' of the unchanged model, and must leave"),
+        (1, change_weight, "evaluate changed parameter '0.weight' of the unchanged model, and must not"),
         (2, change_buffer, "evaluate changed buffer 'note' of the unchanged model"),
         (5, change_layer, "evaluate changed module '1' of trial 2"),
     ],
@@ -361,7 +361,7 @@ def test_a_storage_of_another_study(net, accuracy, data, tmp_path):
         ({"space": {"0": {"bits": [8, 4]}}}, "space auto instead of 0"),
         ({"seed": 1}, "seed 0 instead of 1"),
     ):
-        with pytest.raises(ConfigError, match=f"holds another study .*{words}"):
+        with pytest.raises(ConfigError, match=f"has another study .*{words}"):
             pr.tune(net, accuracy, data, **{"constraint": ">= 80 %"} | options | changed)
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -443,7 +443,7 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
     [
         ({"space": {}}, "must be 'auto', or a dict"),
         ({"space": {"0": {}}}, "must be 'auto' or a dict of settings"),
-        ({"space": {"0": {"ranks": [2]}}}, "has the setting 'ranks', and knows"),
+        ({"space": {"0": {"ranks": [2]}}}, "has the unknown setting 'ranks': use"),
         ({"space": {"0": {"form": ["int7"], "rank": [2]}}}, "form 'int7' is unknown"),
         ({"space": {"0": {"form": "interpolative"}}}, "has the form 'interpolative' and no rank"),
         ({"space": {"0": {"rank": [2], "share": [0.5]}}}, "are alternatives"),

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther.compression.calibration.checks import check_model
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.compression.config import HealConfig
-from panther.compression.conversion import Replacement
-from panther.compression.forms.arguments import check_model
+from panther.compression.forms import Replacement
 from panther.compression.linearization.fitting import FitConfig, Quality, fit, quality
 from panther.compression.linearization.report import LinearizationReport, LinearizedLayer
 from panther.compression.linearization.samples import Recorder, record, split_layers
 from panther.compression.linearization.survey import AttentionModules, find_attention, make_attention
-from panther.compression.measurement import model_speed
-from panther.compression.runner import Runner
-from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
+from panther.compression.selection.measurement import model_speed
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
 from panther.nn._specs import note_in_config_
@@ -119,7 +119,9 @@ def linearize_(
     if heal is not None:
         if not isinstance(heal, HealConfig):
             raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")
-        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
+        from panther.compression.heal import (
+            healing,
+        )  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(None)
     attention_modules = find_attention(model, include, exclude)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from panther._text import counted, format_seconds, format_table
+from panther.compression.calibration.targets import SkippedLayer
 from panther.compression.report import HealResult
-from panther.compression.targets import SkippedLayer
 from panther.files import write_json
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from panther.compression.runner import Runner
+from panther.compression.calibration.runner import Runner
 from panther.nn import LearnedLinearAttention
 from panther.nn.attention.learned import first_keys
 

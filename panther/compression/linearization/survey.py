@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from panther._torch import children_of, has_hooks
-from panther.compression.targets import Selector, SkippedLayer, _matches, _selectors
+from panther.compression.calibration.targets import Selector, SkippedLayer, _matches, _selectors
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD

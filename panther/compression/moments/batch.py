@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.runner import Runner, squares
+from panther.compression.calibration.survey import Receive, input_key, send_gradients, watched
+from panther.compression.calibration.targets import Target
 from panther.compression.moments.sums import is_finite
-from panther.compression.runner import Runner, squares
-from panther.compression.survey import Receive, input_key, send_gradients, watched
-from panther.compression.targets import Target
 from panther.errors import CompressionError
 
 

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
+from panther.compression.calibration.runner import Runner, squares
+from panther.compression.calibration.survey import Receive, send_gradients, watched
+from panther.compression.calibration.targets import Target
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
-from panther.compression.runner import Runner, squares
-from panther.compression.survey import Receive, send_gradients, watched
-from panther.compression.targets import Target
 from panther.errors import CompressionError
 
 _DOUBLE = torch.float64.itemsize

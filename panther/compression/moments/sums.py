@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.compression.targets import Target
+from panther.compression.calibration.targets import Target
 from panther.linalg.operand import driver
 from panther.nn.convolution import pad_input
 

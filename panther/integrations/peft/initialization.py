@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_table
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import survey_targets
+from panther.compression.calibration.targets import Survey, Target
 from panther.compression.moments import check_calibration, gather_moments, split_passes
-from panther.compression.runner import Runner
-from panther.compression.survey import survey_targets
-from panther.compression.targets import Survey, Target
 from panther.errors import ConfigError, require_extra
 from panther.integrations.peft.decomposition import ITERATIONS, initialize_adapter_
 from panther.nn.interpolative import InterpolativeLinear

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from panther.compression.forms.choice import choose_global
-from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Option
-from panther.compression.targets import Target
+from panther.compression.calibration.targets import Target
+from panther.compression.forms import DENSE, LOW_RANK, Choice, Option, form_named
+from panther.compression.selection.convex_hull import choose_global
 from panther.errors import ConfigError
 from panther.tuning.attention import EXACT
 from panther.tuning.prepared import Plan, Prepared
@@ -185,7 +185,7 @@ def _is_used(name: str, values: Mapping[str, Any]) -> bool:
     if name in OF_ATTENTION:
         return name == "kernel_fn" or values.get("kernel_fn") not in (EXACT, "taylor")
     form = _form_of(values)
-    return name in ("form", "bits") or form in (None, LOW_RANK, INTERPOLATIVE) or form.endswith("low_rank")
+    return name in ("form", "bits") or form is None or form_named(form).has_rank
 
 
 def _rank_or_share(values: Mapping[str, Any], name: str) -> float | None:
@@ -242,8 +242,7 @@ class LayerSpace(LayerSpaceBase):
                 notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense with it")
             form_values = [values for values in combinations if (_form_of(values) or LOW_RANK) == form]
             for name in ("rank", "share"):
-                requested = [_rank_or_share(values, name) for values in form_values]
-                requested = [value for value in requested if value is not None]
+                requested = [value for values in form_values if (value := _rank_or_share(values, name)) is not None]
                 if not options or not requested:
                     continue
                 ranks, sizes = [option.rank or 0 for option in options], [option.bytes for option in options]

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from panther.compression.calibration.targets import Selector
 from panther.compression.linearization.survey import is_attention
-from panther.compression.targets import Selector
 from panther.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ __all__ = ["OF_ATTENTION", "OF_LAYERS", "check_settings", "used_forms"]
 from collections.abc import Mapping
 from typing import Any
 
-from panther.compression.forms.options import INTERPOLATIVE, KNOWN_FORMS, LOW_RANK
+from panther.compression.forms import LOW_RANK, form_named, known_forms
 from panther.errors import ConfigError
 from panther.nn.attention.feature_map import KERNELS
 from panther.tuning.attention import EXACT
@@ -42,9 +42,9 @@ def check_settings(key: Any, specs: Mapping[str, Spec], scratch: bool) -> None:
         if setting in specs and other in specs:
             raise ConfigError(f"space[{key!r}] has both {setting!r} and {other!r}, which are alternatives: remove one")
     for form in used_forms(specs):
-        if form not in KNOWN_FORMS:
-            raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(KNOWN_FORMS)}")
-    ranked = [form for form in used_forms(specs) if form == INTERPOLATIVE or form.endswith("low_rank")]
+        if form not in known_forms():
+            raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(known_forms())}")
+    ranked = [form for form in used_forms(specs) if form_named(form).has_rank]
     if "num_terms" in specs and "low_rank" not in specs:
         raise ConfigError(f"space[{key!r}] has 'num_terms' and no rank of a term: add 'low_rank'")
     if specs and ranked and not {"rank", "share", "low_rank"} & specs.keys():

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from panther.compression.calibration.runner import Runner
 from panther.compression.config import HealConfig
-from panther.compression.conversion import Replacement
-from panther.compression.distillation import Distillation
+from panther.compression.forms import Replacement
+from panther.compression.heal.distillation import Distillation
 from panther.compression.memory import KEPT_OUTPUT_BYTES
 from panther.compression.report import HealResult
-from panther.compression.runner import Runner
 from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError

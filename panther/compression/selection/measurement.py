@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from panther._torch import tree_leaves
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import counted
-from panther.compression.conversion import Replacement
-from panther.compression.forms.timing import compare_speed
-from panther.compression.runner import Runner, relative_error, squares
-from panther.compression.survey import hooked
-from panther.compression.targets import Target, replace_modules
+from panther.compression.calibration.runner import Runner, relative_error, squares
+from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.targets import Target, replace_modules
+from panther.compression.forms import Replacement
+from panther.compression.selection.timing import compare_speed
 from panther.errors import CompressionError
 
 _MODEL_S = 2.0  # time for measuring the speed of the model, unless three rounds take longer

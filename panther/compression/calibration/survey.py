@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._torch import children_of, version_of
-from panther.compression.runner import Runner
-from panther.compression.targets import GEOMETRY, SkippedLayer, Survey, Target
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
 
 

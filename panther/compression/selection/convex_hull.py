@@ -7,16 +7,16 @@ weight, which has no loss.
 *Uniform*: the same form, and the same kept fraction, everywhere.
 """
 
-__all__ = ["BYTES", "Cost", "choose_global", "choose_uniform", "seconds"]
+__all__ = ["BYTES", "Cost", "choose_global", "choose_uniform"]
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from panther.compression.forms.options import DENSE, LOW_RANK, Choice, Option, Options, Times, total_loss
-from panther.compression.targets import Target
+from panther.compression.calibration.targets import Target
+from panther.compression.forms import DENSE, LOW_RANK, Choice, Option, Options, total_loss
 
 _FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a float
 
@@ -55,11 +55,6 @@ class Cost:
 
 BYTES = Cost(attrgetter("bytes"), attrgetter("dense_bytes"))
 """Bytes on disk."""
-
-
-def seconds(times: Mapping[Target, Times]) -> Cost:
-    """Return the cost in seconds of one batch, for options that were timed."""
-    return Cost(attrgetter("time_s"), lambda target: times[target].dense_s)
 
 
 def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice:

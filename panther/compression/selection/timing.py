@@ -4,32 +4,112 @@ Nothing has to be fitted for this, because layers of random numbers take as long
 that read inputs of equal shapes share one measurement. Times are measured at a few ranks and interpolated linearly.
 """
 
-__all__ = ["compare_speed", "time_layers"]
+__all__ = ["SLOWER", "Times", "Timing", "compare_speed", "seconds", "time_layers"]
 
+import math
 import statistics
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther.compression.conversion import random_layer
-from panther.compression.forms.options import DENSE, Forms, Option, Times
-from panther.compression.runner import Runner
-from panther.compression.survey import hooked
-from panther.compression.targets import GEOMETRY, Target
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.targets import GEOMETRY, Target
+from panther.compression.forms import DENSE, FormSettings, Option, form_named
+from panther.compression.selection.convex_hull import Cost
 
 _SAMPLE_S = 5e-4  # calls are repeated for this time between two readings of the clock, because readings take time
 _MAX_REPEATS = 1000
 _PAIR_S = 0.2  # time for one form of a layer, unless the smallest number of rounds takes longer
 _ROUNDS = (3, 9)  # smallest and largest number of rounds
 _SHARES = (0.0, 0.35, 1.0)  # places in the list of ranks at which a form is timed
+SLOWER = 0.8  # a form is slower if it has less than this share of the dense layer's speed; a ratio near 1 can be noise
+_SAME_TIME = 1.02  # times of two widths that differ by less than this factor are equal up to noise
 
 
-def time_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dict[Target, Times]:
+@dataclass(frozen=True)
+class Times:
+    """Measured times of a weight's layers in one batch.
+
+    Attributes:
+        dense_s: Seconds of the dense layers.
+        curves: For each form, the ranks at which it was timed, in rising order (0 for a form without a rank), and the
+            seconds at these ranks.
+    """
+
+    dense_s: float
+    curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+
+    def of(self, option: Option) -> float:
+        """Return the seconds of an option, interpolated linearly between the ranks that were timed."""
+        if option.form == DENSE:
+            return self.dense_s
+        ranks, times = self.curves[option.form]
+        rank = option.rank or 0
+        place = min(max(bisect_left(ranks, rank), 1), len(ranks) - 1)
+        if not place:
+            return times[0]
+        share = (rank - ranks[place - 1]) / (ranks[place] - ranks[place - 1])
+        return times[place - 1] + share * (times[place] - times[place - 1])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of all weights' forms, and which options are fast enough.
+
+    Attributes:
+        times: Times of each target.
+        allow_slower: Whether forms that were measured below ``SLOWER`` of the dense layer's speed are options.
+        by_time: Whether the choice is by time. An option is then useful only if it is faster than dense, and a width
+            only if no larger width is as fast.
+    """
+
+    times: Mapping[Target, Times]
+    allow_slower: bool = True
+    by_time: bool = False
+
+    def fast_options(self, target: Target, options: Sequence[Option]) -> list[Option]:
+        """Return the options that are fast enough, with their times; the dense weight alone if there is none."""
+        times = self.times[target]
+        timed = [replace(option, time_s=times.of(option)) for option in options]
+        if not self.allow_slower:
+            timed = self.without_slower(target, timed)
+        if self.by_time:
+            timed = [option for option in timed if option.form == DENSE or (option.time_s or 0.0) < times.dense_s]
+            fastest: dict[type, float] = {}  # of the larger widths, by the class of the form
+            for name in sorted({option.form for option in timed if option.bits is not None}, reverse=True):
+                kind, time_s = type(form_named(name)), times.curves[name][1][0]
+                if time_s * _SAME_TIME >= fastest.get(kind, math.inf):
+                    timed = [option for option in timed if option.form != name]
+                fastest[kind] = min(time_s, fastest.get(kind, math.inf))
+        return timed or [self._dense(target)]
+
+    def is_slower(self, target: Target, option: Option) -> bool:
+        """Return whether an option was measured below ``SLOWER`` of the dense layer's speed."""
+        return option.time_s is not None and option.time_s * SLOWER > self.times[target].dense_s
+
+    def without_slower(self, target: Target, options: Sequence[Option]) -> list[Option]:
+        """Return the options that are not slower than dense; the dense weight alone if there is none."""
+        return [option for option in options if not self.is_slower(target, option)] or [self._dense(target)]
+
+    def _dense(self, target: Target) -> Option:
+        return Option(DENSE, target.dense_bytes, error=0.0, time_s=self.times[target].dense_s)
+
+
+def seconds(times: Mapping[Target, Times]) -> Cost:
+    """Return the cost in seconds of one batch, for options that were timed."""
+    return Cost(attrgetter("time_s"), lambda target: times[target].dense_s)
+
+
+def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSettings) -> dict[Target, Times]:
     """Return the times of all forms of each target in the first held-out batch, the mean over the ranks of a group."""
     samples: dict[Any, tuple[Target, nn.Module, Tensor]] = {}
     calls: dict[Target, Counter[Any]] = {target: Counter() for target in targets}
@@ -41,12 +121,12 @@ def time_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dict
 
     with torch.no_grad(), hooked(targets, note):
         runner.output(runner.held_out[0])
-    plans = {target: _plan(target, forms) for target in targets}
+    plans = {target: _plan(target, settings) for target in targets}
     measured: dict[Any, list[float]] = {}
     for key, (target, module, x) in runner.over(samples.items(), "time of forms"):
         # One new layer at a time, because all of them could take more memory than the dense model.
         pairs = [
-            compare_speed(_call(module, x), _call(random_layer(target, module, option, forms), x), x.device)
+            compare_speed(_call(module, x), _call(_random_layer(target, module, option, settings), x), x.device)
             for option in plans[target]
         ]
         dense_s = statistics.median(old for old, _ in pairs)
@@ -68,10 +148,14 @@ def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
     return type(module), weight.shape, weight.stride(), weight.dtype, bias, geometry, x.shape, x.stride(), x.dtype
 
 
-def _plan(target: Target, forms: Forms) -> list[Option]:
+def _random_layer(target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
+    return form_named(option.form).random_layer(target, module, option, settings)
+
+
+def _plan(target: Target, settings: FormSettings) -> list[Option]:
     """Return the options of a weight to time: every form, at a few ranks if the form has ranks."""
     by_form: dict[str, list[Option]] = {}
-    for option in forms.options(target):
+    for option in settings.options(target):
         if option.form != DENSE:
             by_form.setdefault(option.form, []).append(option)
     return [

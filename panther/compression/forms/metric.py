@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther.compression.calibration.targets import Target
 from panther.compression.moments import Moments
-from panther.compression.targets import Target
 from panther.linalg import randomized_svd
 from panther.nn.quantized.grid import MAXIMUM_CODE
 
@@ -80,12 +80,15 @@ class Fit:
     rounding: Tensor
     means: tuple[Tensor, Tensor] | None
 
-    def local_error(self, rank: int | None) -> float:
-        """Return the predicted relative error of the layer's own output; None is the dense weight."""
-        if rank is None:
-            return 0.0
-        lost, total = self.local_tails[min(rank, len(self.local_tails) - 1)].item(), self.local_tails[0].item()
-        return (lost / total) ** 0.5 if total > 0 else 0.0
+    def losses(self, rank: int, *, rounded: bool = False) -> tuple[float, float] | None:
+        """Return the loss at a rank, and the loss in the layer's own output; None if the rank was not computed.
+
+        ``rounded``, the loss includes the effect of rounding the components to int8.
+        """
+        if rank >= len(self.tails):
+            return None
+        loss = self.tails[rank] + (self.rounding[rank] if rounded else 0.0)
+        return loss.item(), self.local_tails[rank].item()
 
 
 def _tails(energy: Tensor, total: Tensor) -> Tensor:

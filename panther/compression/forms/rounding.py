@@ -8,7 +8,7 @@ problem", 1986, doi:10.1007/BF02579403) in the Kronecker metric. With G the iden
 2023, arXiv:2210.17323), whose feedback runs along the rows only.
 """
 
-__all__ = ["QuantizedWeight", "quantize_weight"]
+__all__ = ["LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "fit_quantized", "quantize_weight", "sensitivity"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from panther.compression.forms.metric import Fit, Metric, factor
 from panther.nn.quantized.grid import quantization_grid, spread
 
 _BLOCK = 64  # rows and columns of a block; larger blocks need more scalar products, smaller blocks more calls
 # Widths are rounded jointly up to this number of entries. Below it, calls take more time than arithmetic: six widths of
 # a (96, 24) weight took 0.27 s one after the other and 0.09 s jointly.
 _JOINT_ENTRIES = 2**18
+# Ridge for rounding, relative to the mean of a moment's diagonal. It is larger than for components, because feedback
+# into directions that hardly occur helps less on different batches. In 3 bits, the held-out error of a sentence encoder
+# was 0.2422 with a ridge of 0.01 and 0.2397 with this ridge.
+_RIDGE = 3e-2
+LOSS_PER_BIT = 4.0  # each further bit halves the step, and divides the loss by this factor
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,54 @@ class QuantizedWeight:
             spread(each.double(), self.group_size, self.codes.shape[1]) for each in (self.scales, self.zeros)
         )
         return scales * (self.codes.double() - zeros)
+
+
+@dataclass(frozen=True)
+class QuantizedFit:
+    """A weight quantized at one width.
+
+    Attributes:
+        weight: The codes, scales and zeros.
+        residual: Components of the rounding error, for a correction; the first tail is the loss without a correction.
+    """
+
+    weight: QuantizedWeight
+    residual: Fit
+
+
+def fit_quantized(
+    metric: Metric, widths: Sequence[int], group_size: int | None, *, most: int, seed: int, dtype: torch.dtype
+) -> dict[int, QuantizedFit]:
+    """Round a weight to each of the widths, and split each rounding error into ``most`` components.
+
+    Cost: the cost of ``quantize_weight``, and an SVD for each width if ``most`` is not 0.
+    """
+    W = metric.source
+    A = None if metric.L is None else _add_ridge_(metric.L @ metric.L.mT)
+    G = None if metric.R is None else _add_ridge_(metric.R.mT @ metric.R)
+    group_size = W.shape[2] if group_size is None else min(group_size, W.shape[2])
+    fits = {}
+    for bits, weight in zip(widths, quantize_weight(W, A, G, widths, group_size), strict=True):
+        residual = factor(W - weight.dense().view_as(W), metric, most=most, seed=seed, dtype=dtype)
+        fits[bits] = QuantizedFit(weight, residual)
+    return fits
+
+
+def _add_ridge_(A: Tensor) -> Tensor:
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    diagonal += _RIDGE * diagonal.mean(-1, keepdim=True)
+    return A
+
+
+def sensitivity(metric: Metric) -> float:
+    """Return the loss of a quantized weight, up to a factor that depends on its width alone.
+
+    With feedback in both metrics, the error of each entry counts with the square of its pivots in the Cholesky factors.
+    """
+    _, outer, inner = metric.source.shape
+    columns = inner if metric.L is None else metric.L.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    rows = outer if metric.R is None else metric.R.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    return (metric.source.square().mean((1, 2)) * columns * rows).sum().item()
 
 
 def quantize_weight(

@@ -10,14 +10,13 @@ import logging
 import math
 from dataclasses import dataclass, replace
 
-from panther.compression.conversion import convert_all, random_layer
-from panther.compression.forms.allocation import CHOOSERS, Allocation, allocate_forms, with_predicted_losses
-from panther.compression.forms.choice import seconds
-from panther.compression.forms.fitting import Fits
-from panther.compression.forms.options import DENSE, Choice, Forms, Option
-from panther.compression.measurement import model_speed
-from panther.compression.runner import Runner
-from panther.compression.targets import Survey
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Survey
+from panther.compression.forms import DENSE, Choice, Fits, FormSettings, Option, Options, form_named
+from panther.compression.forms.conversion import convert_all
+from panther.compression.selection.allocation import CHOOSERS, Allocation, allocate_forms, with_predicted_losses
+from panther.compression.selection.measurement import model_speed
+from panther.compression.selection.timing import Timing, seconds
 from panther.errors import CompressionError
 
 _log = logging.getLogger(__name__)
@@ -50,15 +49,16 @@ class SpeedTarget:
 
 
 def check_speed_target(
-    runner: Runner, survey: Survey, forms: Forms, speedup: float | None, max_latency_ms: float | None
-) -> SpeedTarget:
+    runner: Runner, settings: FormSettings, options: Options, timing: Timing, *, speedup: float | None,
+    max_latency_ms: float | None,
+) -> SpeedTarget:  # fmt: skip
     """Time the model with every layer in its fastest form, and raise CompressionError if it misses the target.
 
     Nothing has to be fitted for this, because layers of random numbers are as fast as fitted ones.
     """
-    fastest = seconds(forms.times).cheapest({target: forms.options(target) for target in survey.targets})
+    fastest = seconds(timing.times).cheapest(options)
     replacement = {
-        module: random_layer(target, module, option, forms)
+        module: form_named(option.form).random_layer(target, module, option, settings)
         for target, option in fastest.items()
         if option.form != DENSE
         for module in target.modules
@@ -69,7 +69,7 @@ def check_speed_target(
     else:
         assert max_latency_ms is not None  # one of the two is given
         needed_speedup, setting = 1e3 * dense_s / max_latency_ms, f"max_latency_ms={max_latency_ms}"
-    layers_s = sum(times.dense_s for times in forms.times.values())
+    layers_s = sum(times.dense_s for times in timing.times.values())
     speed_target = SpeedTarget(setting, needed_speedup, dense_s, layers_s)
     if max(reached, 1.0) < needed_speedup:
         raise _missed(speed_target, reached)
@@ -92,7 +92,7 @@ def _missed(speed_target: SpeedTarget, reached: float) -> CompressionError:
 
 
 def choose_in_time(
-    runner: Runner, survey: Survey, fits: Fits, forms: Forms, allocate: str, speed_target: SpeedTarget, seed: int
+    runner: Runner, survey: Survey, fits: Fits, timing: Timing, allocate: str, speed_target: SpeedTarget, seed: int
 ) -> Allocation:
     """Choose the forms of the least loss with which the model reaches the speed target.
 
@@ -104,7 +104,7 @@ def choose_in_time(
         return Allocation(
             dense, allocate, notes=(f"{speed_target.setting} is met by the dense model, so nothing is compressed",)
         )
-    cost, limit = seconds(forms.times), speed_target.limit_s
+    cost, limit = seconds(timing.times), speed_target.limit_s
     allocation = allocate_forms(runner, survey, fits, allocate, limit, None, seed, cost)
     choose, least = CHOOSERS[allocation.allocate], cost.least(allocation.options)
     met: dict[float, Choice] = {}  # choices that reach the target, by the limit of the layers

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._text import counted
-from panther.compression.conversion import convert_all
-from panther.compression.forms.choice import BYTES, Cost, choose_global, choose_uniform
-from panther.compression.forms.fitting import Fits
-from panther.compression.forms.options import Choice, Forms, Options, least_bytes, total_bytes, total_loss
-from panther.compression.runner import Runner
-from panther.compression.targets import Survey, replace_modules
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Survey, replace_modules
+from panther.compression.forms import Choice, Fits, Options, least_bytes, total_bytes, total_loss
+from panther.compression.forms.conversion import convert_all
+from panther.compression.selection.convex_hull import BYTES, Cost, choose_global, choose_uniform
+from panther.compression.selection.timing import Timing
 from panther.errors import CompressionError
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
@@ -162,8 +162,8 @@ def allocate_forms(
 
 
 def allocate_fast_forms(
-    runner: Runner, survey: Survey, fits: Fits, forms: Forms, allocate: str, limit: int | None, max_error: float | None,
-    seed: int,
+    runner: Runner, survey: Survey, fits: Fits, timing: Timing, allocate: str, limit: int | None,
+    max_error: float | None, seed: int,
 ) -> Allocation:  # fmt: skip
     """Choose as ``allocate_forms`` does, but use forms slower than the dense layer only where they are worth it.
 
@@ -171,10 +171,10 @@ def allocate_fast_forms(
     the bytes). A note states the reason.
     """
     allocation = allocate_forms(runner, survey, fits, allocate, limit, max_error, seed)
-    slow = sum(forms.is_slower(target, option) for target, option in allocation.choice.items())
+    slow = sum(timing.is_slower(target, option) for target, option in allocation.choice.items())
     if not slow:
         return allocation
-    fast_options = {target: forms.without_slower(target, options) for target, options in fits.options.items()}
+    fast_options = {target: timing.without_slower(target, options) for target, options in fits.options.items()}
     note = f"forms slower than the dense layers are used, in {counted(slow, 'layer')}, because "
     if limit is not None and least_bytes(fast_options) > limit:
         return replace(allocation, notes=(*allocation.notes, note + "the size cannot be reached without them"))

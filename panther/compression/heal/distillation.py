@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from panther._torch import parameters_of, refresh_flat_weights
 from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.runner import Runner, floating_tensor
+from panther.compression.calibration.survey import blocks_of
+from panther.compression.calibration.targets import replace_modules, swap_modules
 from panther.compression.config import HealConfig
-from panther.compression.conversion import Replacement
-from panther.compression.runner import Runner, floating_tensor
-from panther.compression.survey import blocks_of
-from panther.compression.targets import replace_modules, swap_modules
+from panther.compression.forms import Replacement
 from panther.nn.quantized.state import QuantizedState, train_scales_
 
 

@@ -5,9 +5,9 @@ __all__ = ["SUSPICIOUS_ERROR", "fit_and_allocate"]
 from collections.abc import Callable
 from dataclasses import replace
 
-from panther.compression.fits import RIDGE
-from panther.compression.forms.allocation import Allocation
-from panther.compression.forms.fitting import Fits
+from panther.compression.forms import Fits
+from panther.compression.forms.metric import RIDGE
+from panther.compression.selection.allocation import Allocation
 
 SUSPICIOUS_ERROR = 0.05
 """Above this held-out error, a large excess over the predicted error means that the held-out batches differ from the

@@ -1,0 +1,191 @@
+"""Fit all weights, from moments gathered pass by pass, and give each weight's options their losses."""
+
+__all__ = ["fit_targets"]
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Survey, Target
+from panther.compression.config import HealConfig
+from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named
+from panther.compression.forms.codes import code_bytes
+from panther.compression.forms.metric import RIDGE, factor, metric_of, wide_dtype
+from panther.compression.forms.rounding import LOSS_PER_BIT, fit_quantized, sensitivity
+from panther.compression.memory import predict_peak_bytes
+from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
+from panther.compression.selection.convex_hull import choose_global, choose_uniform
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_MEMORY_BYTES = 2**30  # for moments, if at least twice as many bytes are free
+
+
+def fit_targets(
+    runner: Runner, survey: Survey, settings: FormSettings, options: Options, limit: int | None, *, memory: int | None,
+    keep: bool, heal: HealConfig | None, seed: int, ridge: float = RIDGE,
+) -> Fits:  # fmt: skip
+    """Gather moments pass by pass, and fit every weight in their metric.
+
+    Args:
+        runner: The model and its batches.
+        survey: The weights to fit.
+        settings: The forms to fit.
+        options: The options of each weight, without losses.
+        limit: Bytes that all layers may take, which bounds the components and widths to fit; None if it is unknown.
+        memory: Largest number of bytes of the moments of one pass; None is half of the free memory, up to a gigabyte.
+        keep: Whether to keep the moments, for fitting in sequence.
+        heal: Settings of healing, whose memory is then part of the predicted peak memory.
+        seed: Seed of random directions and of the randomized SVD.
+        ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
+    """
+    share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
+    num_components = {target: settings.num_components(target, share) for target in survey.targets}
+    widths = {target: _widths_of(options[target]) for target in survey.targets}
+    memory = runner.spare_bytes(_DEFAULT_MEMORY_BYTES) if memory is None else memory
+    passes = split_passes(survey.inputs, survey.gradients, memory)
+    peaks = predict_peak_bytes(runner, survey, settings, num_components, widths, passes, limit, keep=keep, heal=heal)
+    _log.info(
+        "number of weights: %d, passes: %d, batches: %d, predicted peak memory on top of the present use: %.0f MB (%s)",
+        len(num_components), len(passes), len(runner.batches), max(peaks.values()) / 1e6,
+        ", ".join(f"{phase} {size / 1e6:.0f}" for phase, size in peaks.items()),
+    )  # fmt: skip
+    weights = _Weights(
+        survey=survey,
+        settings=settings,
+        options=options,
+        share=None if limit is None else share,
+        num_components=num_components,
+        widths=widths,
+        seeds=survey.seeds(seed),
+        is_comparable=survey.gradients and runner.loss_fn is None,
+        keep=keep,
+        ridge=ridge,
+    )
+    positions: dict[Target, float] = {}
+    constant: set[Target] = set()
+    inputs: list[tuple[Target, ...]] = []
+    for number, targets in enumerate(passes):
+        description = f"moments {number + 1}/{len(passes)}"
+        moments, energy, groups = gather_moments(
+            runner, targets, gradients=survey.gradients, seed=seed, description=description, keep=keep
+        )
+        inputs += map(tuple, groups)
+        positions |= {target: target_moments.positions for target, target_moments in moments.items()}
+        constant |= {target for target, target_moments in moments.items() if target_moments.constant}
+        weights.fit(moments, energy)  # type: ignore[arg-type]  # `fit` empties the dictionary and adds nothing to it
+    if not passes:  # without calibration there are no moments, and the metric is the identity
+        weights.fit(dict.fromkeys(survey.targets), 0.0)
+    return Fits(
+        fits=weights.fits,
+        options=weights.options_with_losses,
+        settings=settings,
+        moments=weights.kept_moments,
+        passes=len(passes),
+        memory=peaks,
+        comparable=weights.is_comparable,
+        calibration_notes=check_calibration(positions, constant),
+        ridge=ridge,
+        inputs=tuple(inputs),
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights to fit, and the results so far.
+
+    Attributes:
+        share: Share of their bytes that the weights keep; None if it is unknown.
+        num_components: Components of each weight to store.
+        widths: Widths of the codes of each weight, in bits.
+    """
+
+    survey: Survey
+    settings: FormSettings
+    options: Options
+    share: float | None
+    num_components: Mapping[Target, int]
+    widths: Mapping[Target, tuple[int, ...]]
+    seeds: Mapping[Target, int]
+    is_comparable: bool
+    keep: bool
+    ridge: float
+    fits: dict[Target, TargetFit] = field(default_factory=dict)
+    options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
+    kept_moments: dict[Target, Moments] = field(default_factory=dict)
+
+    def fit(self, moments: dict[Target, Moments | None], energy: float) -> None:
+        """Fit the weights of one pass, and empty ``moments``; ``energy`` is the squared norm of the output."""
+        planned_widths = self._plan_widths(moments)
+        for target in list(moments):
+            target_moments = moments.pop(target)  # popped, so that its memory is freed after the fit
+            metric, dtype, seed = (
+                metric_of(target, target_moments, ridge=self.ridge),
+                wide_dtype(target),
+                self.seeds[target],
+            )
+            scale = 0.0
+            if target_moments is not None and self.survey.gradients:
+                scale = target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
+            if self.keep and target_moments is not None:
+                self.kept_moments[target] = target_moments
+            target_moments = None
+            components = factor(metric.source, metric, most=self.num_components[target], seed=seed, dtype=dtype)
+            codes, settings = {}, self.settings
+            if widths := planned_widths.get(target):
+                rank = settings.correction_rank(target)
+                codes = fit_quantized(metric, widths, settings.group_size, most=rank, seed=seed, dtype=dtype)
+            special = {form.name: form.fit(metric, settings, seed) for form in settings.forms_of(target)}
+            self.fits[target] = fit = TargetFit(components, codes, special)
+            self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
+
+    def _plan_widths(self, moments: Mapping[Target, Moments | None]) -> dict[Target, tuple[int, ...]]:
+        """Return the widths of each weight to fit, which are all widths if the share to keep is unknown.
+
+        Fitting a width takes as long as fitting the components. The losses are therefore estimated first, from the
+        sensitivity of each weight and a factor of four for each bit. The widths to fit are the ones that the global and
+        the uniform choice take by these estimates, and the next smaller and larger widths.
+        """
+        targets = [target for target in moments if self.widths[target]]
+        if self.share is None:
+            return {target: self.widths[target] for target in targets}
+        estimated_options = {}
+        for target in targets:
+            target_moments = moments[target]
+            loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
+            if target_moments is not None and target_moments.positions and self.survey.gradients:
+                loss *= target_moments.positions
+            estimated_options[target] = self._estimate(target, loss)
+        limit = int(self.share * sum(target.dense_bytes for target in targets))
+        planned: dict[Target, set[int]] = {target: set() for target in targets}
+        for choice in (choose_global(estimated_options, limit), choose_uniform(estimated_options, limit)):
+            for target, option in choice.items():
+                widths = self.widths[target]
+                index = len(widths) if option.bits is None else widths.index(option.bits)
+                planned[target].update(widths[max(index - 1, 0) : index + 2])
+        return {target: tuple(sorted(bits)) for target, bits in planned.items()}
+
+    def _estimate(self, target: Target, loss: float) -> list[Option]:
+        """Return the options of codes with estimated losses, and the dense option."""
+        sizes = {bits: code_bytes(target, bits, 0, self.settings) for bits in self.widths[target]}
+        options = [Option(f"int{bits}", size, None, bits, loss * LOSS_PER_BIT**-bits) for bits, size in sizes.items()]
+        smaller = [option for option in options if option.bytes < target.dense_bytes]
+        return [*smaller, Option(DENSE, target.dense_bytes)]
+
+
+def _widths_of(options: Sequence[Option]) -> tuple[int, ...]:
+    """Return the widths of the codes that options need, in rising order."""
+    return tuple(sorted({width for option in options if (width := form_named(option.form).width) is not None}))
+
+
+def _with_losses(options: Sequence[Option], fit: TargetFit, scale: float) -> list[Option]:
+    """Return the options that were fitted, with ``scale`` times the losses of the fits."""
+    total, scored = fit.components.local_tails[0].item(), []
+    for option in options:
+        if option.form == DENSE:
+            scored.append(option)
+        elif (losses := form_named(option.form).loss(fit, option)) is not None:
+            loss, local = losses
+            scored.append(replace(option, loss=loss * scale, error=(local / total) ** 0.5 if total > 0 else 0.0))
+    return sorted(scored, key=lambda option: (option.bytes, option.loss))

@@ -1,0 +1,280 @@
+"""What a form of a weight is: its options, its fit and its layers; and the registry of all forms.
+
+A form is one file beside this one: a subclass of :class:`Form`, an instance of it that :func:`register` enters, and the
+layers of ``panther.nn`` that it makes. Nothing else names a form, apart from "dense" and "low_rank", which every model
+can have.
+"""
+
+__all__ = [
+    "DENSE", "LOW_RANK", "Choice", "Fits", "Form", "FormSettings", "Option", "Options", "TargetFit", "default_forms",
+    "form_named", "known_forms", "least_bytes", "register", "total_bytes", "total_loss",
+]  # fmt: skip
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from panther.compression.calibration.targets import LEAST_RANK, Target
+from panther.compression.forms.metric import RIDGE, Fit, Metric
+from panther.compression.forms.rounding import QuantizedFit
+from panther.compression.moments import Moments
+from panther.errors import CompressionError
+from panther.nn._specs import allow_saving
+from panther.nn.base import CompressedModule
+
+DENSE, LOW_RANK = "dense", "low_rank"
+
+# A weight has multiples of rank_multiple as ranks if its largest rank is at least this many multiples; smaller weights
+# have even ranks.
+_FINE = 8
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store a weight.
+
+    Attributes:
+        form: Name of the form.
+        bytes: Bytes on disk.
+        rank: Rank of the low-rank form (in every group of a convolution) or of the correction.
+        bits: Width of the codes; None if the weight is not quantized.
+        loss: Predicted squared effect on the model's output; zero if nothing was fitted.
+        error: Predicted relative error of the layer's own output; None if nothing was fitted.
+        time_s: Seconds that the layers of this weight take in one batch; None if they were not timed.
+    """
+
+    form: str
+    bytes: int
+    rank: int | None = None
+    bits: int | None = None
+    loss: float = 0.0
+    error: float | None = None
+    time_s: float | None = None
+
+
+Options = Mapping[Target, Sequence[Option]]
+"""The options of every weight, the smallest first."""
+
+Choice = dict[Target, Option]
+"""One option for every weight."""
+
+
+def total_loss(choice: Choice) -> float:
+    """Return the predicted squared effect of all weights together."""
+    return sum(option.loss for option in choice.values())
+
+
+def total_bytes(choice: Choice) -> int:
+    """Return the bytes of all weights on disk."""
+    return sum(option.bytes for option in choice.values())
+
+
+def least_bytes(options: Options) -> int:
+    """Return the bytes of all weights in their smallest form."""
+    return sum(min(option.bytes for option in target_options) for target_options in options.values())
+
+
+@dataclass(frozen=True)
+class TargetFit:
+    """What was computed for one weight, and serves all of its forms.
+
+    Attributes:
+        components: Leading components of the weight.
+        codes: Codes by width in bits, with components of what they leave.
+        special: Results of :meth:`Form.fit`, by the name of the form.
+    """
+
+    components: Fit
+    codes: Mapping[int, QuantizedFit] = field(default_factory=dict)
+    special: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FormSettings:
+    """The forms that weights may take, and settings from which the options of a weight follow.
+
+    Attributes:
+        names: Names of forms.
+        rank_multiple: Ranks are multiples of this number; weights too small for eight such ranks have even ranks.
+        group_size: Columns of a quantized weight that share a scale; None is the entire row.
+        activations: How quantized linear layers round their inputs, None or "int8".
+    """
+
+    names: tuple[str, ...]
+    rank_multiple: int = 8
+    group_size: int | None = 128
+    activations: str | None = None
+
+    @property
+    def forms(self) -> tuple["Form", ...]:
+        """Return the forms."""
+        return tuple(map(form_named, self.names))
+
+    def forms_of(self, target: Target) -> tuple["Form", ...]:
+        """Return the forms that a weight can take, whatever its size."""
+        return tuple(form for form in self.forms if form.accepts(target))
+
+    def options(self, target: Target) -> list[Option]:
+        """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
+
+        Raises:
+            CompressionError: If the weight belongs to a convolution, and none of the forms can store it.
+        """
+        forms = self.forms_of(target)
+        if not forms:
+            groups = "" if target.groups == 1 else f" in {target.groups} groups"
+            raise CompressionError(
+                f"layer {target.name!r} is a {target.kind}{groups}, which none of forms={self.names} can be: add "
+                f"'low_rank' or 'int8', or pass exclude=nn.{target.kind}"
+            )
+        options = [option for form in forms for option in form.options(target, self)]
+        return sorted(options, key=lambda option: option.bytes)
+
+    def smallest_bytes(self, target: Target) -> int:
+        """Return the bytes of the smallest option except for dense, or of the dense weight if there is no other."""
+        sizes = (option.bytes for option in self.options(target) if option.form != DENSE)
+        return min(sizes, default=target.dense_bytes)
+
+    def num_components(self, target: Target, share: float) -> int:
+        """Return how many components of a weight to store, if all weights keep ``share`` of their bytes."""
+        return max((form.num_components(target, self, share) for form in self.forms_of(target)), default=0)
+
+    def correction_rank(self, target: Target) -> int:
+        """Return the largest rank of a correction of the codes; 0 if there are no corrections."""
+        return max((form.correction_rank(target, self) for form in self.forms_of(target)), default=0)
+
+
+class Form:
+    """One way to store weights.
+
+    Attributes:
+        name: The name by which users ask for it.
+        layers: Classes of the layers that it makes. :func:`register` lets saved models contain them.
+        width: Bits of the shared codes (rounded with error feedback, :mod:`.rounding`) that it is made of; None for a
+            form without them.
+        is_default: Whether :func:`panther.compress` considers the form unless ``forms`` is given.
+        has_rank: Whether its options have ranks.
+        is_quantized: Whether its layers can round their inputs (``activations``).
+    """
+
+    name: str
+    layers: tuple[type[CompressedModule], ...] = ()
+    width: int | None = None
+    is_default = False
+    has_rank = False
+    is_quantized = False
+
+    def accepts(self, target: Target) -> bool:
+        """Return whether a weight can take the form, whatever its size."""
+        return True
+
+    def largest_rank(self, target: Target) -> int:
+        """Return the largest rank of the form of a weight."""
+        raise NotImplementedError
+
+    def ranks(self, target: Target, settings: FormSettings) -> range:
+        """Return the ranks that the form of a weight can have; an empty range for a form without a rank."""
+        if not self.has_rank:
+            return range(0)
+        largest = self.largest_rank(target)
+        step = settings.rank_multiple if largest >= _FINE * settings.rank_multiple else min(LEAST_RANK, largest)
+        return range(step, largest + 1, step)
+
+    def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
+        """Return the bytes of the form of a weight on disk; ``rank`` is 0 for a form without a rank."""
+        raise NotImplementedError
+
+    def options(self, target: Target, settings: FormSettings) -> list[Option]:
+        """Return the options of a weight that are smaller than the dense weight, without losses."""
+        ranks: Sequence[int | None] = self.ranks(target, settings) if self.has_rank else (None,)
+        options = [
+            Option(self.name, self.stored_bytes(target, rank or 0, settings), rank, self.width) for rank in ranks
+        ]
+        return [option for option in options if option.bytes < target.dense_bytes]
+
+    def num_components(self, target: Target, settings: FormSettings, share: float) -> int:
+        """Return how many components of the weight the form needs, if all weights keep ``share`` of their bytes."""
+        return 0
+
+    def correction_rank(self, target: Target, settings: FormSettings) -> int:
+        """Return how many components of what the codes leave the form needs."""
+        return 0
+
+    def fit(self, metric: Metric, settings: FormSettings, seed: int) -> Any:
+        """Return what the form needs besides components and codes; it becomes ``TargetFit.special[name]``."""
+        return None
+
+    def loss(self, fit: TargetFit, option: Option) -> tuple[float, float] | None:
+        """Return the losses of an option in the metric and in the layer's own output; None if it was not fitted."""
+        raise NotImplementedError
+
+    def convert(
+        self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int
+    ) -> dict[nn.Module, nn.Module]:
+        """Return the new layer of each layer of the target."""
+        raise NotImplementedError
+
+    def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
+        """Return a layer of random numbers: as fast as a fitted layer, with outputs as large as its inputs."""
+        raise NotImplementedError
+
+
+_FORMS: dict[str, Form] = {}
+
+
+def register(*forms: Form) -> None:
+    """Add forms, and let saved models contain their layers."""
+    for form in forms:
+        _FORMS[form.name] = form
+        allow_saving(*form.layers)
+
+
+def known_forms() -> tuple[str, ...]:
+    """Return the names of all forms."""
+    return tuple(_FORMS)
+
+
+def default_forms() -> tuple[str, ...]:
+    """Return the names of the forms that :func:`panther.compress` considers unless ``forms`` is given.
+
+    Corrected forms and low rank in 8 bits are not among them: on the models that were measured they were hardly ever on
+    the hull, and they take an SVD for each width.
+    """
+    return tuple(name for name, form in _FORMS.items() if form.is_default)
+
+
+def form_named(name: str) -> Form:
+    """Return the form of a name."""
+    return _FORMS[name]
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The fits of all targets, and their options with losses.
+
+    Attributes:
+        fits: Fit of each target; empty for seeded sketches, which are not fitted.
+        options: The options of each target, the smallest first, with losses as shares of the output's squared norm
+            (zero without gradients).
+        settings: The forms that were fitted.
+        moments: Moments of each target, kept for fitting in sequence.
+        passes: Passes over the batches.
+        memory: Predicted peak memory of each phase, in bytes.
+        comparable: Whether losses are in units of the output's squared norm.
+        calibration_notes: Reasons why the batches do not suffice for some layers.
+        ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
+        inputs: Sets of targets that read the same input in every batch, in the order in which they run.
+    """
+
+    fits: Mapping[Target, TargetFit] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    settings: FormSettings = field(default_factory=lambda: FormSettings(default_forms()))
+    moments: Mapping[Target, Moments] = field(default_factory=dict)
+    passes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+    comparable: bool = False
+    calibration_notes: tuple[str, ...] = ()
+    ridge: float = RIDGE
+    inputs: tuple[tuple[Target, ...], ...] = ()

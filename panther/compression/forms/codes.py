@@ -1,0 +1,103 @@
+"""The quantized forms: codes of 2 to 8 bits with a scale and a zero for each group of a row's columns."""
+
+__all__ = ["WIDTHS", "Codes", "code_bytes", "convert_quantized", "quantized_layer"]
+
+from torch import Tensor, nn
+
+from panther.compression.calibration.targets import Target
+from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
+from panther.compression.forms.metric import Fit
+from panther.compression.forms.replacement import Replacement, replace_layers
+from panther.compression.forms.rounding import QuantizedWeight
+from panther.nn import QuantizedConv2d, QuantizedLinear
+from panther.nn.quantized import stored_bytes
+from panther.nn.quantized.grid import round_factors
+
+WIDTHS = (8, 6, 5, 4, 3, 2)
+
+
+class Codes(Form):
+    """Codes of one width, rounded with error feedback (:mod:`.rounding`)."""
+
+    width: int
+    layers = (QuantizedLinear, QuantizedConv2d)
+    is_default = True
+    is_quantized = True
+
+    def __init__(self, width: int) -> None:
+        """Make the form of codes with ``width`` bits."""
+        self.name, self.width = f"int{width}", width
+
+    def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
+        """Return the bytes of codes, scales and zeros."""
+        return code_bytes(target, self.width, rank, settings)
+
+    def loss(self, fit: TargetFit, option: Option) -> tuple[float, float] | None:
+        """Return the losses of the codes, and of a correction of rank ``option.rank`` in 8 bits."""
+        if self.width not in fit.codes:
+            return None
+        return fit.codes[self.width].residual.losses(option.rank or 0, rounded=True)
+
+    def convert(self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int) -> Replacement:
+        """Return quantized layers."""
+        codes = fit.codes[self.width]
+        return convert_quantized(target, option, codes.residual, codes.weight, settings)
+
+    def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
+        """Return a new layer, with the random codes of its constructor."""
+        return quantized_layer(target, module, option, settings)
+
+
+register(*map(Codes, WIDTHS))
+
+
+def code_bytes(target: Target, width: int | None, rank: int, settings: FormSettings) -> int:
+    """Return the bytes of a quantized weight on disk; without a width, only of its correction of rank ``rank``."""
+    return stored_bytes(
+        target.inner, target.groups * target.outer, width, group_size=settings.group_size, low_rank=rank,
+        conv=isinstance(target.modules[0], nn.Conv2d),
+    )  # fmt: skip
+
+
+def convert_quantized(
+    target: Target, option: Option, fit: Fit, weight: QuantizedWeight | None, settings: FormSettings
+) -> Replacement:
+    """Make a quantized layer for each layer of the target, of ``weight`` if given, and the components in int8."""
+    rank = option.rank or 0
+    # The components are not balanced, because the fit predicted the rounding errors of these components.
+    factors = round_factors(fit.left[0, :, :rank], fit.right[0, :rank]) if rank else None
+    change: Tensor | float = 0.0
+    if fit.means is not None:
+        mean, exact = fit.means
+        change = exact.flatten()
+        if weight is not None:
+            matrices = weight.dense().unflatten(0, exact.shape)
+            change = change - (matrices @ mean[..., None]).flatten()
+        if factors is not None:  # a grouped convolution has no factors
+            left, right, scales = (part.double() for part in factors)
+            change = change - left @ (scales * (right @ mean[0]))
+
+    def make(module: nn.Module) -> QuantizedLinear | QuantizedConv2d:
+        layer = quantized_layer(target, module, option, settings)
+        if weight is not None:
+            layer.set_codes_(weight.codes, weight.scales, weight.zeros)
+        if factors is not None:
+            layer.set_factors_(*factors)
+        return layer
+
+    return replace_layers(target, make, change, share_buffers=True)
+
+
+def quantized_layer(
+    target: Target, module: nn.Module, option: Option, settings: FormSettings
+) -> QuantizedLinear | QuantizedConv2d:
+    """Return a new layer in the place of ``module``, whose codes and factors are not set."""
+    rank = option.rank or 0
+    if isinstance(module, nn.Conv2d):
+        return QuantizedConv2d._in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
+    layer = QuantizedLinear(
+        target.inner, target.outer, option.bits, group_size=settings.group_size, low_rank=rank,
+        bias=getattr(module, "bias", None) is not None, device=target.weight.device, dtype=target.weight.dtype,
+    )  # fmt: skip
+    layer.activations = settings.activations
+    return layer

@@ -1,0 +1,54 @@
+"""New layers in the place of old ones: what all forms share when they convert a weight."""
+
+__all__ = ["Replacement", "inherit_flags", "replace_layers"]
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from panther._torch import buffers_of, parameters_of
+from panther.compression.calibration.targets import Target
+from panther.errors import PerformanceWarning
+from panther.nn.base import CompressedModule
+
+Replacement = dict[nn.Module, nn.Module]
+"""The new layer of each old layer."""
+
+
+def replace_layers(
+    target: Target,
+    make: Callable[[nn.Module], CompressedModule],
+    bias_change: Tensor | float = 0.0,
+    *,
+    share_buffers: bool = False,
+) -> Replacement:
+    """Make a new layer for each layer of the target.
+
+    Each new layer has the bias of its old layer plus ``bias_change``. All share the parameters of the first one, and
+    with ``share_buffers``, as codes need it, also its buffers.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)  # the report lists the speed of every layer
+        new = {module: make(module) for module in target.modules}
+    first = new[target.modules[0]]
+    for module, layer in new.items():
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            with torch.no_grad():
+                layer.get_parameter("bias").copy_(bias + bias_change)
+        for name in parameters_of(first).keys() - {"bias"}:
+            layer.register_parameter(name, parameters_of(first)[name])
+        if share_buffers:
+            buffers_of(layer).update(buffers_of(first))
+    return dict(new)
+
+
+def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
+    """Give new layers the training mode of the old ones and the ``requires_grad`` flags of their parameters."""
+    for old, new in replacement.items():
+        new.train(old.training)
+        for name, parameter in new.named_parameters():
+            like = parameters_of(old)["bias" if name == "bias" else "weight"]
+            parameter.requires_grad_(like is not None and like.requires_grad)
