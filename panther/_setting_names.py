@@ -106,8 +106,8 @@ _TRAINER: _Advice = (
     ("use strategy='ddp', or panther.integrations.horovod", "horovod"),
     ("use panther.integrations.ray", "ray"),
     ("use mixed_precision='fp16'", "fp16_opt_level"),
-    ("set batch_size, that of one process in one of the gradient_accumulation_steps", "train_batch_size"),
-    ("set batch_size, which is that of one process", "per_gpu_batch_size"),
+    ("set batch_size, the size for one process in one of the gradient_accumulation_steps", "train_batch_size"),
+    ("set batch_size, the size for one process", "per_gpu_batch_size"),
     ("leave it out, the modules of ModuleLists are sharded one by one", "auto_wrap_policy min_num_params"),
     ("use panther.distributed.data_parallel(model, gradient_as_bucket_view=True)", "gradient_as_bucket_view"),
     (

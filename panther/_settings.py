@@ -55,7 +55,7 @@ def kinds(settings: type) -> dict[str, tuple[Any, bool]]:
         hint = hints[name]
         is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         options = typing.get_args(hint) if is_union else (hint,)
-        # Paths become strings, so PathLike is not a type of its own.
+        # Paths become strings, so PathLike needs no type.
         members = [member for member in options if member is not type(None)]
         members = [member for member in members if typing.get_origin(member) is not os.PathLike]
         types_by_name[name] = (members[0] if len(members) == 1 else tuple(members), type(None) in options)

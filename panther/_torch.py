@@ -494,8 +494,9 @@ def checkpoint_wrapped_(
         checkpoint_wrapper,
     )
 
-    # torch 2.14 asks to choose whether hooks such as those of save_on_cpu get what a selective policy saves, and will
-    # change its default. Panther keeps the default of all versions so far: they do not get it.
+    # In torch 2.14 the caller chooses whether hooks, for example of save_on_cpu, get the tensors that a selective
+    # policy saves. The default will change. Panther keeps the behaviour of earlier versions, where hooks do not get
+    # them.
     parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
     choice: dict[str, Any] = (
         {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in parameters else {}

@@ -109,7 +109,7 @@ class JoinedProduct(torch.autograd.Function):
     """The joined product, on the CPU. Autograd on the concatenations would spend products on fixed sketches.
 
     The second output, ``scale x [S1 | U2]``, is there for backward to read. It is an output like the first, with
-    gradients and tangents of its own, so that double backward and torch.func work; the operator has no forward mode.
+    gradients and tangents, so that double backward and torch.func work; the operator has no forward mode.
     """
 
     generate_vmap_rule = True

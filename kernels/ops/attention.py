@@ -41,7 +41,7 @@ def causal_linear_attention(
         q: Features of the queries, floating; as a rule not negative, so that no denominator is near 0 by cancellation.
         k: Features of the keys.
         v: Values.
-        log_scale: The exponents c, 0 if not given; best float32, whatever the features are. A key at -inf is masked:
+        log_scale: The exponents c, 0 if not given; best float32, for features of any dtype. A key at -inf is masked:
             neither it nor its value has any influence, even if they are not finite.
 
     Returns:

@@ -54,7 +54,7 @@ def windowed_linear_attention(
         phi_q: Features of the queries. Products of features must not be negative: a row whose denominator of far keys
             is not positive attends to its window alone.
         phi_k: Features of the keys.
-        log_q: The exponents a, 0 if not given; best float32, whatever the features are.
+        log_q: The exponents a, 0 if not given; best float32, for features of any dtype.
         log_k: The exponents b, 0 if not given. They weigh only features, but a key at -inf is masked in the window too.
         key_mask: True where a key takes part, as in torch. A masked key has no influence, neither by its logits nor
             by its features, even if they are NaN.

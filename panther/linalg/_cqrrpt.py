@@ -1,7 +1,7 @@
 r"""QR with column pivoting of tall matrices: CholeskyQR, preconditioned and pivoted by a sketch.
 
 With S of ceil(gamma n) rows, pivoted QR of the small sketch, :math:`S M_{:,P} = Q_s R_s`, gives the pivots and a
-preconditioner: :math:`X = M_{:,P} R_s^{-1}` has singular values within the distortion of S, whatever the condition of
+preconditioner: :math:`X = M_{:,P} R_s^{-1}` has singular values within the distortion of S for any condition of
 M. So its Gram matrix has a Cholesky factor :math:`X^T X = C^T C`, and :math:`M_{:,P} = (X C^{-1}) (C R_s)`.
 
 M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with randomization and
@@ -84,7 +84,7 @@ def cqrrpt(
 ) -> CQRRPTResult | tuple[Tensor, Tensor, Tensor, ErrorEstimate]:
     r"""Factor a matrix as :math:`M_{:,P} = Q R` with column pivoting, which shows its numerical rank r.
 
-    Q is orthonormal, :math:`\|Q^T Q - I\|_2 \le \epsilon^{3/4}`, whatever the condition of M. R is upper triangular;
+    Q is orthonormal, :math:`\|Q^T Q - I\|_2 \le \epsilon^{3/4}`, for any condition of M. R is upper triangular;
     its diagonal is positive and does not increase by more than the distortion of the sketch (a few times). The
     residual :math:`\|M_{:,P} - Q R\|_F` is at most :math:`\epsilon^{3/4} \|M\|_F`, plus the part that ``rtol``
     truncates.
@@ -220,7 +220,7 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
         signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(R.dtype)
         torch.mul(Q, signs, out=X)
         C = (R * signs[:, None]).double()
-    # What the first pass leaves in float32 is the rounding of sums over a panel, whatever the condition.
+    # In float32 the first pass leaves the rounding errors of sums over a panel, for any condition.
     if loss > eps**0.75 / 8 or X.dtype == torch.float32:
         gram.zero_()
         for rows in _panels(X):

@@ -24,7 +24,8 @@ from panther.linalg.orthogonal import add_to_basis, rotate
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 
 _PROBES = 32
-# The difference of norms tells the squared residual to a few eps |A|^2: to a percent, that is, above this many.
+# The difference of norms gives the squared residual up to a few eps |A|^2, which is a percent of it above _RESOLVED
+# eps.
 _RESOLVED = 1000
 
 

@@ -67,8 +67,8 @@ def rangefinder(
 
     .. math:: Q = \mathrm{orth}((A A^T)^q A \Omega), \qquad \Omega_{ij} = \pm 1,
 
-    by subspace iteration, orthonormalised after every product. The error is near that of the best rank k - 10 matrix or
-    better: ask for 10 columns more than the rank you are after.
+    by subspace iteration, orthonormalised after every product. The error is similar to or below the error of the best
+    matrix of rank k - 10, so use 10 more columns than the rank that you need.
 
     Args:
         A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.

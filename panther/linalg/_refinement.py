@@ -1,7 +1,7 @@
 r"""Least squares with a preconditioner: the products of one pass over A, and the iteration that uses them.
 
 With N such that the singular values of A N are near one, conjugate gradients on the preconditioned normal equations
-:math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor a step whatever the condition of A.
+:math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor per step for any condition of A.
 They run on vectors of length n only: a step visits A once, a panel of rows at a time, and multiplies by the panel and
 by its transpose while it is in cache. Rounding errors grow with the condition of A, so the iteration restarts
 from the true residual and corrects x, until the backward error is as small as a direct solver's: E. N. Epperly, M.

@@ -80,7 +80,7 @@ def randomized_svd(
         A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Number of triplets, from 0 to min(m, n).
         tol: Keep only as many triplets, at most k, as bring :math:`\|A - U S V^T\|_F` to ``tol`` times
-            :math:`\|A\|_F`, as far as 16 random probes can tell; for a batch, as many as its most demanding entry
+            :math:`\|A\|_F`, estimated from 16 random probes; for a batch, as many as its most demanding entry
             needs. None keeps k.
         oversample: Dimensions of the search space beyond k, 0 or more.
         n_iter: Number of iterations with A^T A, from 0 to 100, each adding a block to the search space:

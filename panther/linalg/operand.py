@@ -55,7 +55,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Compute float32 products in float32, whatever torch.set_float32_matmul_precision allows."""
+    """Compute float32 products in float32, ignoring torch.set_float32_matmul_precision."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -75,7 +75,7 @@ class Operand:
         shape: ``(*batch, m, n)``.
         dtype: The dtype of the products and of the factors, float32 or float64.
         device: The device of the products.
-        eps: Rounding unit of the entries as they were passed.
+        eps: Rounding unit of the entries in the dtype that the user passed.
         dense: A itself if it is a dense tensor, else None.
     """
 
@@ -143,7 +143,7 @@ class Operand:
     def check_finite(self, product: Tensor) -> None:
         """Raise ValueError if a product has NaN or infinity, saying whether A has them too.
 
-        Sketches here have no zero row, so whatever A has shows in ``A @ S.T``: A itself need not be read.
+        Sketches here have no zero row, so NaN and infinity in A reach ``A @ S.T``, and A need not be read.
         """
         if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # as in the function check_finite
             return

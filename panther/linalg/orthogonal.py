@@ -30,7 +30,7 @@ def cholesky_qr(
         X: Real, float32 or float64, m >= n, of any rank.
 
     Returns:
-        Q, its n columns orthonormal to rounding whatever the rank of X, and R.
+        Q, whose n columns are orthonormal to rounding for any rank of X, and R.
 
     Raises:
         ShapeError: If n > m.

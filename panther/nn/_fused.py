@@ -26,7 +26,7 @@ class FusibleModule(SketchedModule):
     _joined: "_JoinedFactors | None" = None
 
     def fuse_(self) -> Self:
-        r"""Store S1 beside U2 and U1 above S2, for inference; the layer computes the same function.
+        r"""Store [S1 | U2] and [U1; S2] as two arrays, for inference; the layer computes the same function.
 
         A forward that needs no gradient then takes two products, with :math:`[S_1 \mid U_2]` and
         :math:`[U_1; S_2]`, instead of four. S1, S2, U1 and U2 become views of these two arrays, so that no number is
@@ -59,14 +59,12 @@ class FusibleModule(SketchedModule):
         return self
 
     def why_not_fused(self) -> str | None:
-        """Return why :meth:`fuse_` refuses this layer, with the remedy; None if it does not."""
+        """Return why :meth:`fuse_` refuses this layer, with the remedy, or None if it does not."""
         if self.packed:
             return "the signs of this layer are packed: call unpack_() first"
         held = {**buffers_of(self), **parameters_of(self)}
         if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in ("S1", "U1", "S2", "U2")):
-            return (
-                "those of this layer are sharded or parametrized: call unshard_module or remove_parametrizations first"
-            )
+            return "its factors are sharded or parametrized: call unshard_module or remove_parametrizations first"
         return None
 
     def _join(self) -> None:

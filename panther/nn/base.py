@@ -68,7 +68,7 @@ class CompressedModule(nn.Module):
     """Names of those that say how much is stored."""
 
     saved_buffer_names: tuple[str, ...]
-    """Names of the buffers that are saved beside the parameters."""
+    """Names of the buffers that are saved with the parameters."""
 
     def __init__(self) -> None:
         super().__init__()

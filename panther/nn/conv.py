@@ -286,7 +286,7 @@ class SKConv1d(_SKConv):
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         num_terms: Number L; there are 2 L terms.
         low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is that of :class:`SKConv2d`.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is as for :class:`SKConv2d`.
         seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
@@ -333,7 +333,7 @@ class SKConv3d(_SKConv):
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         num_terms: Number L; there are 2 L terms.
         low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is that of :class:`SKConv2d`.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is as for :class:`SKConv2d`.
         seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.

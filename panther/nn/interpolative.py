@@ -78,7 +78,7 @@ class InterpolativeLinear(CompressedModule):
         >>> stored_bytes(1024, 1024, 512, torch.float32) / (4 * 1024**2)
         0.7509765625
 
-    Reference: An interpolative decomposition in the place of two factors: J. Zhao et al., "Pivoting factorization: a
+    Reference: an interpolative decomposition instead of two factors: J. Zhao et al., "Pivoting factorization: a
     compact meta low-rank representation of sparsity for efficient inference in large language models", 2025,
     arXiv:2501.19090, which keeps rows; H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of
     low rank matrices", 2005, doi:10.1137/030602678.

@@ -94,7 +94,7 @@ def write_folder(
 ) -> Path:
     """Write the files of the format, and config.json if there is one, and rename them when they are complete.
 
-    ``tensors`` tells dtypes and shapes, ``value_of`` returns one with its values; only one at a time is held here.
+    ``tensors`` has the dtypes and shapes. ``value_of`` returns a tensor with values. Only one is in memory at a time.
     """
     checksums: dict[str, int] = {}
 
@@ -154,7 +154,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
     Modules that the folder names as sketched are replaced, as in the example of :func:`save_compressed`. All weights
     take the saved dtype and the device they had in ``model`` (the CPU, for a model on the meta device). A model on the
-    meta device may have no non-persistent buffers of its own, such as tables of positions, because no file has their
+    meta device must not have non-persistent buffers, such as tables of positions, because no file has their
     values; transformers' ``from_pretrained``, with :mod:`panther.integrations.transformers`, computes them. Everything
     is checked before anything is changed.
 
@@ -279,7 +279,7 @@ def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Ma
 
 
 def _described_checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of dtype, shape and contents: the header of a safetensors file has no checksum of its own."""
+    """Return the CRC-32 of dtype, shape and contents, because the header of a safetensors file has no checksum."""
     return contents_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
@@ -365,8 +365,8 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor
         return tensors
     if differing := sorted(checksums.keys() ^ tensors.keys()):
         raise FormatError(
-            f"{path} and {INFERENCE_MANIFEST} beside it name different tensors ({_some(differing)}): both files must "
-            "be of one save, write it again"
+            f"{path} and {INFERENCE_MANIFEST} in its folder name different tensors ({_some(differing)}): both files "
+            "must be of one save, write it again"
         )
     for name, tensor in tensors.items():
         if checksums[name] != (checksum := _described_checksum(tensor)):

@@ -353,7 +353,7 @@ def sketch_tensor(
         new_size: Its new size.
         distribution: The distribution of the entries of a matrix to draw; or a ``sketch_matrix``.
         device: Where to compute; None is where ``input`` is.
-        dtype: Floating dtype to compute and return; None is that of ``input``.
+        dtype: Floating dtype to compute and return; None is the dtype of ``input``.
         sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
         scale: As for :func:`dense_sketch_operator`, which draws the matrix.
         seed: As for :func:`dense_sketch_operator`.

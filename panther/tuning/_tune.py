@@ -73,70 +73,73 @@ def tune(
     seed: int | None = None,
     progress: bool | None = None,
 ) -> TuneResult:
-    """Search for what a model's layers should become, by a measure of your own.
+    """Search for the best forms of a model's layers, by a metric of your choice.
 
-    :func:`panther.compress` keeps a model's output; here a function says how good a model is, and the search finds the
-    smallest or fastest model that is good enough. Moments and decompositions are computed once, as by
-    ``compress``; a trial truncates them and calls the function. The first trials are the choices of ``compress`` at
-    several budgets, and Optuna draws the others.
+    :func:`panther.compress` preserves a model's output. Here a function returns the metric of a model, and the search
+    finds the smallest or fastest model that is good enough. Moments and decompositions are computed once, as in
+    ``compress``. A trial truncates them and calls the function. The first trials are the choices of ``compress`` at
+    several budgets, and Optuna draws the rest.
 
     Args:
         model: A trained model. It is only read: trials run on a copy. Or a function that returns it, which is called
             once (and again for each result if the model cannot be copied). With ``train``, a function that returns a
             new model.
-        evaluate: ``evaluate(model)`` returns how good a model is, or yields it for more and more of the data, so that
-            poor trials end early. It must leave weights, modules and hooks as they are, and return the same number for
-            the same model; training modes are put back. torch's, Python's and NumPy's generators are seeded before each
+        evaluate: ``evaluate(model)`` returns the metric of a model, or yields it for growing parts of the data, so that
+            poor trials end early. It must not change weights, modules and hooks, and must return the same number for
+            the same model; training modes are restored. torch's, Python's and NumPy's generators are seeded before each
             call.
-        calibration: Batches as for :func:`panther.compress`. None fits weights to themselves alone, which keeps less.
+        calibration: Batches as for :func:`panther.compress`. None fits factors only to the weights, which is less
+            accurate.
         train: ``train(model, config)`` trains a new model of a trial in place, by a :class:`panther.train.TrainConfig`.
-            The space is then of layers that start sketched, with settings ``"low_rank"`` and ``"num_terms"``; of
-            ``"train"``, a dict of the configuration's settings; and of ``"model"``, one of the function's arguments.
-            Batches, forms and healing are not for it.
-        space: ``"auto"``: a budget, and how much each group of layers counts, from which ranks and forms follow by the
-            layers' spectra. Or a dict: keys select layers, by a glob of names, a class, a function of the module and
-            its name, or a :class:`Group`; values are dicts of settings, each an :class:`Int`, a :class:`Float`, a
-            :class:`Choice`, a list, a range, or one value:
+            The space then has layers that are sketched before training, with settings ``"low_rank"`` and
+            ``"num_terms"``; ``"train"``, a dict of the configuration's settings; and ``"model"``, a dict of the
+            function's arguments. Batches, forms and healing cannot be combined with it.
+        space: ``"auto"`` is a budget and a weight of each group of layers, from which ranks and forms follow by the
+            layers' spectra. Otherwise a dict: keys select layers, by a glob of names, a class, a function of the module
+            and its name, or a :class:`Group`; values are dicts of settings, each an :class:`Int`, a :class:`Float`, a
+            :class:`Choice`, a list, a range, or a value:
 
             - ``"form"``: a form of :func:`panther.compress`, ``"low_rank"`` if it is left out; or ``"bits"``, a width.
-            - ``"rank"``: the matrix's rank, or ``"share"``, of the layer's bytes, for forms that have a rank. The
-              largest one that the layer can have and that is not above is taken. ``"low_rank"``, and ``"num_terms"``,
+            - ``"rank"``: the matrix's rank, or ``"share"``, a share of the layer's bytes, for forms that have a rank.
+            It is
+              rounded down to a rank or share that the layer can have. ``"low_rank"``, and ``"num_terms"``,
               of :class:`panther.nn.SKLinear` stand for a rank of twice their product.
-            - ``"kernel_fn"`` and ``"num_random_features"``, of attention modules, which become
-              :class:`panther.nn.RandMultiHeadAttention`, fitted to the first batch; ``"exact"`` is a kernel for those
-              that stay.
+            - ``"kernel_fn"`` and ``"num_random_features"`` of attention modules, which become
+              :class:`panther.nn.RandMultiHeadAttention`, fitted to the first batch; ``"exact"`` is a kernel for modules
+              that do not change.
 
-            In the place of a dict, ``"auto"`` selects layers for the automatic space. Layers that no key selects stay
-            as they are.
-        objective: What is minimised. ``"size"``: bytes of the model as saved. ``"latency"``: seconds of the first
-            held-out batch, beside the unchanged model. ``"metric"``: nothing is minimised, the best metric is searched.
-            Or a function of the model.
-        constraint: What a model must satisfy: ``">= 0.91"``, ``">= 99 %"`` (of the unchanged model's metric), ``"<=
-            2.5"``, ``"size <= 10 MB"``, ``"latency <= 5 ms"``, a function of the metric, or several. Without one of the
-            metric the Pareto front of metric and objective is searched, and the best trial is that of the best metric.
-        direction: ``"maximize"`` or ``"minimize"`` the metric, where the constraint does not say it; None maximizes.
-        trials: Trials in all, those that the storage holds included.
-        first: How many of them, the first ones, are choices of :func:`panther.compress`, at budgets that close in on
-            where a constraint is met. None is a third, from 3 to 8.
+            Instead of a dict, ``"auto"`` selects layers for the automatic space. Layers that no key selects do not
+            change.
+        objective: The value to minimise: ``"size"``, the bytes of the saved model; ``"latency"``, the seconds of the
+            first held-out batch, measured alternately with the unchanged model; or a function of the model. With
+            ``"metric"`` the search is for the best metric.
+        constraint: A condition of the model: ``">= 0.91"``, ``">= 99 %"`` (of the unchanged model's metric), ``"<=
+            2.5"``, ``"size <= 10 MB"``, ``"latency <= 5 ms"``, a function of the metric, or a list of conditions.
+            Without a condition of the metric the search is for the Pareto front of metric and objective, and the best
+            trial has the best metric.
+        direction: ``"maximize"`` or ``"minimize"`` the metric, if the constraint does not say it; None maximizes.
+        trials: Number of trials, including trials in the storage.
+        first: Number of first trials that are choices of :func:`panther.compress`, at budgets that approach the
+            smallest one that satisfies the constraints. None is a third, from 3 to 8.
         timeout_s: Seconds after which no trial begins; None sets no bound.
         sampler: ``"tpe"``, ``"gp"`` (a Gaussian process), ``"random"``, or a sampler of Optuna. With ``"tpe"`` and a
             constraint, two of three trials after the first ones are small steps from the best trial so far, at a
             smaller budget, in spaces that have one.
         pruner: ``"median"``, ``"asha"`` (successive halving), ``"none"``, or a pruner of Optuna.
-        storage: A path, to which each trial is written as it ends; a URL of a database; or a storage of Optuna. The
-            same call continues what it holds, once no other search has it open: while one lives, another is refused.
-            None keeps trials in memory.
-        repeats: Calls of ``evaluate`` for each model; the mean of the results counts. For functions that vary.
-        catch: Exceptions that your functions may raise in a trial, such as ``torch.OutOfMemoryError``: the trial has
-            then failed, the report says why, and the search continues. All others end the search, and so does one for
-            the unchanged model.
+        storage: A path, to which each trial is written when it ends, a URL of a database, or a storage of Optuna. The
+            same call resumes the stored search. Only one search at a time can open a storage. None keeps trials in
+            memory.
+        repeats: Calls of ``evaluate`` for each model. The metric is the mean. This is for functions that vary.
+        catch: Exceptions of your functions, such as ``torch.OutOfMemoryError``, after which the search continues: the
+            trial has failed, and the report says why. All other exceptions end the search, and so do exceptions for the
+            unchanged model.
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
-            for as many as the cluster has cores, which Ray Tune runs. A trial whose process died is run again. Which
-            trials there are then depends on the order in which they end.
-        heal: How each trial's model is healed before ``evaluate``: a :class:`panther.HealConfig`, or a dict of some of
-            its settings and what they may be, as in ``space``; ``max_steps`` 0 is without healing.
-        forms: What layers may become in the space ``"auto"``, as for :func:`panther.compress`.
-        rank_multiple: As for :func:`panther.compress`, and so are the next ones.
+            for as many as the cluster has cores, which Ray Tune runs. A trial whose process died runs again. With more
+            than one process, later trials depend on the order in which trials end.
+        heal: How each trial's model is healed before ``evaluate``: a :class:`panther.HealConfig`, or a dict of
+            settings and their values, as in ``space``. With ``max_steps`` 0 nothing is healed.
+        forms: The forms that layers may have in the space ``"auto"``, as for :func:`panther.compress`.
+        rank_multiple: As for :func:`panther.compress`, like all arguments up to ``statistics_memory_bytes``.
         group_size: Columns of a quantized weight that share a scale.
         activations: ``"int8"`` rounds the inputs of quantized linear layers.
         include: Only layers that match.
@@ -145,22 +148,23 @@ def tune(
         loss_fn: A loss whose gradients say how the output depends on layers.
         mask_fn: Which positions of a batch count.
         statistics_memory_bytes: Memory for moments.
-        seed: Seed of the search and of all that is drawn; None draws one, or takes that of the storage.
+        seed: Seed of the search and of all random numbers; None draws one, or uses the seed in the storage.
         progress: Whether to show progress on standard error; None shows it on a terminal.
 
     Returns:
         The best model and all trials.
 
     Raises:
-        TuningError: If ``evaluate`` raises what is not in ``catch``, returns no finite number, changes the model or
-            varies for the same one; or if no trial satisfies the constraints (the message names the best one).
-        ConfigError: If an argument is not understood, or the storage holds another study.
+        TuningError: If ``evaluate`` raises an exception that is not in ``catch``, returns no finite number, changes the
+            model, or varies for the same model; or if no trial satisfies the constraints (the message names the best
+            one).
+        ConfigError: If an argument is not understood, or the storage has another study.
         CompressionError: If the calibration batches cannot be used, or no layer is eligible.
         MissingExtraError: If Optuna is not installed.
 
-    Cost: the preparation takes what ``compress`` takes, without a bound on the widths and components that are fitted;
-    then each trial a fraction of a second and one evaluation. Two evaluations of the unchanged model are made first.
-    Memory: a copy of the model and the components of all its layers, about twice its size, besides the moments'.
+    Cost: the preparation takes as long as ``compress``, without a bound on the fitted widths and components. Each trial
+    takes a fraction of a second and one evaluation. The unchanged model is evaluated twice at first. Memory: a copy of
+    the model, the components of all its layers, about twice its size, and the moments.
 
     Example:
         >>> import torch, panther as pr

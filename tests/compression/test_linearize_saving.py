@@ -90,7 +90,7 @@ def test_another_window_is_refused_before_anything_changes(tmp_path):
     model, other = linear(), linear(window=5)
     pr.save_compressed(model, tmp_path)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(FormatError, match=r"'window': 3.*'window': 5.*softmax attention, which is then converted"):
+    with pytest.raises(FormatError, match=r"'window': 3.*'window': 5.*softmax attention, which will be converted"):
         pr.load_compressed(tmp_path, other)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match="saved with window=3 and this module has window=5"):

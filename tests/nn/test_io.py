@@ -319,7 +319,7 @@ REFUSALS = {
     "no checksums": (lambda m: m.pop("checksums"), "'checksums' must map names to numbers"),
     "a tensor without a checksum": (
         lambda m: m["checksums"].pop("0.S1"),
-        r"model.safetensors and panther.json beside it name different tensors \(0.S1\)",
+        r"model.safetensors and panther.json in its folder name different tensors \(0.S1\)",
     ),
     "another checksum": (lambda m: m["checksums"].update({"0.S1": 1}), r"tensor '0.S1' in .* \(\d+ instead of 1\)"),
     "a path outside": (lambda m: m.update(weights="../model.safetensors"), "must be a plain file name"),

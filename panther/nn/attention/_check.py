@@ -1,4 +1,4 @@
-"""How far attention by features is from softmax attention, beside the crudest approximation, the mean of the values."""
+"""Comparison of attention by features with softmax attention and with the mean of the values."""
 
 __all__ = ["ApproximationError", "errors_of_layer_and_mean", "is_plain", "sample", "warn_if_worse"]
 

@@ -52,8 +52,9 @@ def optimal_shift(phi: float, d: int) -> float:
 def orthogonal_gaussian(rows: int, d: int, *, heads: int, seed: int, stream: int, only: range | None = None) -> Tensor:
     """Return directions (heads, rows, d) in float64 on the CPU: each normal, orthogonal within a block of d.
 
-    Drawn from ``stream`` and the one after. Q of a QR factorisation with a positive diagonal is distributed as a random
-    rotation; lengths are those of independent normal vectors. With ``only``, just these heads are drawn.
+    They are drawn from ``stream`` and the next stream. Q of a QR factorisation with a positive diagonal is distributed
+    as a random rotation. The lengths are distributed as for independent normal vectors. With ``only``, only these heads
+    are drawn.
     """
     blocks = -(-rows // d)
     only = range(heads) if only is None else only

@@ -95,7 +95,7 @@ class FeatureMap(nn.Module):
                 raise SketchMismatchError(
                     f"the attention was saved with kernel_fn={saved[0]!r} and iscausal={saved[1]}, and this layer has "
                     f"kernel_fn={self.kernel_fn!r} and iscausal={self.iscausal}, with which the same weights give "
-                    "other outputs: build the layer as it was saved"
+                    "other outputs: build the layer with the saved arguments"
                 )
         self.seed, self._draws, self._forwards = seed, draws, forwards
         (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))

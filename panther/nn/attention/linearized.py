@@ -67,7 +67,7 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Return the output, and None in the place of weights."""
+        """Return the output, and None instead of weights."""
         recorder: Any = self.linear_attention.recorder
         try:
             return self._attend(query, key, value, key_padding_mask, attn_mask, is_causal), None

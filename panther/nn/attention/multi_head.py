@@ -77,8 +77,8 @@ class RandMultiHeadAttention(FeatureMap):
             which nn.MultiheadAttention drops, are never formed here.
         bias: Whether projections have biases.
         kernel_fn: ``"hermite"``, ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``. None is ``"hermite"``, until a
-            checkpoint is loaded whose ``directions`` are those of random features, as older versions' default layers
-            have: the layer is ``"softmax"`` from then on.
+            checkpoint with ``directions`` of random features is loaded, the default of older versions: then the layer
+            becomes ``"softmax"``.
         iscausal: Whether a position attends to itself and earlier ones only, unless the call gives ``is_causal``.
             nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always give it: pass the mask to those.
         SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
@@ -97,7 +97,7 @@ class RandMultiHeadAttention(FeatureMap):
     Attributes:
         Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
         bq, bk, bv, b0: Their biases, or None.
-        directions: Random directions (num_heads, features, head width or that of the results of ``SRPE``), in the
+        directions: Random directions (num_heads, features, width of a head or of the results of ``SRPE``), in the
             state_dict; None for ``"taylor"``. For ``"hermite"`` r directions of queries, then r of keys.
         center: For ``"hermite"``, vectors (num_heads, 2, width) subtracted from scaled queries and keys, 0 until
             :meth:`calibrate_` sets them, in the state_dict. The softmax they approximate does not depend on them.

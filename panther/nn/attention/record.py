@@ -94,7 +94,7 @@ def convert_as_saved_(model: nn.Module, records: Mapping[str, Any]) -> tuple[dic
         old = present[name]
         if old is model and attention_record(old) is None:
             raise FormatError(
-                f"attention {name!r} is the model itself, which cannot be replaced: wrap it as it was saved"
+                f"attention {name!r} is the model itself, which cannot be replaced: wrap it as the saved model"
             )
         if old not in converted and not _is_as_saved(name, record, old):
             converted[old] = _converted(name, record, old)
@@ -149,7 +149,7 @@ def check_recorded(names: Collection[str], model: nn.Module, source: object) -> 
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return the number of query heads of an attention module and their width; None if it does not tell."""
+    """Return the number of query heads of an attention module and their width, or None if they are unknown."""
     places = [module, getattr(module, "config", None)]
     heads = _first(places, _HEADS)
     width = _first(places, _WIDTHS)
@@ -201,7 +201,7 @@ def _is_as_saved(name: str, record: Mapping[str, Any], old: nn.Module) -> bool:
     if kind != own_record["class"] or own_sizes != sizes:
         raise FormatError(
             f"attention {name!r} was saved as {kind} with {sizes}, and the model has {own_record['class']} there "
-            f"with {own_sizes}: give a model with softmax attention, which is then converted as it was saved"
+            f"with {own_sizes}: pass a model with softmax attention, which will be converted like the saved model"
         )
     return True
 

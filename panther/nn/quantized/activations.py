@@ -13,7 +13,7 @@ ACTIVATIONS = (None, "int8")
 def check_activations(activations: str | None) -> str | None:
     """Return the argument, or raise ValueError if it is unknown."""
     if activations not in ACTIVATIONS:
-        raise ValueError(f"activations={activations!r} must be None, for inputs as they are, or 'int8'")
+        raise ValueError(f"activations={activations!r} must be None, which does not round inputs, or 'int8'")
     return activations
 
 

@@ -1,4 +1,4 @@
-"""What a quantized layer saves and loads: its integers and scales as they are, and a record of their form.
+"""Saving and loading of a quantized layer: its integers, its scales, and a record of its form.
 
 Scales are buffers, as in other libraries' quantized layers: an optimizer that is made from ``model.parameters()`` does
 not see them, and the first floating parameter of a model has the dtype in which the model computes. An int8 scale is
@@ -27,7 +27,7 @@ class QuantizedState(CompressedModule):
     """Base of a layer whose integers and scales are buffers, which no cast changes."""
 
     saved_buffer_names = ("codes", "zeros", "scales", "left", "right", "factor_scales", "record")
-    # None where the form has none; told so by `bits` and `low_rank`.
+    # None if the form, given by `bits` and `low_rank`, does not have the tensor.
     codes: Tensor
     zeros: Tensor
     scales: Tensor
@@ -232,7 +232,7 @@ class QuantizedState(CompressedModule):
 @torch.no_grad()
 def train_scales_(layers: Iterable[QuantizedState], train: bool = True) -> None:
     """Call ``train_scales_`` of layers; scales that several layers share stay shared."""
-    # A list keeps all tensors alive, so that each has an id of its own.
+    # A list keeps all tensors alive, so that their ids differ.
     changed = [
         (layer, name, getattr(layer, name), getattr(layer, SCALE_LOGS[name]))
         for layer in layers
@@ -248,7 +248,7 @@ def train_scales_(layers: Iterable[QuantizedState], train: bool = True) -> None:
             new_tensors[key] = fold_scales(scales, logs), None
         new_scales, new_logs = new_tensors[key]
         setattr(layer, name, new_scales)
-        # Behind the bias: the first parameter of a model has the dtype in which the model computes.
+        # The logarithms come after the bias, because a model's first parameter has the dtype of its computation.
         parameters_of(layer).pop(SCALE_LOGS[name])
         layer.register_parameter(SCALE_LOGS[name], new_logs)
 
@@ -268,8 +268,8 @@ def _product(scales: Tensor, logs: Tensor) -> Tensor:
 def inference_state(model: nn.Module) -> dict[str, Any]:
     """Return the state_dict of a model with the scales of quantized layers as files hold them.
 
-    Trained factors are multiplied in, and scales that a foreign cast made wider, as parameters named in transformers'
-    ``_keep_in_fp32_modules`` are, get their dtype back. Scales that would change by that stay as they are, and
+    Trained factors are multiplied in. Scales that other code cast to a wider dtype, for example parameters named in
+    transformers' ``_keep_in_fp32_modules``, are cast back. Scales that this would change stay in the wider dtype, and
     ``module_specs`` refuses them.
     """
     state: dict[str, Any] = {plain_name(name): value for name, value in model.state_dict().items()}

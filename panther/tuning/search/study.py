@@ -228,7 +228,7 @@ class Study:
         return self.tried(plan) is None and plan not in self._pending.values()
 
     def _resume(self) -> None:
-        """Finish the trials of a killed run if their result is stored, and draw the others again."""
+        """Finish the trials of a killed run if their result is stored, and draw the rest again."""
         from optuna.trial import TrialState
 
         with quiet(), _refusing_other_searches():

@@ -321,7 +321,7 @@ def unchanged_layers(lines: Sequence[Line], prepared: Prepared) -> list[str]:
     reasons = {entry.name: entry.reason for entry in prepared.survey.skipped}
     left = [name for line in lines if line.kind != "attention" for name in line.names if name not in changeable]
     return _first_notes(
-        [f"{name!r} stays as it is although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
+        [f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
     )
 
 

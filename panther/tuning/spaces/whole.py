@@ -30,7 +30,7 @@ class WholeSpace(LayerSpaceBase):
                 self._attention.append(replace(line, names=names))
                 reasons = prepared.attention.reasons
                 notes += [
-                    f"{name!r} stays as it is although the space names it: {reasons.get(name, 'cannot be replaced')}"
+                    f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot be replaced')}"
                     for name in line.names
                     if name not in names
                 ]
