@@ -177,7 +177,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_search(work, capsys
         ('model = "folder"\nevaluate = "work:accuracy"\ntrain = "work:fit"', "must be of the form module:function", 2),
         (
             'model = "work:make"\nevaluate = "work:accuracy"\ntrain = "work:fit"\ncalibration = "work:batches"',
-            "calibration= is for models that are compressed",
+            "calibration= cannot be combined with train=",
             2,
         ),
     ],

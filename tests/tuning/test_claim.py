@@ -101,7 +101,7 @@ def test_a_search_of_another_machine_lives_as_long_as_it_is_renewed():
             enter(study, "a", machine="elsewhere", beat=8)
 
     clock = Clock(renew)
-    with pytest.raises(ConfigError, match="on elsewhere: wait until that has ended"):
+    with pytest.raises(ConfigError, match="on elsewhere: wait until it has ended"):
         wait(study, clock)
     assert clock.now < claim._SILENT_S / 2 + 1
     enter(study, "a", space="pid:[1]")  # another container of this machine
