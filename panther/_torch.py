@@ -26,6 +26,7 @@ __all__ = [
     "children_of",
     "convert_to_int4",
     "default_store",
+    "default_timeout_set",
     "disable_dispatch_modes",
     "drawing_method",
     "end_with_parent",
@@ -51,8 +52,11 @@ __all__ = [
     "is_mutable_operator",
     "is_this_host",
     "is_view",
+    "kill_loader_workers",
+    "limit_closing",
     "loading_code_of",
     "local_offsets",
+    "logs_of",
     "number_of_entries",
     "operator_name",
     "original_of_compiled",
@@ -64,6 +68,7 @@ __all__ = [
     "run_backward",
     "saved_tensor_hooks_are_set",
     "schema_of",
+    "set_group_timeout",
     "storage_key",
     "sync_zero_groups",
     "tree_leaves",
@@ -74,8 +79,10 @@ __all__ = [
     "untracked_shard",
     "usable_cores",
     "version_of",
+    "with_agent_class",
     "with_inner_axis",
     "without_forward_hooks",
+    "worker_exit_codes",
     "worker_processes",
 ]
 
@@ -83,9 +90,11 @@ import inspect
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +141,7 @@ OVERRIDDEN_METHODS = {
     # torch.distributed.elastic has no public way to a worker that ends without a result, or to its signal.
     "_monitor_workers": "detect workers that end without a result",
     "_shutdown": "end the workers with SIGTERM",
+    "_start_workers": "give the workers a guardian, and limit how long their end takes",
     # FlopCounterMode calls this method once for each operation, after composite ones are decomposed. The fallback is a
     # TorchDispatchMode, which sees composite operations too.
     "_count_flops": "count the bytes that each operation moves",
@@ -417,6 +427,36 @@ def group_timeout(group: "dist.ProcessGroup", device: torch.device) -> timedelta
     return group._get_backend(device).options._timeout
 
 
+def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta) -> None:
+    """Set the timeout of a group's operations. There is no public fallback in torch 2.11: make another group."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def default_timeout_set(timeout: timedelta | None) -> Iterator[None]:
+    """Let groups that are made without a timeout have this one, also while their ranks connect; None changes nothing.
+
+    Neither ``init_device_mesh`` nor the methods of a mesh take a timeout. The public fallback is to make each group by
+    ``new_group`` and the mesh by ``DeviceMesh.from_group``, which names groups differently on each rank.
+    """
+    from torch.distributed import distributed_c10d
+
+    if timeout is None:
+        yield
+        return
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(distributed_c10d, name, timeout)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)
+
+
 def flat_mesh(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
     """Flatten a mesh of several axes to one axis.
 
@@ -539,12 +579,43 @@ def is_forked_from_cuda() -> bool:
     return torch.cuda._is_in_bad_fork()
 
 
-def end_with_parent() -> None:
-    """Let the system end this process when its parent ends, as torch does for its workers.
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let the system send this process a signal when its parent ends, as torch does for its workers.
 
     The public fallback is ``ctypes`` with ``prctl(PR_SET_PDEATHSIG)``, on Linux.
     """
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+    torch.multiprocessing._prctl_pr_set_pdeathsig(number)  # type: ignore[attr-defined]
+
+
+def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
+    """End the worker processes of a DataLoader's iterator by SIGKILL, if it has any.
+
+    Return the numbers of the signals that had ended workers before, or end one within ``wait_s``.
+
+    The iterator's own method waits for a lock that a killed worker may hold, and 5 seconds for each worker that hangs.
+    The public fallback is to kill the children of this process whose names are those of DataLoaders.
+    """
+    workers = getattr(iterator, "_workers", None)
+    if not workers or getattr(iterator, "_shutdown", True):
+        return []
+    iterator._shutdown = True
+    if iterator._worker_pids_set:  # else the end of a worker would raise an error in this process
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+    connection.wait([worker.sentinel for worker in workers], wait_s)
+    signals = [-worker.exitcode for worker in workers if not worker.is_alive() and worker.exitcode < 0]
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
+    if getattr(loader, "_iterator", None) is iterator:  # that of persistent workers, which the loader would use again
+        loader._iterator = None
+    return signals
 
 
 def usable_cores() -> int:
@@ -575,6 +646,57 @@ def worker_processes(agent: Any) -> list[Any]:
     """
     context = getattr(agent._pcontext, "_pc", None)
     return [] if context is None else context.processes
+
+
+def worker_exit_codes(agent: Any) -> dict[int, int | None]:
+    """Return the exit code of each local rank of an agent, None while it runs; see :func:`worker_processes`."""
+    scripts = getattr(agent._pcontext, "subprocess_handlers", {})
+    return {rank: handler.proc.poll() for rank, handler in scripts.items()} or {
+        rank: process.exitcode for rank, process in enumerate(worker_processes(agent))
+    }
+
+
+def logs_of(agent: Any) -> Any:
+    """Return the object that chooses the files of an agent's workers. The public fallback is to keep it."""
+    return agent._logs_specs
+
+
+def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> None:
+    """Let an agent end its workers within ``timeout_s`` once one of them has failed, and call ``before(agent)`` first.
+
+    The agent then calls ``close`` without a timeout and waits 30 seconds, and before that the context of its functions
+    waits as long. There is no public setting: the fallback is to wait so long. The timeout of the agent's own shutdown,
+    after a signal, stays.
+    """
+    # Weak references: a cycle would keep the log files of the workers open until the garbage collector comes.
+    context, watching_agent = weakref.proxy(agent._pcontext), weakref.proxy(agent)
+    close = type(agent._pcontext).close
+
+    def limited(death_sig: signal.Signals | None = None, timeout: int = timeout_s) -> None:
+        before(watching_agent)
+        close(context, death_sig, timeout)
+
+    agent._pcontext.close = limited
+    processes = getattr(agent._pcontext, "_pc", None)
+    if processes is not None and hasattr(processes, "_join_procs_with_timeout"):
+        join, functions = type(processes)._join_procs_with_timeout, weakref.proxy(processes)
+        processes._join_procs_with_timeout = lambda timeout: join(functions, min(timeout, timeout_s))
+
+
+@contextmanager
+def with_agent_class(agent_class: type) -> Iterator[None]:
+    """Let torch's launcher of scripts make its agent of this class; it has no setting for that.
+
+    The public fallback is a launcher of our own: WorkerSpec, a rendezvous handler and the agent's ``run``.
+    """
+    from torch.distributed.launcher import api
+
+    before = api.LocalElasticAgent
+    api.LocalElasticAgent = agent_class  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = before  # type: ignore[misc]
 
 
 def end_workers(agent: Any, signal_number: signal.Signals, timeout_s: int) -> None:

@@ -32,6 +32,7 @@ OTHER_LIBRARIES = {
     "collections.namedtuple": {"_asdict", "_fields", "_make", "_replace"},
     "multiprocessing": {"_inheriting"},
     "os": {"_exit"},
+    "sys": {"_current_frames"},
     "peft": {"_maybe_include_all_linear_layers", "_register_custom_module"},
     "transformers": {
         "_attn_implementation", "_attn_implementation_internal", "_hf_peft_config_loaded", "_init_weights",

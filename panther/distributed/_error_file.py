@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +32,21 @@ def record_failure(error: BaseException) -> None:
         write_json(path, {"message": message}, indent=None)
 
 
-def record_uncaught_exceptions() -> None:
-    """Make uncaught exceptions call :func:`record_failure` before they are shown, once in a process."""
+def record_uncaught_exceptions(explain: Callable[[BaseException], BaseException | None] = lambda error: None) -> None:
+    """Make uncaught exceptions call :func:`record_failure` before they are shown, once in a process.
+
+    Args:
+        explain: Returns an error to record and show in the place of another one, or None.
+    """
     global _installed
     if _installed:
         return
     _installed, show = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if (explained := explain(error)) is not None:
+            explained.__cause__ = error
+            kind, error, trace = type(explained), explained, None
         record_failure(error)
         show(kind, error, trace)
 

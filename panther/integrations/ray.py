@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from panther._random_state import seed_generators
 from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, check_version, require_extra
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.checks import check_arguments
@@ -138,7 +139,7 @@ class RayTrainer:
                     "config": self.config,
                     "data": (train, validation),
                 },
-                torch_config=ray_torch.TorchConfig(timeout_s=math.ceil(self.config.timeout_s)),
+                torch_config=ray_torch.TorchConfig(timeout_s=math.ceil(self.config.timeout_s or DEFAULT_TIMEOUT_S)),
                 scaling_config=self.scaling_config,
                 run_config=self.run_config,
             )
@@ -198,7 +199,7 @@ def _complete_run_config(config: TrainConfig, run: Any) -> Any:
     if run.failure_config.controller_failure_limit == -1:
         # Without a limit, Ray asks the cluster for room forever, once per this number of seconds.
         each = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 60))
-        limit = math.ceil(config.timeout_s / each) - 1
+        limit = math.ceil((config.timeout_s or DEFAULT_TIMEOUT_S) / each) - 1
         changes["failure_config"] = dataclasses.replace(run.failure_config, controller_failure_limit=limit)
     return dataclasses.replace(run, **changes)
 

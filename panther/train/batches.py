@@ -8,13 +8,9 @@ loss is weighted by its samples.
 
 __all__ = ["Batch", "Feed", "count_samples"]
 
-import multiprocessing
-import signal
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -27,7 +23,8 @@ from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import tree_leaves
 from panther.distributed import get_world_size
 from panther.errors import ConfigError, DistributedError
-from panther.train.coordination import SIGNALS, sum_over_ranks
+from panther.train.coordination import sum_over_ranks
+from panther.train.loader_workers import WorkerSignals, closing_workers, signals_blocked
 
 
 @dataclass
@@ -50,7 +47,6 @@ _KEPT = (
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 """The settings of a user's DataLoader that are kept."""
-_MASKS_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
 
 
 class _SeededDataset(Dataset[Any]):
@@ -69,43 +65,6 @@ class _SeededDataset(Dataset[Any]):
             seed_cpu_generators(seed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
-
-
-class _IgnoreFirstSignal:
-    """A DataLoader's ``worker_init_fn``: a signal to the process group must not end a worker that the step still needs.
-
-    Only the first signal is ignored, so that a worker that hangs can still be ended.
-    """
-
-    def __init__(self, user_function: Any) -> None:
-        self.user_function = user_function
-
-    def __call__(self, worker: int) -> None:
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        if _MASKS_SIGNALS:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if self.user_function is not None:
-            self.user_function(worker)
-
-
-@contextmanager
-def _signals_blocked(loader: Any) -> Iterator[None]:
-    """Block signals while a loader starts its workers.
-
-    Workers inherit the blocked mask, so no signal reaches them before they can ignore it.
-    """
-    if not _MASKS_SIGNALS or not isinstance(getattr(loader, "worker_init_fn", None), _IgnoreFirstSignal):
-        yield
-        return
-    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
-        # A tracker that starts with the first worker would unblock the signals.
-        resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Feed:
@@ -158,12 +117,8 @@ class Feed:
             raise ConfigError(f"batch_size={batch_size} and a loader with batches of {own}: leave batch_size out")
         self.is_stream = _is_stream(data)
         self._order: list[tuple[int | None, list[int]]] = []  # of this process in the present epoch
-        if (
-            isinstance(data, DataLoader)
-            and data.num_workers
-            and not isinstance(data.worker_init_fn, _IgnoreFirstSignal)
-        ):
-            data.worker_init_fn = _IgnoreFirstSignal(data.worker_init_fn)
+        if isinstance(data, DataLoader) and data.num_workers and not isinstance(data.worker_init_fn, WorkerSignals):
+            data.worker_init_fn = WorkerSignals(data.worker_init_fn)
         self.loader: Any = data if self.is_stream else self._own_loader(data)
         self.keeps_own_state = self.is_stream and keeps_own_state
         self._positioned = False  # whether load_state_dict has set the loader's position
@@ -230,7 +185,7 @@ class Feed:
             for step, window in enumerate(plan or (), start)
             for number, batch in enumerate(window)
         ]
-        with _signals_blocked(self.loader):
+        with signals_blocked(self.loader):
             loaded = iter(self.loader)
         if plan is not None:
             return self._planned_windows(plan, loaded)
@@ -243,10 +198,11 @@ class Feed:
         return self._counted_windows(loaded)
 
     def _planned_windows(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Windows:
-        for window in plan:
-            total = sum(map(len, window))
-            own = [batch[self.rank :: self.size] for batch in window]
-            yield [Batch(next(loaded), len(indices), len(indices) / total, indices) for indices in own]
+        with closing_workers(self.loader, loaded):
+            for window in plan:
+                total = sum(map(len, window))
+                own = [batch[self.rank :: self.size] for batch in window]
+                yield [Batch(next(loaded), len(indices), len(indices) / total, indices) for indices in own]
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
         """Return the indices of all processes: a list of windows of batches."""
@@ -268,19 +224,20 @@ class Feed:
 
     def _counted_windows(self, loaded: Iterator[Any]) -> Windows:
         """Yield windows as long as every rank has one."""
-        while True:
-            window = list(islice(loaded, self.accumulation))
-            counts = [count_samples(data) for data in window]
-            total = float(sum(counts))
-            if self.size > 1:
-                world = get_world_size()
-                ranks_with_window, total = sum_over_ranks([bool(window), total])
-                if ranks_with_window < world:
+        with closing_workers(self.loader, loaded):
+            while True:
+                window = list(islice(loaded, self.accumulation))
+                counts = [count_samples(data) for data in window]
+                total = float(sum(counts))
+                if self.size > 1:
+                    world = get_world_size()
+                    ranks_with_window, total = sum_over_ranks([bool(window), total])
+                    if ranks_with_window < world:
+                        return
+                    total /= world // self.size  # ranks that share layers count the same samples
+                elif not window:
                     return
-                total /= world // self.size  # ranks that share layers count the same samples
-            elif not window:
-                return
-            yield [Batch(data, count, count / total, None) for data, count in zip(window, counts, strict=True)]
+                yield [Batch(data, count, count / total, None) for data, count in zip(window, counts, strict=True)]
 
     def state_dict(self) -> Any:
         """Return the state of the user's loader; None where the number of windows done is enough."""

@@ -205,8 +205,14 @@ class TrainConfig(Settings):
     topk_fraction: float | None = None
     """For ``comm_hook="topk"``, the share of the gradients' entries that is sent. None is 0.01."""
 
-    timeout_s: float = 300.0
-    """Seconds to wait for other ranks."""
+    timeout_s: float | None = None
+    """Seconds to wait for other ranks, in every operation. None is the timeout of the process group if there is one, as
+    inside of :func:`panther.distributed.launch`, and otherwise 300."""
+
+    grace_period_s: float | None = None
+    """Seconds that this process has to finish its step, save and end after a second SIGTERM, SIGHUP, SIGUSR1 or SIGINT,
+    or after its launcher has died. Then it is ended wherever it is, and the stacks of its threads are shown. None is
+    the launcher's ``--grace-period``, or 15 without one."""
 
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""

@@ -1,6 +1,6 @@
 """The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
-__all__ = ["SIGNALS", "StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
+__all__ = ["StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
 
 import atexit
 import math
@@ -21,12 +21,14 @@ from panther._torch import parameters_of, run_backward, tree_map
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects
 from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
+from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
+from panther.distributed.comm.supervision.groups import apply_timeout
 from panther.errors import ConfigError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NAME = "_numbers_of_the_step"
 _NUMBERS = 5
-_NO_SIGNALS = [0.0 for _ in SIGNALS]
+_NO_SIGNAL = [0.0, 0.0]
 _SHOWN = 16  # samples of a rank that an error message lists
 
 
@@ -146,16 +148,17 @@ class StepExchange:
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
-        signals = [float(number in self.received) for number in SIGNALS] if self.received else _NO_SIGNALS
+        # Whether there is a signal, and its number: their sums tell which it is, wherever all ranks received the same.
+        signals = [1.0, float(self.received[0])] if self.received else _NO_SIGNAL
         counted = float(samples if reports_loss else 0)
         row: Tensor | list[float]
         if isinstance(loss_sum, Tensor):
             # Filled where it is: copying numbers from the host's memory would wait for all that the GPU has to do.
             row = loss_sum.new_zeros(_NUMBERS)
             *signaled, nonfinite, losses, count = row.unbind()
-            for place, came in zip(signaled, signals, strict=True):
-                if came:
-                    place.fill_(1.0)
+            for place, value in zip(signaled, signals, strict=True):
+                if value:
+                    place.fill_(value)
             nonfinite.copy_(loss_sum.isfinite().logical_not())
             if reports_loss:
                 losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # a NaN would hide which of the sums it came from
@@ -179,11 +182,13 @@ class StepExchange:
         if self._carrier is not None:
             self._sent = self._carrier.receive()
         sent = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        *signals, nonfinite, loss_sum, samples = sent
+        signaled, numbers, nonfinite, loss_sum, samples = sent
         samples = float(round(samples))  # a mean times the number of ranks may be off by a rounding
         self.stop_signal = 0
-        if any(signals):
-            self.stop_signal = int(SIGNALS[[bool(n) for n in signals].index(True)])
+        if ranks_with_signal := round(signaled):
+            number = round(numbers) / ranks_with_signal
+            # The mean of different signals need not be one.
+            self.stop_signal = int(number) if number in SIGNALS else int(signal.SIGTERM)
         return (float("nan") if nonfinite else loss_sum / max(samples, 1.0)), samples
 
     def describe_nonfinite(self, indices: Sequence[int]) -> str:
@@ -206,13 +211,17 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return row.tolist()
 
 
-def join_process_group(timeout_s: float) -> None:
+def join_process_group(timeout_s: float | None) -> None:
     """Join the process group of the launcher that started this process, if there is one, until the process ends.
 
-    It is not left when training ends: evaluating, exporting or training a distributed model further needs it.
+    A group that exists gets the timeout, unless that is None. The group is not left when training ends: evaluating,
+    exporting or training a distributed model further needs it.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not in_process_group():
-        init(timeout_s=timeout_s)
+    if in_process_group():
+        if timeout_s is not None:
+            apply_timeout(timeout_s)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        init(timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         atexit.register(_leave_process_group)
 
 
@@ -223,8 +232,12 @@ def _leave_process_group() -> None:
 
 
 @contextmanager
-def catch_signals() -> Iterator[StepExchange]:
-    """Yield an exchange that is notified of SIGTERM and SIGINT; a second SIGINT raises KeyboardInterrupt at once."""
+def catch_signals(grace_period_s: float | None = None) -> Iterator[StepExchange]:
+    """Yield an exchange that is notified of signals; a second SIGINT raises KeyboardInterrupt at once.
+
+    SIGHUP and SIGUSR1 are left to whoever catches or ignores them already. After a second signal the process has the
+    grace period to end.
+    """
     exchange = StepExchange()
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
         yield exchange
@@ -235,9 +248,11 @@ def catch_signals() -> Iterator[StepExchange]:
             raise KeyboardInterrupt
         exchange.received.append(number)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    caught = [number for number in SIGNALS if number in (signal.SIGTERM, signal.SIGINT) or is_free(number)]
+    before = {number: signal.signal(number, note) for number in caught}
     try:
-        yield exchange
+        with signals_counted(grace_period_s):
+            yield exchange
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

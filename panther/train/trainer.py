@@ -26,6 +26,7 @@ from panther._random_state import deterministic_algorithms, preserved_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
 from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
@@ -37,6 +38,7 @@ from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
+from panther.train.loader_workers import workers_needed
 from panther.train.optimizer import Optimizer, clear_gradients, learning_rate_factor
 from panther.train.run_directory import locked_directory
 from panther.train.strategy.building import set_up
@@ -125,6 +127,7 @@ class Trainer:
         self._validated_at = -1
         self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
         self._saved_at: tuple[int, ...] = ()
+        self._activity = "the start of the run"  # for errors of ranks that wait for one another
 
     @knows_settings
     def fit(self, train: Any, validation: Any = None) -> History:
@@ -144,10 +147,10 @@ class Trainer:
             TrainingError: On every rank, if a loss is not finite (step, rank and samples are named), or another run
                 uses the checkpoint directory.
             CheckpointError: If a checkpoint cannot be written. Earlier ones stay.
-            SystemExit: On every rank, with 128 plus the signal's number, after SIGTERM or SIGINT. The step is finished
-                and a checkpoint written first, from which the same call continues.
+            SystemExit: On every rank, with 128 plus the signal's number, after SIGTERM, SIGINT, SIGHUP or SIGUSR1. The
+                step is finished and a checkpoint written first, from which the same call continues.
         """
-        with ExitStack() as stack:
+        with watched(lambda: self._activity), ExitStack() as stack:
             join_process_group(self.config.timeout_s)
             self.stop = False
             if self.config.checkpoint_dir is not None:
@@ -156,7 +159,8 @@ class Trainer:
             stack.callback(self._finish_saving)
             if self.config.deterministic:
                 stack.enter_context(deterministic_algorithms())
-            exchange = stack.enter_context(catch_signals())
+            stack.enter_context(workers_needed())
+            exchange = stack.enter_context(catch_signals(self.config.grace_period_s))
             self._start(train)
             feed = self._feed(train)
             self._resume(feed)
@@ -174,8 +178,9 @@ class Trainer:
         It does not load a checkpoint; only ``fit`` does.
         """
         join_process_group(self.config.timeout_s)
-        self._start(data)
-        return self._evaluate(self._feed(data, False))
+        with watched(lambda: self._activity):
+            self._start(data)
+            return self._evaluate(self._feed(data, False))
 
     def export(self, directory: str) -> Path:
         """Write the whole model for inference, from any layout, to a folder. Every rank must call it."""
@@ -355,6 +360,7 @@ class Trainer:
 
     def _step(self, window: list[Batch], exchange: StepExchange) -> None:
         config, engine = self.config, self._engine
+        self._activity = f"step {self.step + 1}"
         scaler = engine.scaler
         if config.schedule != "callback":
             factor = learning_rate_factor(config.schedule, self.step, self.total_steps, config.warmup_steps)
@@ -469,6 +475,7 @@ class Trainer:
         self._append({f"validation_{name}": value for name, value in values.items()})
 
     def _evaluate(self, feed: Feed) -> dict[str, float]:
+        self._activity = f"the evaluation after step {self.step}"
         with preserved_generators():
             totals = self._engine.evaluate(chain.from_iterable(feed.windows(0)), self.metrics)
         *values, samples = sum_over_ranks(totals.tolist())

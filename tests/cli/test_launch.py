@@ -172,6 +172,23 @@ def test_ends_without_an_error_file(how, message, script, capfd):
     assert message in capfd.readouterr().err
 
 
+def test_a_rank_that_ends_early_is_the_cause_of_a_lost_connection(script, capfd):
+    file = script("""
+        pid = Path("pid")
+        if rank == 1:
+            pid.with_suffix(".new").write_text(str(os.getpid()))
+            pid.with_suffix(".new").rename(pid)
+            sys.exit(0)
+        while not pid.exists() or Path(f"/proc/{pid.read_text()}").exists():  # until the launcher has noticed
+            threading.Event().wait(0.02)
+        sys.exit("Connection closed by peer")
+    """)
+    assert main(["launch", "--nproc-per-node=2", file]) == 1
+    error = capfd.readouterr().err
+    assert "panther: error: rank 1 of 2 ended with exit code 0 while other ranks still ran, as by sys.exit(0)" in error
+    assert "rank 0 of 2 left with exit code 1 and no traceback" in error
+
+
 def test_the_first_to_fail_is_the_cause_and_those_that_lost_it_are_not(tmp_path):
     def error_file(name, message, time):
         path = tmp_path / name
@@ -208,7 +225,7 @@ def test_restart_after_a_failure(script, capfd, caplog):
     folder = launch_distributed_training(file, config=LaunchConfig(nproc_per_node=2, max_restarts=3))
     assert capfd.readouterr() == ("done 0\n", "")
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("panther.")]
-    assert message == "all processes start again after ValueError: first attempt (restart 1 of 3)"
+    assert message == "all processes start again after rank 1 raised ValueError: first attempt (restart 1 of 3)"
     assert "first attempt" in (folder / "attempt-0" / "rank-1.err").read_text()
     assert (folder / "attempt-1" / "rank-1.out").read_text() == "done 1\n"
 
@@ -423,7 +440,7 @@ def test_nodes_restart_together(script, free_port):
     answers = nodes(file, "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--max-restarts=1")
     assert [code for code, _ in answers] == [0, 0], answers
     outputs = "".join(output for _, output in answers)
-    assert "all processes start again after ValueError: once (restart 1 of 1)" in outputs
+    assert "all processes start again after rank 1 raised ValueError: once (restart 1 of 1)" in outputs
     assert "all processes start again (restart 0 of 1)" in outputs
 
 

@@ -68,7 +68,8 @@ VALUES = {
     "topk_fraction": (0.1, [0, 1.5, "1"]),
     "bucket_cap_mb": (5.0, [0, "5"]),
     "comm_hook": ("fp16", ["int8"]),
-    "timeout_s": (60.0, [0, None]),
+    "timeout_s": (60.0, [0]),
+    "grace_period_s": (5.0, [0]),
 }
 
 

@@ -235,4 +235,4 @@ def test_a_loss_on_a_gpu_gives_the_numbers_of_one_on_the_cpu(monkeypatch, loss, 
         exchange.start(value, 7, reports, kept)
         found.append(kept.row.tolist())
     finite = loss == 2.5
-    assert found[0] == found[1] == [0.0, 1.0, float(not finite), loss * reports if finite else 0.0, 7.0 * reports]
+    assert found[0] == found[1] == [1.0, 2.0, float(not finite), loss * reports if finite else 0.0, 7.0 * reports]

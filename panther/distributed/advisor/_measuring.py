@@ -19,6 +19,7 @@ from panther.distributed.comm._ranks import in_process_group, transport
 from panther.distributed.comm.bandwidth import profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.supervision.groups import new_subgroup
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of the messages that measure latency and bandwidth
 # Rounds of each collective over n ranks, in multiples of n - 1; None is a single round.
@@ -169,7 +170,7 @@ def _links(local: int, world: int, timer: _Timer) -> dict[str, Any]:
             continue
         group = None
         if size < world:  # a group for the ranks of each node; all nodes are measured at the same time
-            group, _ = dist.new_subgroups(size)
+            group = new_subgroup(size)
         try:
             fitted = {**_profiled(group, timer.repetitions), **_tensor_parallel(group, timer)}
         finally:

@@ -19,8 +19,10 @@ from panther.distributed.checkpoint import _folders as folders
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._storage import placed, write_tensors
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.comm.supervision.groups import new_group
 from panther.errors import CheckpointError, check_size
 from panther.files.tensors import contents_checksum
 from panther.nn._specs import module_specs
@@ -111,7 +113,8 @@ def save(
         ('step-00000100', 100, {'epoch': 3})
     """
     _wait_for_earlier(group)
-    return _write(_collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group), group)
+    with watched(f"the checkpoint of step {step}", group):
+        return _write(_collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group), group)
 
 
 def async_save(
@@ -157,11 +160,17 @@ def async_save(
         'step-00000001'
     """
     _wait_for_earlier(group)
-    state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
-    # Training changes the tensors while the thread writes, so it gets copies.
-    state.tensors = BlockingAsyncStager().stage(state.tensors)
-    side = _side_group(group)
-    pending = PendingSave(lambda: _write(state, side))
+    with watched(f"the checkpoint of step {step}", group):
+        state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
+        # Training changes the tensors while the thread writes, so it gets copies.
+        state.tensors = BlockingAsyncStager().stage(state.tensors)
+        side = _side_group(group)
+
+    def write() -> Path:
+        with watched(f"the checkpoint of step {step}", side):
+            return _write(state, side)
+
+    pending = PendingSave(write)
     _pending[group] = pending
     return pending
 
@@ -300,8 +309,7 @@ def _side_group(group: Group) -> Group:
     parent = group or dist.group.WORLD
     assert parent is not None
     if parent not in _sides:
-        # new_group is collective over the ranks of this group only, not over all of them.
         ranks = dist.get_process_group_ranks(parent)
         _sides.clear()  # groups of a process group that no longer exists
-        _sides[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _sides[parent] = new_group(ranks, "gloo")
     return _sides[parent]

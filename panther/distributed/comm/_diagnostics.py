@@ -1,27 +1,37 @@
-"""Errors of ranks that cannot reach one another: they name the ranks that do not answer.
+"""Errors of ranks that cannot reach one another: they name the ranks that do not answer, and where these stand.
 
 Nothing is sent as long as communication works. When an exchange fails or times out, every rank that notices leaves a
 note in the store in which the ranks met, and those that leave none within a moment are named.
 """
 
-__all__ = ["gather_all", "watched"]
+__all__ = ["explain_transport_error", "gather_all", "watched"]
 
+import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from panther._torch import default_store, group_timeout
-from panther.distributed.comm._ranks import name_ranks, transport
-from panther.errors import DistributedError
+from panther.distributed.comm._ranks import in_process_group, is_fake, name_ranks, transport
+from panther.distributed.comm.supervision.positions import ANSWER_S, Position, ask, positions_of
+from panther.errors import DistributedError, PantherError
 
 _GRACE_S = 2.0  # ranks that time out do so within this time of one another
 _POLL_S = 0.02
-_SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout")
+_STORE_S = 4.0  # for one answer of the store
+_SIGNS = (
+    "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout",
+    "Broken pipe",
+)  # fmt: skip
+_NAMED_POSITIONS = 4  # ranks whose position the message has
 
-_faults = 0
+_failed_calls: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
+"""By rank of the default group: how many of its failed calls this process has seen, or had itself."""
+
 _gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -40,53 +50,91 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
 
 
 @contextmanager
-def watched(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def watched(doing: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Turn an error of the transport while ``doing`` something into one that names ranks; other errors pass."""
     begun = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        # torch raises RuntimeError for most faults of the transport, and for programming errors as well.
-        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+        if not _is_of_transport(error):
             raise
-        seconds = time.monotonic() - begun
-        raise DistributedError(_explain(doing, group, seconds, str(error).splitlines()[0])) from error
+        raise _explain(doing if isinstance(doing, str) else doing(), group, time.monotonic() - begun, error) from error
 
 
-def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault: str) -> str:
+def explain_transport_error(error: BaseException) -> DistributedError | None:
+    """Return an error that names ranks, for one of the transport that no other function has explained."""
+    if isinstance(error, RuntimeError) and _is_of_transport(error):
+        return _explain("a collective operation", None, None, error)
+    return None
+
+
+def _is_of_transport(error: RuntimeError) -> bool:
+    # torch raises RuntimeError for most faults of the transport, and for programming errors as well.
+    if isinstance(error, PantherError) or not in_process_group() or is_fake(None) or dist.get_world_size() == 1:
+        return False
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _explain(
+    doing: str, group: dist.ProcessGroup | None, seconds: float | None, error: RuntimeError
+) -> DistributedError:
+    fault = str(error).splitlines()[0]
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    head = f"{doing} failed on rank {rank} after {seconds:.1f} s"
-    notes = _roll_call(doing, rank, ranks)
-    if notes is None:
-        return f"{head}, because the process that hosts the store, rank 0 or the launcher, has ended: see its error"
+    head = f"{doing} failed on rank {rank}" + ("" if seconds is None else f" after {seconds:.1f} s")
+    answers = _roll_call(doing, rank, ranks)
+    if answers is None:
+        return DistributedError(
+            f"{head}, because the process that hosts the store, rank 0 or the launcher, has ended or does not answer: "
+            "see its error"
+        )
+    notes, positions = answers
     by_note: dict[str, list[int]] = {}
     for other, note in notes.items():
         if note != doing:
             by_note.setdefault(note, []).append(other)
     parts = [f"{name_ranks(others)} failed in {note}" for note, others in by_note.items()]
-    silent = [other for other in ranks if other not in notes]
     fix = "make the same call on every rank"
-    if silent:
-        parts.insert(0, f"{name_ranks(silent)} did not take part and reported no error")
-        fix = "see why these ranks ended or are late, or raise timeout_s of init"
+    if positions:
+        places = [f"rank {other} {position.text}" for other, position in list(positions.items())[:_NAMED_POSITIONS]]
+        parts.insert(0, f"{name_ranks(list(positions))} did not take part and reported no error ({'; '.join(places)})")
+        limit_s = group_timeout(group or dist.group.WORLD, transport(group)).total_seconds()  # type: ignore[arg-type]
+        fix = f"see why these ranks ended or are late, or raise timeout_s of init ({limit_s:g} s)"
     if not parts:
-        return f"{head} ({fault}), although all ranks are running: check the network between them"
-    return f"{head}: {'; '.join(parts)}: {fix}"
+        return DistributedError(f"{head} ({fault}), although all ranks are running: check the network between them")
+    explained = DistributedError(f"{head}: {'; '.join(parts)}: {fix}")
+    for other, position in positions.items():
+        if position.stack:
+            explained.add_note(f"Stack of rank {other} at that time (most recent call last):\n{position.stack}")
+    return explained
 
 
-def _roll_call(doing: str, rank: int, ranks: list[int]) -> dict[int, str] | None:
-    """Return what each rank that also failed was doing; None if the store is gone."""
-    global _faults
-    _faults += 1  # ranks that fail together have failed as often before
-    keys = {other: f"panther/fault/{_faults}/{other}" for other in ranks}
-    deadline = time.monotonic() + _GRACE_S
+def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]] | None:
+    """Return what each rank that also failed was doing, and where the other ones are; None if the store is gone."""
+    assert dist.group.WORLD is not None
+    # Only the latest note of a rank is in the store. Its number tells whether this process has seen it before.
+    seen = _failed_calls.setdefault(dist.group.WORLD, {})
+    seen[rank] = seen.get(rank, 0) + 1
+    notes = {rank: doing}
+    begun = time.monotonic()
     try:
         store = default_store()
-        store.set(keys[rank], doing)
-        missing = [other for other in ranks if other != rank]
-        while missing and time.monotonic() < deadline:
-            missing = [other for other in missing if not store.check([keys[other]])]
+        # The process that hosts the store may be the one that is stopped.
+        store.set_timeout(timedelta(seconds=_STORE_S))
+        request = ask(store)
+        store.set(f"panther/fault/{rank}", json.dumps([seen[rank], doing]))
+        while len(notes) < len(ranks) and time.monotonic() < begun + _GRACE_S:
+            for other in ranks:
+                if other not in notes and store.check([f"panther/fault/{other}"]):
+                    number, note = json.loads(store.get(f"panther/fault/{other}"))
+                    if number > seen.get(other, 0):
+                        seen[other], notes[other] = number, note
             time.sleep(_POLL_S)
-        return {other: store.get(keys[other]).decode() for other in ranks if other not in missing}
+        missing = [other for other in ranks if other not in notes]
+        return {other: notes[other] for other in ranks if other in notes}, positions_of(
+            missing, store, request, begun + ANSWER_S
+        )
     except RuntimeError:
         return None
+    finally:
+        with suppress(RuntimeError):
+            default_store().set_timeout(group_timeout(dist.group.WORLD, transport(None)))

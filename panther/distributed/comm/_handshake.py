@@ -24,6 +24,7 @@ import torch.distributed as dist
 from panther._torch import is_forked_from_cuda
 from panther.distributed.comm._ranks import name_ranks
 from panther.distributed.comm._store import Meeting
+from panther.distributed.comm.supervision.ending import check_parent
 from panther.errors import DistributedError
 
 _POLL_S = (0.002, 0.1)  # first pause and longest
@@ -176,6 +177,7 @@ def meet(store: dist.Store, key: str, count: int, deadline: float) -> bool:
     """Wait until as many ranks have come to the key, a counter in the store; return whether they did."""
     came = store.add(key, 1)
     while came < count and time.monotonic() < deadline:
+        check_parent()
         time.sleep(0.01)
         came = store.add(key, 0)
     return came >= count
@@ -198,5 +200,6 @@ def _pauses() -> Iterator[None]:
     pause, longest = _POLL_S
     while True:
         yield
+        check_parent()
         time.sleep(pause)
         pause = min(1.5 * pause, longest)  # short waits stay short, and long ones do not load the store

@@ -36,6 +36,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from panther.distributed.comm.supervision.ending import check_parent
 from panther.errors import DistributedError
 
 try:
@@ -44,6 +45,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _POLL_S = 0.02
+_LAUNCHER_S = 10.0  # for a launcher on this machine that is busy
 _ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
 
@@ -178,10 +180,14 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "the launcher" if agent_hosts else "rank 0"
     if rank != 0 or agent_hosts:
+        # A launcher listens before it starts a rank. One on this machine that does not has ended.
+        wait_s = min(timeout_s, _LAUNCHER_S) if agent_hosts and route.is_local else timeout_s
+        limit = deadline - timeout_s + wait_s
         while not listens(address, int(port)):
-            if time.monotonic() > deadline:
+            check_parent()
+            if time.monotonic() > limit:
                 raise DistributedError(
-                    f"{host} did not listen {where} within {timeout_s:g} s, for rank {rank} of {world_size}: start it, "
+                    f"{host} did not listen {where} within {wait_s:g} s, for rank {rank} of {world_size}: start it, "
                     "or correct MASTER_ADDR and MASTER_PORT"
                 )
             time.sleep(5 * _POLL_S)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from panther.distributed.comm._ranks import in_process_group, require_process_group, transport
+from panther.distributed.comm.supervision.groups import new_mesh
 from panther.errors import DistributedError, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")
@@ -140,7 +141,7 @@ def make_mesh(
             f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))}{f' = {product}' if len(sizes) > 1 else ''} "
             f"must equal the world size ({world}): {_advice(sizes, world, product)}"
         )
-    return init_device_mesh(transport(None).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return new_mesh(transport(None).type, sizes)
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:

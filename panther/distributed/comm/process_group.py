@@ -4,6 +4,7 @@
 """
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "check_backend",
     "cleanup_distributed",
     "init",
@@ -24,15 +25,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from panther._torch import end_with_parent
+from panther._torch import default_store, end_with_parent
 from panther.distributed._error_file import record_uncaught_exceptions
+from panther.distributed.comm._diagnostics import explain_transport_error
 from panther.distributed.comm._handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.distributed.comm.nodes import forget_nodes, note_nodes
+from panther.distributed.comm.supervision.ending import check_parent, watch_parent
+from panther.distributed.comm.supervision.positions import answer_requests, stop_answering
 from panther.errors import DistributedError, ShapeError, check_size
 
-_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 300.0
 _FAREWELL_S = 5.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -48,11 +52,12 @@ def start_group(
     rank: int,
     world_size: int,
     backend: str | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
     store: dist.Store | Meeting | None = None,
 ) -> None:
     """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
     _check_request(rank, world_size, backend, timeout_s)
+    watch_parent()
     if isinstance(store, Meeting):
         meeting = store
     elif store is None:
@@ -85,6 +90,9 @@ def start_group(
             raise RuntimeError("some of them checked in and then ended or stalled")
         with alone_in(meeting.folder):
             del meeting  # with its store
+        if world_size > 1:
+            answer_requests(default_store(), rank)
+            _at_shutdown.callback(stop_answering)
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
         shutdown()
@@ -148,7 +156,7 @@ def check_backend(backend: str | None) -> None:
 
 def init(
     backend: str | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
     *,
     init_method: str | None = None,
     rank: int | None = None,
@@ -194,7 +202,8 @@ def init(
         rank, world_size = ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # a launcher that is killed would leave its processes behind
-        record_uncaught_exceptions()
+        check_parent()  # which may have ended before
+        record_uncaught_exceptions(explain_transport_error)
     with _in_environment(meeting):
         start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
 

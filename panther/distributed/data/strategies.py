@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import name_hint, value_hint
-from panther._torch import ignore_in_ddp, ignored_in_ddp, with_inner_axis
+from panther._torch import ignore_in_ddp, ignored_in_ddp
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
+from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.gradient_compression import check_hook, register_hook
 from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_
@@ -142,7 +143,7 @@ def data_parallel(
             register_hook(parallel, comm_hook, hook_settings)
         return parallel
     if not isinstance(mesh, DeviceMesh):
-        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, transport(mesh).type, mesh_dim_names=("dp",))  # type: ignore[arg-type]
+        mesh = mesh_of_group(mesh or dist.group.WORLD, transport(mesh).type, "dp")  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along the axes one after the other, so that all ranks get the first rank's tensors
         send_model(model, mesh.get_group(axis), "data_parallel")
     return fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
@@ -168,7 +169,7 @@ def fully_shard_(
         if isinstance(module, QuantizedState):
             module.hold_scale_logs_(module.dtype)
     if strategy == "replicate":
-        mesh = with_inner_axis(mesh, ("replicate", "shard"))
+        mesh = split_axis(mesh, ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)
     # Gradients are reduced in float32, because sums over many ranks lose small gradients in half precision.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther._torch import flat_mesh
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import make_mesh
+from panther.distributed.comm.supervision.groups import flatten_mesh
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
 from panther.distributed.hybrid.configuration import checked_config, layers_of
@@ -111,7 +111,7 @@ class HybridParallelTrainer:
         data = self.mesh["replicate", "dp"] if replicas > 1 else self.mesh["dp"]
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
-        self.dp_group = (flat_mesh(data, "data") if replicas > 1 else data).get_group()
+        self.dp_group = (flatten_mesh(data, "data") if replicas > 1 else data).get_group()
         self.tp_group = self.mesh["tp"].get_group()
         self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), self.mesh["tp"].get_local_rank()
         self._loss_fn: DividedLoss | None = None

@@ -1,44 +1,97 @@
-"""The processes of ``launch``: torch's elastic agent, with additions.
+"""The processes of ``launch`` and ``panther launch``: torch's elastic agent, with additions.
 
 The agent restarts a group of workers and ends it as a whole. Panther's subclass adds a worker that ends with exit code
-0 and without a result (the agent waits for it for ever), and the exit codes of all workers, where the agent reports
-one, often not the one that failed first.
+0 and without a result (the agent waits for it for ever), the exit codes of all workers (the agent reports one, often
+not the one that failed first), a limit for ending workers once one has failed, and a guardian, which ends the workers
+of a launcher that is killed.
 """
 
-__all__ = ["contained", "run_agent", "signals_followed"]
+__all__ = ["contained", "run_agent", "run_scripts", "signals_followed"]
 
 import logging
 import os
 import signal
+import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from panther._torch import end_workers, error_files, worker_processes
-from panther.distributed.launcher._failures import Failure, describe, explain
+from panther._torch import (
+    end_workers,
+    error_files,
+    limit_closing,
+    logs_of,
+    with_agent_class,
+    worker_exit_codes,
+    worker_processes,
+)
+from panther.distributed.comm.supervision.ending import GRACE_PERIOD_VARIABLE, catches, is_free
+from panther.distributed.launcher._failures import Failure, describe, describe_early_end, explain
+from panther.distributed.launcher._logs import RankLogs
 from panther.distributed.launcher._rendezvous import LoopbackRendezvous
+from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 
-_SHUTDOWN_S = 10
+_FAILURE_GRACE_S = 3
+"""Seconds that the other ranks have to end once one has failed: they cannot save together any more."""
+_LOGGER = logging.getLogger(__name__)
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also detects workers that end without a result, and records every exit code."""
+    """torch's agent with a guardian and a limit for ending workers; it notes how workers fail."""
 
-    _ended: frozenset[int] = frozenset()
+    guardian: ClassVar[Guardian | None] = None
+    grace_period_s: ClassVar[float] = 0.0
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._ended: frozenset[int] | None = None  # workers that had ended when the agent began to end the others
+        self.failures: list[Failure] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self._ended = None
+        if self.guardian is not None:
+            self.guardian.guard(list(pids.values()))
+        limit_closing(self, max(1, min(_FAILURE_GRACE_S, int(self.grace_period_s))), _Agent._note_ended)
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
+            self._pass_on_warnings(list(pids.values()))
+        return pids
+
+    def _pass_on_warnings(self, pids: Sequence[int]) -> None:
+        """Send SIGUSR1, by which a scheduler warns of the end of a job, to the workers that expect it."""
+
+        def pass_on(number: int, frame: Any) -> None:
+            receivers = [pid for pid in pids if catches(pid, number, otherwise=True)]
+            for pid in receivers:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if not receivers:
+                _LOGGER.warning("SIGUSR1 was not passed on, because no process handles it")
+
+        if is_free(signal.SIGUSR1) or getattr(signal.getsignal(signal.SIGUSR1), "of_launcher", False):
+            pass_on.of_launcher = True  # type: ignore[attr-defined] # so that the next attempt replaces it
+            signal.signal(signal.SIGUSR1, pass_on)
+
+    def _note_ended(self) -> None:
+        if self._ended is None:
+            self._ended = frozenset(rank for rank, code in worker_exit_codes(self).items() if code is not None)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # Those that have ended before the agent ends the others with SIGTERM.
-        self._ended = frozenset(rank for rank, p in enumerate(worker_processes(self)) if p.exitcode is not None)
+        if worker_processes(self):  # torch ends the others before it closes the context
+            self._ended = None
+            self._note_ended()
         result = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.HEALTHY:
+        if result.state is WorkerState.HEALTHY and worker_processes(self):
             # A worker with a result lives until the agent has read all of them, so an exit code of 0 means none.
             gone = {rank: p for rank, p in enumerate(worker_processes(self)) if p.exitcode == 0}
             if gone:
@@ -46,13 +99,38 @@ class _Agent(LocalElasticAgent):
                     rank: ProcessFailure(local_rank=rank, pid=p.pid or 0, exitcode=0, error_file="")
                     for rank, p in gone.items()
                 }
-                return RunResult(state=WorkerState.FAILED, failures=failures)
+                result = RunResult(state=WorkerState.FAILED, failures=failures)
+        if result.is_failed():
+            self._note_ended()
+            self._note_failures(worker_group, result)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_S) -> None:
-        # SIGTERM whatever this process got: a worker that still imports would answer SIGINT with a traceback.
-        end_workers(self, signal.SIGTERM, _SHUTDOWN_S)
-        super()._shutdown(signal.SIGTERM)
+    def _note_failures(self, worker_group: WorkerGroup, result: RunResult) -> None:
+        """Describe how the workers of this attempt ended, before the next one overwrites it."""
+        codes, files = worker_exit_codes(self), error_files(self)
+        logs: Any = logs_of(self)
+        logs = logs if isinstance(logs, RankLogs) else None
+        are_scripts = not worker_processes(self)
+        self.failures = []
+        for worker in worker_group.workers:
+            local, rank = worker.local_rank, worker.global_rank
+            log = "" if logs is None else str(logs.destination.stderrs[local])
+            by_itself = local in (self._ended or ()) or (not are_scripts and rank in result.failures)
+            if are_scripts and codes.get(local) == 0:
+                failure = describe_early_end(rank) if by_itself else None
+            else:
+                failure = describe(rank, codes.get(local), files.get(local, ""), log, stopped=not by_itself)
+            if failure is not None:
+                self.failures.append(failure)
+        if logs is not None:
+            logs.failures = self.failures
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if worker_processes(self):
+            # SIGTERM whatever this process got: a worker that still imports would answer SIGINT with a traceback.
+            end_workers(self, signal.SIGTERM, max(1, int(self.grace_period_s)))
+            death_sig = signal.SIGTERM
+        super()._shutdown(death_sig, timeout)
 
     def kill(self) -> None:
         """End the workers that are still there."""
@@ -61,25 +139,35 @@ class _Agent(LocalElasticAgent):
                 process.kill()
             process.join()
 
-    def failures(self, result: RunResult) -> list[Failure]:
-        """Return how the workers of the last attempt failed."""
-        files = error_files(self)
-        by_themselves = self._ended | set(result.failures)
-        found = [
-            describe(rank, process.exitcode, files[rank], stopped=rank not in by_themselves)
-            for rank, process in enumerate(worker_processes(self))
-        ]
-        return [failure for failure in found if failure is not None]
+
+@contextmanager
+def _guarded(grace_period_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
+    """Let agents that are made within the block have a guardian and a grace period."""
+    guardian = Guardian(grace_period_s, folders)
+    os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"  # for the workers
+    _Agent.guardian, _Agent.grace_period_s = guardian, grace_period_s
+    try:
+        yield
+    finally:
+        _Agent.guardian = None
+        guardian.end()
 
 
 def run_agent(
-    work: Callable[..., None], args: tuple[Any, ...], nproc: int, max_restarts: int, start_method: str, folder: str
+    work: Callable[..., None],
+    args: tuple[Any, ...],
+    nproc: int,
+    max_restarts: int,
+    start_method: str,
+    folder: str,
+    grace_period_s: float,
 ) -> str:
     """Run ``work(*args)`` in ``nproc`` workers, and return how they failed, "" if they did not.
 
     On SIGINT, SIGTERM and the like, torch's SignalException is raised once the workers have ended.
     """
-    with contained():
+    with contained(), _guarded(grace_period_s, [folder]):
+        os.environ[_SIGNALS_VARIABLE] = handled_signals()
         spec = WorkerSpec(
             role="worker",
             local_world_size=nproc,
@@ -95,7 +183,22 @@ def run_agent(
             result = agent.run()
         finally:
             agent.kill()
-        return explain(agent.failures(result), nproc, max_restarts + 1) if result.is_failed() else ""
+        return explain(agent.failures, nproc, max_restarts + 1) if result.is_failed() else ""
+
+
+def run_scripts(config: LaunchConfig, command: Any, arguments: Sequence[str], grace_period_s: float) -> None:
+    """Run a script in the workers that a configuration of torch's launcher asks for, and raise as that does."""
+    with _guarded(grace_period_s), with_agent_class(_Agent):
+        elastic_launch(config, command)(*arguments)
+
+
+def handled_signals() -> str:
+    """Return the names of the signals that end a launcher, for torch; ``nohup`` ignores SIGHUP, which then stays so."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    ignored = signal.SIG_IGN
+    return ",".join(
+        name for name in names if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not ignored
+    )
 
 
 @contextmanager

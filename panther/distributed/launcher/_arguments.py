@@ -25,6 +25,8 @@ from panther._text import counted
 from panther._torch import is_this_host, usable_cores
 from panther.distributed.comm._store import Route, find_route, interface_of, listens
 from panther.distributed.comm.process_group import check_backend
+from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
+from panther.distributed.launcher._agent import handled_signals
 from panther.distributed.launcher._logs import RankLogs, new_folder
 from panther.distributed.launcher._rendezvous import BACKEND
 from panther.distributed.launcher.config import LOG_DIR
@@ -35,14 +37,14 @@ _POLL_S = 0.2
 _JOIN_S = 600.0  # torch's own default for the c10d rendezvous
 _USAGE = "panther launch [options] script.py [arguments of the script]"
 _EPILOG = (
-    "These are torchrun's options, and --backend. What each rank writes goes to a file in --log-dir "
+    "These are torchrun's options, --backend and --grace-period. What each rank writes goes to a file in --log-dir "
     f"({LOG_DIR} by default); rank 0 is shown too."
 )
 
 
 def prepare(
     argv: Sequence[str], name: str | None = None
-) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
+) -> tuple[LaunchConfig, Callable[..., object] | str, list[str], float]:
     """Turn the arguments of ``panther launch`` into what torch's launcher takes, once node 0 can be reached.
 
     Sets variables of this process, which its workers inherit. A run without a name is called by that of its script.
@@ -63,6 +65,11 @@ def prepare(
         raise ConfigError(f"--nnodes {args.nnodes} must be a number of nodes, or MIN:MAX") from None
     if nodes < 1:
         raise ConfigError(f"--nnodes {args.nnodes} must be at least 1")
+    if not 0 < args.grace_period < math.inf:
+        raise ConfigError(f"--grace-period {args.grace_period:g} must be a positive number of seconds")
+    if hasattr(args, "signals_to_handle"):
+        names = args.signals_to_handle.split(",")
+        args.signals_to_handle = ",".join(name for name in names if name != "SIGHUP" or "SIGHUP" in handled_signals())
     if not 0 < args.monitor_interval < math.inf:
         raise ConfigError(f"--monitor-interval {args.monitor_interval:g} must be a positive number of seconds")
     try:
@@ -102,7 +109,7 @@ def prepare(
             "%s of %s%s; logs in %s", counted(nproc, "process", "processes"), script, which, config.logs_specs.folder
         )
     # torch's agent takes ${local_rank} in arguments for a macro, and $$ for a $; they arrive as they are.
-    return config, command, [text.replace("$", "$$") for text in arguments]
+    return config, command, [text.replace("$", "$$") for text in arguments], args.grace_period
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -112,6 +119,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--backend", metavar="NAME", help="gloo or nccl, for panther.distributed.init() (default: it decides)"
     )
+    parser.add_argument(
+        "--grace-period", type=float, default=DEFAULT_GRACE_PERIOD_S, metavar="SECONDS",
+        help="time that processes have to save and end once this launcher has been killed (default: 15)",
+    )  # fmt: skip
     for option in ("node_rank", "rdzv_backend"):  # to distinguish torchrun's defaults from given options
         if f"PET_{option.upper()}" not in os.environ:  # where torchrun finds options too
             parser.set_defaults(**{option: None})

@@ -1,6 +1,6 @@
 """How the workers of a run failed, in words: from their exit codes, their error files and what they wrote."""
 
-__all__ = ["Failure", "describe", "explain"]
+__all__ = ["Failure", "describe", "describe_early_end", "explain"]
 
 import json
 import re
@@ -13,7 +13,9 @@ from typing import Any
 _LOST = re.compile(  # errors of a rank that are caused by the end of another one
     "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
     "|lost the store|see whether one of them has ended|checked in and then ended or stalled|reported no error"
+    "|Timed out waiting|Watchdog caught collective operation timeout|EnforceNotMet"
 )
+_RAISED, _LEFT, _LOST_ANOTHER = 1, 2, 3  # how probable a kind of failure is the cause of the others; a signal is 0
 _LAST_LINES = 20
 
 
@@ -40,9 +42,10 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
     path = Path(log) if log else None
     if error := recorded(error_file):
         summary, traceback = error
-        lost = _LOST.search(summary) is not None
-        text = f"lost its connection to another rank: {summary.splitlines()[0]}" if lost else f"raised {summary}"
-        return Failure(rank, (1 + lost, Path(error_file).stat().st_mtime), text, traceback, path)
+        order, text = _RAISED, f"raised {summary}"
+        if _LOST.search(summary):
+            order, text = _LOST_ANOTHER, f"{_waited_or_lost(summary)} another rank: {summary.splitlines()[0]}"
+        return Failure(rank, (order, Path(error_file).stat().st_mtime), text, traceback, path)
     if exit_code is None or (stopped and exit_code in (-signal.SIGTERM, -signal.SIGKILL)):
         return None
     details, written, without = "", 0.0, " and no traceback"
@@ -54,11 +57,27 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
             without = ""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-        return Failure(rank, (0, 0.0), f"was ended by {name} (exit code {exit_code})", details, path)
+        text = f"was ended by {name} (exit code {exit_code})"
+        # NCCL's watchdog and gloo's threads abort a process that waits for a rank that is late or gone.
+        if exit_code == -signal.SIGABRT and _LOST.search(details):
+            return Failure(
+                rank, (_LOST_ANOTHER, written), f"{_waited_or_lost(details)} another rank and {text}", details
+            )
+        return Failure(rank, (0, 0.0), text, details, path)
     if exit_code == 0:  # a function with a result waits until the launcher has read it
         return Failure(rank, (0, 0.0), "left with exit code 0 before its function returned, as by os._exit")
-    lost = _LOST.search(details) is not None
-    return Failure(rank, (1 + lost, written), f"left with exit code {exit_code}{without}", details, path)
+    order = _LOST_ANOTHER if _LOST.search(details) else _RAISED
+    return Failure(rank, (order, written), f"left with exit code {exit_code}{without}", details, path)
+
+
+def describe_early_end(rank: int) -> Failure:
+    """Describe a worker of a script that ended with exit code 0 before another one failed."""
+    text = "ended with exit code 0 while other ranks still ran, as by sys.exit(0)"
+    return Failure(rank, (_LEFT, 0.0), text)
+
+
+def _waited_or_lost(message: str) -> str:
+    return "waited for" if "did not take part" in message or "imed out" in message else "lost its connection to"
 
 
 def recorded(error_file: str | Path) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from panther.distributed.launcher._failures import recorded
+from panther.distributed.launcher._failures import Failure
 
 _POLL_S = 0.1
 _LOGGER = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ class RankLogs(LogsSpecs):
         super().__init__(str(folder))
         self.folder = self._attempt_folder = folder
         self.attempts, self.world_size = 0, 0
+        self.failures: list[Failure] = []
+        """How the ranks of the last attempt failed."""
         self.destination = LogsDest()
         self._done, self._thread = threading.Event(), threading.Thread()
 
@@ -40,8 +42,9 @@ class RankLogs(LogsSpecs):
         self.stop()
         attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
         if self.attempts:
-            files = sorted(self._attempt_folder.glob("*.error.json"), key=lambda path: path.stat().st_mtime)
-            reason = f" after {error[0].splitlines()[0]}" if files and (error := recorded(files[0])) else ""
+            cause = min(self.failures, key=lambda failure: failure.order, default=None)
+            reason = "" if cause is None else f" after rank {cause.rank} {cause.text.splitlines()[0]}"
+            self.failures = []
             most = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
             _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, attempt, most)
         self.attempts += 1

@@ -36,6 +36,8 @@ class LaunchConfig(Settings):
         log_dir: Folder in which each run gets a folder for what its ranks write.
         shutdown_timeout_s: Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed;
             whole seconds.
+        grace_period_s: Time that processes have to save and end once the launcher itself was killed, before they are
+            killed too. A TrainConfig with a grace period of its own should not have a longer one.
         module: Whether the script is the name of a module, as after ``python -m``.
         monitor_interval: Another name of monitor_interval_s.
         start_timeout: Another name of rdzv_timeout_s.
@@ -61,6 +63,7 @@ class LaunchConfig(Settings):
     backend: str | None = None
     log_dir: str | PathLike[str] = LOG_DIR
     shutdown_timeout_s: float = 30
+    grace_period_s: float = 15.0
     module: bool = False
     if TYPE_CHECKING:  # __init__ takes these names too
         monitor_interval: float = 0.1
@@ -78,8 +81,9 @@ class LaunchConfig(Settings):
             value = getattr(self, name)
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise ConfigError(f"{name}={value} must be at least {least} and finite")
-        if not 0 < self.monitor_interval_s < math.inf:
-            raise ConfigError(f"monitor_interval_s={self.monitor_interval_s} must be positive and finite")
+        for name in ("monitor_interval_s", "grace_period_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive and finite")
 
     def arguments(self) -> list[str]:
         """Return these options as ``panther launch`` takes them, without those that have their default."""

@@ -5,10 +5,12 @@ __all__ = ["launch"]
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,28 @@ import torch.distributed as dist
 
 from panther._torch import usable_cores
 from panther.distributed._error_file import record_failure
+from panther.distributed.comm._diagnostics import explain_transport_error
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.process_group import shutdown, start_group
+from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
 from panther.errors import DistributedError, check_size
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX, _LOCK = "panther-launch-", "lock"
 
 
 def launch(
-    fn: Callable[..., Any], *args: Any, nproc: int, max_restarts: int = 0, start_method: str = "spawn"
+    fn: Callable[..., Any],
+    *args: Any,
+    nproc: int,
+    max_restarts: int = 0,
+    start_method: str = "spawn",
+    timeout_s: float = 300.0,
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``nproc`` processes of this machine, in one process group.
 
@@ -39,6 +56,9 @@ def launch(
         max_restarts: How often to start all processes again after a failure.
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in :mod:`multiprocessing`. Forked processes
             start at once, use one thread each, and cannot use a GPU that this process has used.
+        timeout_s: Seconds that the processes wait for each other, at the start and in each collective operation.
+        grace_period_s: Seconds that the processes have to save and end after SIGTERM or Ctrl-C, or once this process
+            was killed. Then they are killed.
 
     Returns:
         What ``fn`` returned, by rank. Results travel as pickles.
@@ -57,31 +77,60 @@ def launch(
     from panther.distributed.launcher import _agent  # whose import takes as long as that of torch
 
     _check_launch(fn, nproc, max_restarts, start_method)
+    for name, seconds in (("timeout_s", timeout_s), ("grace_period_s", grace_period_s)):
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
+        if not 0 < seconds < 1e8:
+            raise ValueError(f"{name}={seconds:g} must be a positive number of seconds below 1e8")
     call = (fn, args) if start_method == "fork" else _pickle_call(fn, args)
-    with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
-        failure = _agent.run_agent(_work, (call, Path(folder)), nproc, max_restarts, start_method, folder)
+    _remove_left_folders()
+    with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):
+        arguments = (call, Path(folder), timeout_s)
+        failure = _agent.run_agent(_work, arguments, nproc, max_restarts, start_method, folder, grace_period_s)
         if failure:
             raise DistributedError(failure)  # here, so that no traceback keeps torch's objects
         return [pickle.loads(_result_of(rank, Path(folder)).read_bytes()) for rank in range(nproc)]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock in the folder, which the system removes when this process and its workers have ended."""
+    if fcntl is None:
+        yield
+        return
+    with open(folder / "new", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.rename(folder / "new", folder / _LOCK)  # locked before anybody can look at it
+        yield
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of launches of this user that were killed together with their guardians."""
+    if fcntl is None:
+        return
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), open(folder / _LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the launcher or a worker is there
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _result_of(rank: int, folder: Path) -> Path:
     return folder / f"result-{rank}.pickle"
 
 
-def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path) -> None:
+def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path, timeout_s: float) -> None:
     """Run in each worker of launch."""
     # SIGINT is also what a worker gets when its parent dies: it must end even one that waits in a collective operation.
     # The others may be handled by the parent that was forked.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-        if hasattr(signal, name):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:  # as nohup does
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        _run(call, folder)
+        _run(call, folder, timeout_s)
     except BaseException as error:
         # Leave at once, with the record written: the others find out by the closed connections, so theirs come later,
         # and a live process group would abort the interpreter's shutdown.
-        record_failure(error)
+        record_failure(explain_transport_error(error) or error)
         for child in multiprocessing.active_children():
             child.terminate()
         sys.stdout.flush()
@@ -89,7 +138,7 @@ def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path
         os._exit(1)
 
 
-def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path) -> None:
+def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path, timeout_s: float) -> None:
     forked = isinstance(call, tuple)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if forked or "OMP_NUM_THREADS" not in os.environ:
@@ -98,7 +147,7 @@ def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path)
     fn, args = call if isinstance(call, tuple) else pickle.loads(call)
     # A file of this attempt: nothing of an earlier one is in it, and no port can be taken.
     file = folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    start_group(rank, world_size, store=dist.FileStore(str(file), world_size))
+    start_group(rank, world_size, timeout_s=timeout_s, store=dist.FileStore(str(file), world_size))
     try:
         result = fn(*args)
     except SystemExit as error:

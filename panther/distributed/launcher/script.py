@@ -108,18 +108,17 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
-    from torch.distributed.launcher.api import elastic_launch
 
-    from panther.distributed.launcher._agent import contained
+    from panther.distributed.launcher._agent import contained, run_scripts
     from panther.distributed.launcher._arguments import prepare
     from panther.distributed.launcher._logs import RankLogs
 
     with contained():
-        config, command, arguments = prepare(argv, name)
+        config, command, arguments, grace_period_s = prepare(argv, name)
         logs = config.logs_specs
         assert logs is not None  # prepare sets it
         try:
-            elastic_launch(config, command)(*arguments)
+            run_scripts(config, command, arguments, grace_period_s)
             return Path(logs.root_log_dir)
         except ChildFailedError as error:
             text = _explain(error, logs)
@@ -142,13 +141,12 @@ def _explain(error: Any, logs: Any) -> str:
     from panther.distributed.launcher._failures import describe, explain
     from panther.distributed.launcher._logs import RankLogs
 
-    ours = isinstance(logs, RankLogs)
+    if isinstance(logs, RankLogs):
+        return explain(logs.failures, logs.world_size, logs.attempts, logs.folder)
     found, begun = [], min(failure.timestamp for failure in error.failures.values())
     for place, (rank, failure) in enumerate(error.failures.items()):
         # torch lists the processes that failed by themselves first. Then it ends the others by SIGTERM, and much later
         # by SIGKILL.
         stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > begun + 2)
-        log = logs.destination.stderrs[failure.local_rank] if ours else ""
-        found.append(describe(rank, failure.exitcode, failure.error_file, log, stopped))
-    known = [failure for failure in found if failure is not None]
-    return explain(known, logs.world_size, logs.attempts, logs.folder) if ours else explain(known, None, 1)
+        found.append(describe(rank, failure.exitcode, failure.error_file, stopped=stopped))
+    return explain([failure for failure in found if failure is not None], None, 1)

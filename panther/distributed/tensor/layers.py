@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._ranks import require_process_group, transport
 from panther.distributed.comm.collectives import all_gather
+from panther.distributed.comm.supervision.groups import mesh_of_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._linear import ColwiseSKLinear, RowwiseSKLinear, shard_layer_
 from panther.nn import SKLinear
@@ -127,4 +128,4 @@ def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
     require_process_group(group)  # without one, torch.distributed.group.WORLD is None
     if group is None:
         raise TypeError("tensor_parallel_group is None: pass a process group, such as torch.distributed.group.WORLD")
-    return DeviceMesh.from_group(group, transport(group).type)
+    return mesh_of_group(group, transport(group).type)

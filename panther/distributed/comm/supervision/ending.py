@@ -1,0 +1,188 @@
+"""End this process, wherever it is, when its launcher has died or a second signal has come.
+
+A handler of Python runs only between two instructions of the main thread. A process that waits in a collective
+operation, a loader or a file system never gets there, and a handler that finishes a step would wait for a rank that
+hangs. So a thread counts the signals and watches the parent, and once the grace period has begun, a timer in C ends
+the process and shows the stacks of all its threads.
+"""
+
+__all__ = [
+    "DEFAULT_GRACE_PERIOD_S",
+    "GRACE_PERIOD_VARIABLE",
+    "SIGNALS",
+    "catches",
+    "check_parent",
+    "grace_period",
+    "is_free",
+    "signals_counted",
+    "watch_parent",
+]
+
+import faulthandler
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from panther.errors import DistributedError
+
+DEFAULT_GRACE_PERIOD_S = 15.0
+GRACE_PERIOD_VARIABLE = "PANTHER_GRACE_PERIOD_S"
+"""Variable of the environment by which a launcher passes its grace period on."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""Signals that ask a run to save and end. Slurm sends SIGUSR1 as a warning if it is told to, and Windows has the first
+two alone."""
+
+_PERIOD_S = 1.0
+_SAME_REQUEST_S = 2.0
+"""A signal so soon after the first belongs to it: a scheduler sends one to each process, and the launcher another."""
+_STDERR = 2
+
+_parent = os.getppid()
+_grace_period_s: float | None = None
+_lock = threading.Lock()
+_parent_thread: threading.Thread | None = None
+_ends = False
+"""Whether the grace period of this process has begun."""
+
+
+def _forget_parent() -> None:
+    """Start anew in a forked process, which has another parent and none of the threads."""
+    global _parent, _parent_thread, _ends
+    _parent, _parent_thread, _ends = os.getppid(), None, False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
+
+
+def grace_period() -> float:
+    """Return the seconds that this process has to end: those of a Trainer, else of its launcher, else 15."""
+    if _grace_period_s is not None:
+        return _grace_period_s
+    with suppress(ValueError):
+        return float(os.environ.get(GRACE_PERIOD_VARIABLE, ""))
+    return DEFAULT_GRACE_PERIOD_S
+
+
+def is_free(number: int) -> bool:
+    """Return whether nobody in this process catches or ignores a signal; ``nohup`` ignores SIGHUP, for example."""
+    # Python does not know of handlers in C, such as those of faulthandler.register.
+    return signal.getsignal(number) is signal.SIG_DFL and not catches("self", number, otherwise=False)
+
+
+def catches(pid: int | str, number: int, otherwise: bool) -> bool:
+    """Return whether a process has a handler for a signal; ``otherwise`` where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return otherwise
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher or multiprocessing started this process, so that it must not outlive its parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+
+
+def check_parent() -> None:
+    """Raise if the process that started this one has ended; for loops that wait for other ranks in start-up.
+
+    Raises:
+        DistributedError: If it has.
+    """
+    if has_launcher() and os.getppid() != _parent:
+        raise DistributedError(f"the launcher of this process (process {_parent}) has ended: start the run again")
+
+
+def watch_parent() -> None:
+    """Let this process end within the grace period once its launcher has died; does nothing without a launcher."""
+    global _parent_thread
+    if has_launcher() and _parent_thread is None:
+        _parent_thread = threading.Thread(target=_wait_for_parent, name="panther-parent", daemon=True)
+        _parent_thread.start()
+
+
+def _wait_for_parent() -> None:
+    while os.getppid() == _parent:
+        time.sleep(_PERIOD_S)
+    begin_to_end("its launcher has died")
+    os.kill(os.getpid(), signal.SIGTERM)  # Linux has sent it if it was asked to; no other system does
+
+
+def begin_to_end(reason: str) -> None:
+    """Let this process end after the grace period, and show the stacks of its threads."""
+    global _ends
+    with _lock:
+        if _ends:
+            return
+        _ends = True
+    seconds = grace_period()
+    text = f"panther: process {os.getpid()} has {seconds:g} s to save and end, because {reason}\n"
+    with suppress(OSError):  # nobody may read its output any more
+        os.write(_STDERR, text.encode())
+    with suppress(OSError, RuntimeError, ValueError):
+        # A thread in C, which needs no lock of the interpreter. It leaves with exit code 1.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def _continue() -> None:
+    """Call off the end of this process: its run has ended in time, and the program may continue."""
+    global _ends
+    with _lock:
+        if _ends and os.getppid() == _parent:
+            _ends = False
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def signals_counted(grace_period_s: float | None) -> Iterator[None]:
+    """Begin the grace period at the second signal that comes within the block.
+
+    In the main thread only, and unless the program reads signals from a descriptor itself, as asyncio does.
+
+    Args:
+        grace_period_s: Its length; None is that of the launcher.
+    """
+    global _grace_period_s
+    before, _grace_period_s = _grace_period_s, grace_period_s
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    ended = threading.Event()
+    thread = threading.Thread(target=_count, args=(reader, ended), name="panther-signals", daemon=True)
+    descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if descriptor != -1:
+        signal.set_wakeup_fd(descriptor)
+    thread.start()
+    try:
+        yield
+    finally:
+        if descriptor == -1:
+            signal.set_wakeup_fd(-1)
+        ended.set()
+        os.close(writer)  # which wakes the thread
+        thread.join()
+        os.close(reader)
+        _grace_period_s = before
+        _continue()
+
+
+def _count(reader: int, ended: threading.Event) -> None:
+    """Read the numbers of signals, which Python writes at once, whatever the main thread does."""
+    first: float | None = None
+    while not ended.is_set():
+        select.select([reader], [], [])
+        numbers = [number for number in os.read(reader, 64) if number in SIGNALS]
+        if not numbers:
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif now - first > _SAME_REQUEST_S:
+            begin_to_end(f"{signal.Signals(numbers[-1]).name} has come after an earlier signal")

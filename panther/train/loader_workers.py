@@ -1,0 +1,134 @@
+"""Worker processes of DataLoaders: which signals they ignore, and when they end.
+
+A scheduler sends SIGTERM to every process of a run. The step that a Trainer then finishes needs the next batch, so the
+workers ignore the first signal while a Trainer runs. Otherwise a signal ends them at once: multiprocessing sends one to
+each worker when the program ends, and waits for the worker without a limit.
+"""
+
+__all__ = ["WorkerSignals", "closing_workers", "signals_blocked", "workers_needed"]
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from panther._torch import end_with_parent, kill_loader_workers
+from panther.distributed.comm.supervision.ending import SIGNALS
+from panther.errors import TrainingError
+
+_MASKS_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
+
+_DEATH_S = 2.0
+
+_needed: dict[int, Tensor] = {}
+"""By process id: memory that a process shares with its workers, 1 while a Trainer of the process runs."""
+
+
+def _needed_here() -> Tensor:
+    """Return the shared memory of this process; a forked process has one of its own."""
+    if os.getpid() not in _needed:
+        _needed.clear()
+        _needed[os.getpid()] = torch.zeros(1, dtype=torch.uint8).share_memory_()
+    return _needed[os.getpid()]
+
+
+@contextmanager
+def workers_needed() -> Iterator[None]:
+    """Let workers of DataLoaders ignore the first signal within the block."""
+    needed = _needed_here()
+    needed.fill_(1)
+    try:
+        yield
+    finally:
+        needed.fill_(0)
+
+
+class WorkerSignals:
+    """A DataLoader's ``worker_init_fn``: the worker ignores the first signal while a Trainer runs, and ends with it.
+
+    Args:
+        user_function: The ``worker_init_fn`` of the user, or None.
+    """
+
+    def __init__(self, user_function: Any) -> None:
+        self.user_function = user_function
+        self.needed = _needed_here()
+        self.ends_with_parent = True
+
+    def starts_workers(self) -> None:
+        """Note which process, and which of its threads, is about to start workers."""
+        self.needed = _needed_here()
+        # Linux takes the thread for the parent, and a thread may end before the loader does.
+        self.ends_with_parent = threading.current_thread() is threading.main_thread()
+
+    def __call__(self, worker: int) -> None:
+        """Set the handlers of signals in a worker."""
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        if _MASKS_SIGNALS:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if self.ends_with_parent and hasattr(signal, "SIGKILL"):  # not on Windows
+            end_with_parent(signal.SIGKILL)  # also in the middle of a sample
+        if self.user_function is not None:
+            self.user_function(worker)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        for ignored in SIGNALS:
+            signal.signal(ignored, signal.SIG_DFL)
+        if not self.needed.item():
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def signals_blocked(loader: Any) -> Iterator[None]:
+    """Block signals while a loader starts its workers.
+
+    Workers inherit the blocked mask, so no signal reaches them before they can ignore it.
+    """
+    worker_signals = getattr(loader, "worker_init_fn", None)
+    if isinstance(worker_signals, WorkerSignals):
+        worker_signals.starts_workers()
+    if not _MASKS_SIGNALS or not isinstance(worker_signals, WorkerSignals):
+        yield
+        return
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        # A tracker that starts with the first worker would unblock the signals.
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def closing_workers(loader: Any, iterator: Any) -> Iterator[None]:
+    """End the workers of a loader's iterator at once if the block raises.
+
+    The traceback of the exception keeps the iterator, and thus its workers, for as long as anybody keeps the traceback.
+
+    Raises:
+        TrainingError: If a worker was killed. Torch raises different errors then, such as ConnectionResetError.
+    """
+    try:
+        yield
+    except GeneratorExit:  # the consumer needs no more batches: the iterator is deleted, and ends them itself
+        raise
+    except BaseException as error:
+        # A worker that dies closes its connections first.
+        wait_s = _DEATH_S if isinstance(error, ConnectionError | EOFError | FileNotFoundError) else 0.0
+        signals = kill_loader_workers(loader, iterator, wait_s)
+        if signals and isinstance(error, Exception):
+            name = signal.Signals(signals[0]).name
+            raise TrainingError(
+                f"a worker process of the DataLoader was ended by {name}; the system sends SIGKILL when memory runs "
+                "out: use fewer workers, a smaller prefetch_factor or smaller samples"
+            ) from error
+        raise
