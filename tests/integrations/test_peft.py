@@ -498,7 +498,7 @@ def test_adapters_that_would_be_lost_are_refused():
         init_pissa_(adapted("dense"))
     model = adapted("dense", init_lora_weights=True)
     model.add_adapter("other", peft.LoraConfig(target_modules=["first"]))
-    with pytest.raises(ConfigError, match="has the adapter 'other' too"):
+    with pytest.raises(ConfigError, match="also has the adapter 'other'"):
         init_pissa_(model)
 
 
