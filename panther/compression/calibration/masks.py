@@ -4,12 +4,14 @@ A batch of sequences has a mask (N, T) of the positions that are no padding, and
 each side. That a tensor begins with (N, T) does not say that it has the positions of a mask: the decoder's input can be
 as long as the encoder's, the sequence can come first, and an image can have as many patches as a text has words. So the
 model is run once more with each side one position shorter, and what becomes shorter has the positions of that side.
-All tensors of a batch that begin with the (N, T) of a side are shortened together.
+Of the tensors of a batch that begin with the (N, T) of a side, those with two dimensions, such as tokens and masks, are
+shortened together. A tensor with more dimensions can be embeddings of the tokens or an image of as many patches: it is
+shortened as well if the model does not run otherwise.
 """
 
 __all__ = ["MASK_NAMES", "Masks", "Place", "Places", "Shapes", "counted", "find_places", "positions_of"]
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +94,7 @@ def find_places(batch: Any, shapes_of: Callable[[Any], Shapes]) -> Places:
 
     ``shapes_of`` runs the model on a batch. Modules whose output keeps its shape have the positions of neither side.
 
-    Cost: two or three forwards.
+    Cost: two or three forwards, and one more for each tensor (N, T, ...) that has more dimensions than a mask.
     """
     if not isinstance(batch, Mapping) or not any(_is_mask(batch.get(name)) for name in MASK_NAMES):
         return {}
@@ -102,7 +104,7 @@ def find_places(batch: Any, shapes_of: Callable[[Any], Shapes]) -> Places:
     for side, keys in enumerate(_sides(batch, shapes_of)):
         if not keys:
             continue
-        shorter = _shapes_or_none(_shortened(batch, keys), shapes_of)
+        shorter = _shorter_shapes(batch, keys, shapes, shapes_of)
         if shorter is None:
             is_complete = False
             continue
@@ -113,6 +115,22 @@ def find_places(batch: Any, shapes_of: Callable[[Any], Shapes]) -> Places:
     if is_complete:
         places = {module: Place(None, 0) for module in shapes} | places
     return places
+
+
+def _shorter_shapes(
+    batch: Mapping[str, Any], keys: list[str], shapes: Shapes, shapes_of: Callable[[Any], Shapes]
+) -> Shapes | None:
+    """Return the shapes where as few of the tensors as possible are shortened; None where the model does not run."""
+    flat = [key for key in keys if batch[key].dim() == 2]
+    deep = [key for key in keys if key not in flat]
+    shorter = None
+    for attempt in dict.fromkeys(map(tuple, [flat, *([*flat, key] for key in deep), keys])):
+        new_shapes = _shapes_or_none(_shortened(batch, attempt), shapes_of) if attempt else None
+        if new_shapes is not None:
+            shorter = new_shapes
+            if any(shape != shapes.get(module) for module, shape in new_shapes.items()):
+                break  # a model that does not read its mask runs with a shorter one, which shows nothing
+    return shorter
 
 
 def _is_mask(x: Any) -> bool:
@@ -137,11 +155,14 @@ def _alike(batch: Mapping[str, Any], keys: list[str]) -> list[str]:
     return [] if first is None else [key for key, x in tensors.items() if x.shape[:2] == first.shape[:2]]
 
 
-def _shortened(batch: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
-    """Return the batch with one position less in these tensors, or with one more where there is only one."""
+def _shortened(batch: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return the batch with one position less in these tensors, or with one more where there are one or two.
+
+    One position could be broadcast, and a model would run with tensors of different lengths.
+    """
 
     def changed(x: Tensor) -> Tensor:
-        return x[:, :-1] if x.shape[1] > 1 else torch.cat([x, x], 1)
+        return x[:, :-1] if x.shape[1] > 2 else torch.cat([x, x[:, -1:]], 1)
 
     return {key: changed(value) if key in keys else value for key, value in batch.items()}
 
