@@ -197,16 +197,20 @@ def _lines(path: Path) -> list[str]:
 
 
 def copy_beside(folder: Path, out: Path) -> None:
-    """Copy what belongs to the model, without its weights, code and what is of training alone.
+    """Copy what belongs to the model, without its weights, config.json, code and what is of training alone.
 
-    That is config.json, the tokenizer's files, chat templates and the like, also in folders. The folders that
-    sentence-transformers puts beside the model are copied whole, because they hold modules of their own.
+    These are the tokenizer's files, chat templates and the like, also in folders. The folders that
+    sentence-transformers puts beside the model are copied whole, because they hold modules of their own. config.json is
+    written with the weights, so that a folder without weights does not look like a model.
     """
-    _copy(folder, out, _module_folders(folder), out.resolve())
+    _copy(folder, out, _module_folders(folder), out.resolve(), leave="config.json")
 
 
-def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path) -> None:
-    """Copy the files of a folder, and of folders in it except ``unread``; those named in ``modules`` whole."""
+def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path, leave: str = "") -> None:
+    """Copy the files of a folder, and of folders in it except ``unread``; those named in ``modules`` whole.
+
+    The file named ``leave`` is left out, in this folder alone.
+    """
     for path in sorted(folder.iterdir()):
         if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() == unread:
             continue
@@ -218,7 +222,7 @@ def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path) -> No
                 _copy(path, target, (), unread)
             continue
         is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and not target.exists():
+        if path.is_file() and not is_weights and path.name != leave and not target.exists():
             out.mkdir(parents=True, exist_ok=True)
             copy_file(path, target)
 

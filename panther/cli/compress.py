@@ -82,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
     try:
-        pr.save_compressed(model, out)
         if Path(args.model).is_dir():
             from panther.cli._transformers import copy_beside
             from panther.integrations.transformers import write_model_card
 
+            out.mkdir(parents=True, exist_ok=True)
             write_model_card(model, report, out, settings=_settings(args))
             copy_beside(Path(args.model), out)
+        pr.save_compressed(model, out)  # last, so that a folder with a model also has its tokenizer
         if args.report:
             report.to_json(args.report)
         if args.plot:

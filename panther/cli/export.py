@@ -155,12 +155,27 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
             with new_file(out / "model.pt2") as file:
                 torch.export.save(program, file)
         else:
+            _check_operators(type(model).__name__, program)
             before = logging.root.manager.disable
             logging.disable(logging.WARNING)  # it would name optional packages of torch that are not installed
             try:
                 torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
             finally:
                 logging.disable(before)
+
+
+def _check_operators(kind: str, program: Any) -> None:
+    """Raise if a program contains operators of Panther, as that of linear attention does: ONNX has no form for them."""
+    import torch
+
+    graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    names = sorted({str(target) for target in targets if getattr(target, "namespace", "") == "panther"})
+    if names:
+        raise PantherError(
+            f"{kind} contains {', '.join(names)}, of linear attention, and ONNX has no such operator: use --to torch, "
+            "or export the model with softmax attention"
+        )
 
 
 def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:

@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
         if out is not None:
             import panther as pr
 
-            pr.save_compressed(result.model, out)
             if isinstance(model := settings.get("model"), str) and Path(model).is_dir():
                 from panther.cli._transformers import copy_beside
 
                 copy_beside(Path(model), out)
+            pr.save_compressed(result.model, out)  # last, so that a folder with a model also has its tokenizer
     if args.json is not None:
         result.to_json(args.json)
     if args.plot is not None:

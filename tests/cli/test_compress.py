@@ -13,7 +13,7 @@ import waits
 
 import panther as pr
 from panther.cli import main
-from panther.errors import NumericalWarning, PerformanceWarning
+from panther.errors import NumericalWarning, PantherError, PerformanceWarning
 from panther.nn import QuantizedConv2d, SKLinear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +171,18 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
 
     assert main([*command[:-1], "--seed", "1"]) == 2  # what is there stays
     assert "--out small is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_an_interruption_leaves_no_model_without_its_tokenizer(bert, here, monkeypatch):
+    def interrupted(model, out):
+        raise PantherError("interrupted")
+
+    monkeypatch.setattr(pr, "save_compressed", interrupted)
+    command = ["compress", str(bert), "--budget", "0.5", "--method", "svd", "--out", "small", "--forms", "int8"]
+    assert main(command) == 2
+    names = {path.name for path in (here / "small").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "README.md"}
 
 
 @pytest.mark.extra

@@ -141,6 +141,19 @@ def test_half_precision_to_onnx(dtype, tmp_path, capsys):
 
 
 @pytest.mark.extra
+def test_operators_that_onnx_does_not_have_are_named(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
+    pr.linearize_(model, num_features=4, window=3)
+    pr.save_compressed(model, tmp_path / "small")
+    assert main(["export", str(tmp_path / "small"), "--out", str(tmp_path / "out"), "--to", "onnx"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("panther: error: BertModel contains panther.windowed_linear_attention.default, of linear")
+    assert message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.extra
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_without_their_caches(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -12,16 +12,17 @@ from panther.errors import FormatError, PantherError
 from panther.files.weights import check_weight_files
 
 KEPT = (
-    "config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modules.json",
+    "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modules.json",
     "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin",
     "config_sentence_transformers.json", "preprocessor_config.json", "README.md", "sub/folder/of_the_tokenizer.txt",
 )  # fmt: skip
 LEFT_OUT = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "modeling_own.py",
-    "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state_0.pth",
-    "events.out.tfevents.1", "checkpoint-500/config.json", "runs/now/events.out.tfevents.2", "global_step5/mp_rank_00",
-    "latest", ".git/config", ".cache/huggingface/x.lock", "onnx/model.onnx", "onnx/config.json", "original/params.json",
-    "optimizer.bin", "openvino/openvino_model.xml", "additional_chat_templates/weights.safetensors",
+    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5",
+    "modeling_own.py", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
+    "rng_state_0.pth", "events.out.tfevents.1", "checkpoint-500/config.json", "runs/now/events.out.tfevents.2",
+    "latest", "global_step5/mp_rank_00", ".git/config", ".cache/huggingface/x.lock", "onnx/model.onnx",
+    "onnx/config.json", "original/params.json", "optimizer.bin", "openvino/openvino_model.xml",
+    "additional_chat_templates/weights.safetensors",
 )  # fmt: skip
 
 
@@ -33,12 +34,12 @@ def test_everything_that_the_model_needs_is_copied(tmp_path):
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
     (folder / "modules.json").write_text(json.dumps(modules))
     out.mkdir()
-    (out / "config.json").write_text("ours")
+    (out / "README.md").write_text("ours")
     copy_beside(folder, out)
     copied = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert copied == set(KEPT)
-    assert (out / "config.json").read_text() == "ours"
-    assert all((out / name).read_text() == name for name in KEPT if name not in ("config.json", "modules.json"))
+    assert (out / "README.md").read_text() == "ours"
+    assert all((out / name).read_text() == name for name in KEPT if name not in ("README.md", "modules.json"))
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
