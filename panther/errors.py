@@ -129,6 +129,14 @@ def check_device(device: Any) -> None:
             torch.device(device)
         except RuntimeError:  # whose text lists twenty types of devices
             raise ValueError(f"device={device!r} is not a device of torch: use for example 'cpu' or 'cuda:0'") from None
+    if isinstance(device, int):
+        # A number is the index of a GPU, and torch's error where there is none is about its own compilation.
+        count = torch.accelerator.device_count()
+        if not 0 <= device < count:
+            have = f"{count} of them, from 0 to {count - 1}" if count else "none"
+            raise ValueError(
+                f"device={device} is the number of a GPU, and this process has {have}: use 'cpu' or another device"
+            )
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -708,3 +708,15 @@ def test_folders_that_are_refused(tmp_path):
     with pytest.raises(FormatError, match=r"has no adapter_model\.safetensors"):
         resize_lora(folder, small, rank=2)
     assert not small.exists()
+
+
+@pytest.mark.parametrize("targets", [["first"], "all-linear"])
+@pytest.mark.parametrize(("method", "config"), [("VeRA", peft.VeraConfig), ("RandLora", peft.RandLoraConfig)])
+def test_methods_that_find_no_compressed_layers_say_so(method, config, targets):
+    model = Net("int4")
+    model.second = nn.Linear(model.second.in_features, model.second.out_features)
+    message = rf"^{method} adapts dense layers, and 1 of the .* are compressed \(first 'first'\): use LoraConfig, or"
+    with pytest.raises(ConfigError, match=message):
+        peft.get_peft_model(model, config(target_modules=targets))
+    adapted = peft.get_peft_model(model, config(target_modules=["second"]))
+    assert any(parameter.requires_grad for parameter in adapted.base_model.model.second.parameters())

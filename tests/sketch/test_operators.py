@@ -347,3 +347,10 @@ def test_sign_sketch_has_no_zeros_and_the_right_scale():
     for dtype in DTYPES:
         assert set(SignSketch(9, 200, seed=0, scale=False, dtype=dtype).dense().unique().tolist()) == {-1.0, 1.0}
     assert torch.allclose(SignSketch(16, 20, seed=0).dense().abs(), torch.tensor(0.25))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there are GPUs, which have numbers")
+@pytest.mark.parametrize("make", [lambda: SRHT(4, 16, seed=0, device=0), lambda: SRHT(4, 16, seed=0).to(0)])
+def test_the_number_of_a_gpu_that_is_not_there(make):
+    with pytest.raises(ValueError, match=r"^device=0 is the number of a GPU, and this process has none: use 'cpu'"):
+        make()

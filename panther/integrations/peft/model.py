@@ -82,4 +82,29 @@ def _compressed_linears(model: Any, config: Any) -> set[str]:
     }
 
 
-_peft.PEFT_TYPE_TO_TUNER_MAPPING[_peft.PeftType.LORA] = CompressedLoraModel
+def _refusing_compressed(tuner: Any, method: str) -> type[Any]:
+    """Return a subclass of a tuner that names compressed layers among its targets; PEFT finds "no layers" there."""
+
+    class RefusingModel(tuner):
+        def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+            if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+                names = sorted(_compressed_linears(model, config))
+            else:
+                compressed = (name for name, each in model.named_modules() if isinstance(each, CompressedModule))
+                names = [name for name in compressed if self._check_target_module_exists(config, name)]
+            if names:
+                raise ConfigError(
+                    f"{method} adapts dense layers, and {len(names)} of the layers that target_modules names are "
+                    f"compressed (first {names[0]!r}): use LoraConfig, or name dense layers in target_modules"
+                )
+            super()._pre_injection_hook(model, config, adapter_name)
+
+    RefusingModel.__name__ = RefusingModel.__qualname__ = tuner.__name__
+    return RefusingModel
+
+
+_TUNERS: Any = _peft.PEFT_TYPE_TO_TUNER_MAPPING
+_TUNERS[_peft.PeftType.LORA] = CompressedLoraModel
+for _name, _method in {"VERA": "VeRA", "PVERA": "PVeRA", "RANDLORA": "RandLora", "FROD": "FRoD"}.items():
+    if (_kind := getattr(_peft.PeftType, _name, None)) in _TUNERS:  # a version of PEFT need not have all of them
+        _TUNERS[_kind] = _refusing_compressed(_TUNERS[_kind], _method)
