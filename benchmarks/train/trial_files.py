@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,11 @@ PARTS = 10
 
 def run(number: int, saves: int, progress: Path | None = None) -> list[dict[str, Any]]:
     """Run the trials, continue those of an earlier run, and return a row for each outcome of each trial."""
-    trials: dict[str, tuple[Callable[[Path, int, int], dict[str, int]], int]] = {
-        f"damaged {kind}": (
-            lambda folder, size, seed, kind=kind: survival.damage_files(folder, kind, size, seed),
-            number,
-        )
-        for kind in survival.FORMATS
+    trials: dict[str, tuple[Callable[..., dict[str, int]], int]] = {
+        f"damaged {kind}": (partial(survival.damage_files, name=kind), number) for kind in survival.FORMATS
     }
     trials["killed saves"] = survival.survive_kills, number
-    trials["saves at once"] = lambda folder, size, seed: survival.save_at_once(folder, size, processes=3), saves
+    trials["saves at once"] = lambda folder, number, seed: survival.save_at_once(folder, number, processes=3), saves
     sizes = {"number": number, "saves": saves}
     record: dict[str, Any] = {**sizes, "parts": {}}
     if progress is not None and progress.exists():
@@ -54,7 +51,7 @@ def run(number: int, saves: int, progress: Path | None = None) -> list[dict[str,
         for part in range(len(counts), PARTS):
             size = count * (part + 1) // PARTS - count * part // PARTS
             with tempfile.TemporaryDirectory(prefix="panther-files-") as folder:
-                counts.append(start(Path(folder, "part"), size, part + 1))
+                counts.append(start(Path(folder, "part"), number=size, seed=part + 1))
             if progress is not None:
                 write_json(progress, record)
         print_table(_rows(trial, counts))
