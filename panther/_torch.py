@@ -11,6 +11,7 @@ first needs them.
 __all__ = [
     "ASSERT_TENSOR_METADATA",
     "COLLECTIVE_NAMESPACES",
+    "COMPILED",
     "FLAT_WEIGHTS",
     "MODULE_DICTIONARIES",
     "OVERRIDDEN_METHODS",
@@ -62,7 +63,9 @@ __all__ = [
     "original_of_compiled",
     "parameters_of",
     "plain_name",
+    "put_child",
     "put_forward_pre_hooks",
+    "put_module",
     "put_parameters",
     "refresh_flat_weights",
     "run_backward",
@@ -82,6 +85,7 @@ __all__ = [
     "with_agent_class",
     "with_inner_axis",
     "without_forward_hooks",
+    "without_inner_wrappers",
     "worker_exit_codes",
     "worker_processes",
 ]
@@ -125,6 +129,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+# The names under which the wrappers of torch.compile and of activation checkpointing hold their modules.
+COMPILED = "_orig_mod"
+_WRAPPED = (COMPILED, "_checkpoint_wrapped_module")
 
 OVERRIDDEN_METHODS = {
     # torch.nn.Module says that a subclass may override these three, although their names are private. The hooks of
@@ -258,12 +266,69 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def put_child(parent: nn.Module, name: str, child: nn.Module) -> None:
+    """Put a module in the place of a child, also of the module in torch.compile's wrapper.
+
+    The wrapper has bound the forward of its module when it was made, and would continue to call the old one. There is
+    no public way to bind it again; the fallback is to compile the new module, with options that are not known here.
+    """
+    children_of(parent)[name] = child
+    if original_of_compiled(parent) is child:
+        parent._initialize()  # type: ignore[operator]
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one with a dotted name; see :func:`put_child`."""
+    parent, _, attribute = name.rpartition(".")
+    put_child(model.get_submodule(parent), attribute, module)
+
+
+@contextmanager
+def without_inner_wrappers(model: nn.Module, names: Sequence[str] = _WRAPPED) -> Iterator[None]:
+    """Give the modules in a model the names that they have without torch.compile and activation checkpointing.
+
+    Inside the block, the modules stand in the places of their wrappers. Afterwards, the wrappers hold what stands there
+    at the end of the block.
+
+    Args:
+        model: The model; a wrapper of the whole stays.
+        names: Under which the wrappers in question hold their modules; all of them by default.
+    """
+    wrapped: list[tuple[nn.Module, str, list[tuple[nn.Module, str]]]] = []
+    for parent in [*model.modules()]:
+        for name, child in [*children_of(parent).items()]:
+            wrappers: list[tuple[nn.Module, str]] = []
+            while child is not None and (inner := _inner_name(child, names)):
+                wrappers.append((child, inner))
+                child = children_of(child)[inner]
+            if child is not None and wrappers and not _inner_name(parent, names):
+                wrapped.append((parent, name, wrappers))
+                children_of(parent)[name] = child
+    try:
+        yield
+    finally:
+        for parent, name, wrappers in wrapped:
+            child = children_of(parent)[name]
+            for wrapper, inner in reversed(wrappers):
+                if child is not None and children_of(wrapper)[inner] is not child:
+                    put_child(wrapper, inner, child)
+                child = wrapper
+            children_of(parent)[name] = child
+
+
+def _inner_name(module: nn.Module, names: Sequence[str]) -> str | None:
+    """Return the name, one of ``names``, under which a wrapper holds its module; None for other modules."""
+    return next((name for name in names if name in children_of(module)), None)
+
+
 def plain_name(name: str) -> str:
     """Return the name of a tensor without the names of torch.compile's and activation checkpointing's wrappers.
 
     torch.compile's wrapper keeps its name in state dictionaries. There is no public name for either.
     """
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    for wrapped in _WRAPPED:
+        name = name.replace(f"{wrapped}.", "")
+    return name
 
 
 def unsaved_buffers_of(module: nn.Module) -> set[str]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import Loss, Runner
 from panther.compression.calibration.targets import Selector, select_targets
 from panther.compression.config import CompressConfig, HealConfig, SketchConfig
@@ -191,7 +192,7 @@ def compress(
         )  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
-    with _plain_tensors() as forward_device:
+    with _plain_tensors() as forward_device, without_compiled_blocks(model):
         runner = Runner(
             model, calibration, forward_fn, mask_fn, group, progress, loss_fn, forward_device=forward_device
         )

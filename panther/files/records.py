@@ -1,6 +1,6 @@
 """JSON objects that say what they are: a format, a version, and a checksum of all their entries."""
 
-__all__ = ["read_record", "record_checksum"]
+__all__ = ["read_record", "read_valid_json", "record_checksum"]
 
 import json
 import zlib
@@ -18,12 +18,7 @@ def read_record(path: Path, format: str, versions: range, writer: str, damaged: 
     Messages name the function that writes such files, and give the advice ``damaged`` if the file is not JSON or does
     not match its checksum. Files of version 1 have none.
     """
-    try:
-        record = read_json(path)
-    except FileNotFoundError:
-        raise FormatError(f"{path} is missing: give a folder that {writer} wrote") from None
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
+    record = read_valid_json(path, missing=f"give a folder that {writer} wrote", damaged=damaged)
     if not isinstance(record, dict) or record.get("format") != format:
         raise FormatError(f"{path} was not written by {writer}: its 'format' must be {format!r}")
     version = record.get("format_version")
@@ -36,6 +31,16 @@ def read_record(path: Path, format: str, versions: range, writer: str, damaged: 
     if version > 1 and record.pop("checksum", None) != record_checksum(record):
         raise FormatError(f"{path} does not match its checksum: {damaged}")
     return record
+
+
+def read_valid_json(path: Path, *, missing: str, damaged: str) -> Any:
+    """Return the value of a JSON file, or raise FormatError, with the advice for a missing or for a damaged file."""
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing: {missing}") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
 
 
 def record_checksum(record: Mapping[str, Any]) -> int:

@@ -18,13 +18,21 @@ import torch
 from torch import Tensor, nn
 
 import panther as pr
+from panther._torch import put_module
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
 from panther.integrations._saved_weights import SavedWeights, read_saved_weights
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn._sketch_record import read_record
-from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
+from panther.nn._specs import (
+    CONFIG_VERSION,
+    QUANTIZATION_METHOD,
+    build_modules,
+    module_specs,
+    note_in_config_,
+    own_config_,
+)
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule
 from panther.nn.interpolative import InterpolativeLinear
@@ -271,7 +279,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         for name, module in [*model.named_modules()]:
             if isinstance(module, CompressedModule):
                 dense: Any = module.to_conv() if hasattr(module, "to_conv") else module.to_linear()  # type: ignore[operator]
-                _put(model, name, dense.to(dtype))
+                put_module(model, name, dense.to(dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -394,6 +402,7 @@ def set_quantization_config_(model: Any) -> Any:
                 f"this {type(model).__name__} is quantized by {type(quantizer).__name__} too, and config.json has room "
                 "for one method: save it by pr.save_compressed"
             )
+        own_config_(model, model)  # other models can be built from the same config object
         quantizer = PantherQuantizer(PantherConfig(modules=specs))
         model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, QUANTIZATION_METHOD
     quantizer.quantization_config.modules = specs
@@ -417,7 +426,7 @@ def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     layers, _ = convert_as_saved_(model, specs)
     for name, module in build_modules(layers, model, device="meta").items():
         dtype = model.get_submodule(name).get_parameter("weight").dtype  # the dtype of from_pretrained(dtype=)
-        _put(model, name, module.to(dtype))
+        put_module(model, name, module.to(dtype))
     return specs
 
 
@@ -452,11 +461,6 @@ def _renamed(spec: Any, specs: Mapping[str, Any], records: Mapping[str, Any], pr
     if first is None or first in records:
         return spec
     return {"alias_of": first.removeprefix(prefix) if first in specs and first.startswith(prefix) else prefix + first}
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)
 
 
 # These assignments replace the entries of `import panther`, which transformers' register functions would refuse.

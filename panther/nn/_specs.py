@@ -10,9 +10,11 @@ __all__ = [
     "model_config",
     "module_specs",
     "note_in_config_",
+    "own_config_",
     "place",
 ]
 
+import copy
 import json
 import sys
 import warnings
@@ -61,6 +63,8 @@ _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integ
 # reads. Version 2 has parts, whose layers have their names within the part.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 2
 _PARTS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+# The copies of configs that were made for models.
+_OWN_CONFIGS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 # Key of a record in a training checkpoint: the layer has parameters that train its scales.
 TRAINED_SCALES = "trained_scales"
@@ -117,20 +121,39 @@ def note_in_config_(model: nn.Module) -> None:
     """
     owners = _owners_of_configs(model)
     for owner in owners:
-        _note_modules_(owner)
+        _note_modules_(owner, model)
     if not owners and _pretrained_class() is not None and hasattr(getattr(model, "config", None), "to_json_string"):
         _note_part_(model)
 
 
-def _note_modules_(model: nn.Module) -> None:
+def _note_modules_(model: nn.Module, root: nn.Module) -> None:
     config: Any = model.config
     if getattr(model, "hf_quantizer", None) is not None or not _may_note(config):
         return
     specs = _specs_or_none(model)
     if specs != {}:
-        config.quantization_config = _config_entry(specs)
+        own_config_(model, root).quantization_config = _config_entry(specs)
     elif getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+        del own_config_(model, root).quantization_config
+
+
+def own_config_(model: nn.Module, root: nn.Module) -> Any:
+    """Give a transformers model a copy of its config, once, and return it: models can be built from one config object.
+
+    Modules of ``root``, a model around it or the model itself, that hold the config or one of the configs in it get the
+    copies. Attention reads its implementation there when it runs.
+    """
+    config: Any = model.config
+    if _OWN_CONFIGS.get(model) is not config:
+        entry = getattr(config, "quantization_config", None)
+        copies: dict[int, Any] = {id(entry): entry}  # it is replaced, never changed, and can hold calibration batches
+        copied = copy.deepcopy(config, copies)
+        for module in root.modules():
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, _config_class()) and id(value) in copies:
+                    setattr(module, name, copies[id(value)])
+        _OWN_CONFIGS[model] = config = copied
+    return config
 
 
 def _note_part_(part: nn.Module) -> None:
@@ -177,6 +200,11 @@ def _has_config(model: nn.Module) -> bool:
 def _pretrained_class() -> Any:
     """Return the base class of transformers' models, or None if it is not imported, so that there are no models."""
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+def _config_class() -> Any:
+    """Return the base class of transformers' configs, which its models cannot be built without."""
+    return sys.modules["transformers.configuration_utils"].PreTrainedConfig
 
 
 def _owners_of_configs(model: nn.Module) -> list[nn.Module]:

@@ -20,12 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import buffers_of, original_of_compiled, parameters_of, unsaved_buffers_of
+from panther._torch import (
+    buffers_of,
+    original_of_compiled,
+    parameters_of,
+    put_module,
+    unsaved_buffers_of,
+    without_inner_wrappers,
+)
 from panther._version import __version__
 from panther.errors import FormatError
 from panther.files.folder import commit_files, committed_path, finish_commit
-from panther.files.reader import read_json
-from panther.files.records import read_record, record_checksum
+from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import contents_checksum, map_tensors, write_tensors
 from panther.files.writer import Draft
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
@@ -40,13 +46,14 @@ _COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest re
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
-    A seeded sketch is stored as its seed, and a shared tensor once. A wrapper of the model, by torch.compile or
-    DistributedDataParallel, is removed. A process that is killed at any moment leaves the old model or the new one, and
-    of processes that save to one folder at the same time the last one wins.
+    A seeded sketch is stored as its seed, and a shared tensor once. Names are those of the model without wrappers:
+    torch.compile, activation checkpointing and DistributedDataParallel leave no trace. A process that is killed at any
+    moment leaves the old model or the new one, and of processes that save to one folder at the same time the last one
+    wins.
 
-    Of a transformers model, config.json is written as well: :func:`panther.from_pretrained` then needs no architecture,
-    and so do transformers' own ``from_pretrained`` and all that builds on it, once
-    :mod:`panther.integrations.transformers` is imported.
+    Of a transformers model, config.json is written as well: :func:`panther.from_pretrained` then needs no architecture.
+    transformers' own ``from_pretrained`` and all that builds on it need none either, in a process that has imported
+    Panther, which lets ``panther.integrations.transformers`` build the layers.
 
     Args:
         model: Any module, with sketched and quantized layers or without.
@@ -163,7 +170,8 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         model: The architecture, with dense or with sketched layers.
 
     Returns:
-        ``model``, without wrappers, with the saved layers and weights; the new layer, if the model is itself one.
+        ``model``, without a wrapper around the whole, with the saved layers and weights; the new layer, if the model
+        is itself one. Wrappers of torch.compile and activation checkpointing inside of the model stay.
 
     Raises:
         FormatError: If a file is missing, damaged, changed since it was saved, of a different format or of a newer
@@ -186,7 +194,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             )
         state[alias] = state[name]
 
-    with attention_as_saved(model, manifest["modules"]) as records:
+    with without_inner_wrappers(model), attention_as_saved(model, manifest["modules"]) as records:
         _check_unsaved(model, records)
         built = load_modules(records, model, state)
         prefixes = tuple(name + "." if name else "" for name in built)
@@ -201,8 +209,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             return built[""]
 
         for name, module in built.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, module)
+            put_module(model, name, module)
         # strict=False: the sketched layers are already loaded, and the rest was checked above.
         placed = {
             key: place(value, "cpu" if model_state[key].is_meta else model_state[key].device)
@@ -339,12 +346,8 @@ def _check_config(folder: Path, manifest: Mapping[str, Any]) -> None:
     if (checksum := manifest.get("config_checksum")) is None:
         return
     path = committed_path(folder, _CONFIG, manifest["commit"])
-    try:
-        config = read_json(path)
-    except FileNotFoundError:
-        raise FormatError(f"{path} is missing: copy or write the folder again") from None
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path} cannot be read as JSON ({error}): copy or write the folder again") from None
+    advice = "copy or write the folder again"
+    config = read_valid_json(path, missing=advice, damaged=advice)
     if not isinstance(config, dict) or record_checksum(config) != checksum:
         raise FormatError(
             f"{path} does not match its checksum in {INFERENCE_MANIFEST}: it was damaged or changed after it was "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_table
-from panther._torch import buffers_of, parameters_of
+from panther._torch import buffers_of, parameters_of, put_module
 from panther.nn._specs import note_in_config_
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
@@ -154,8 +154,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     for name, module in layers:
         if module in reasons:
             continue
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, new[module])
+        put_module(model, name, new[module])
         replaced.append(
             ReplacedLayer(name, type(module).__name__, _described(new[module]), _bytes(module), _bytes(new[module]))
         )

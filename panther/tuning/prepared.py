@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from panther._torch import children_of
+from panther._torch import children_of, put_child
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
 from panther.compression.calibration.targets import Survey, Target, replace_modules, select_targets, swap_modules
@@ -225,7 +225,7 @@ class Prepared:
         for module in attention.values():  # Copies have their own dictionary of children.
             for name, child in children_of(module).items():
                 if child is not None and child in new:
-                    children_of(module)[name] = new[child]
+                    put_child(module, name, new[child])
         return attention
 
     @property

@@ -415,6 +415,20 @@ def test_the_architecture_is_built_from_the_checkpoint(tmp_path):
         checkpoint.restore_architecture(tmp_path, nn.Bilinear(2, 2, 2))
 
 
+def test_the_architecture_of_compiled_blocks_is_built(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(SKLinear(24, 24, 2), nn.Sequential(nn.ReLU(), SKLinear(24, 4, 1)))
+    checkpoint.save(tmp_path, model, step=1)
+    blocks = nn.Linear(24, 24), nn.Sequential(nn.ReLU(), nn.Linear(24, 4))
+    compiled = nn.Sequential(*(torch.compile(block, backend="eager") for block in blocks))
+    wrappers = [*compiled]
+    checkpoint.load(tmp_path, checkpoint.restore_architecture(tmp_path, compiled))
+    assert [*compiled] == wrappers
+    x = torch.randn(3, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_rounding_of_inputs_is_part_of_the_architecture(tmp_path):
     """The tensors of a quantized layer have the same shapes with it and without it."""
     torch.manual_seed(0)

@@ -741,3 +741,23 @@ def test_a_save_that_was_cut_off_loads_as_the_new_model_with_its_config(tmp_path
     (tmp_path / "old" / "config.json").write_text(json.dumps(changed))
     with pytest.raises(FormatError, match=r"config.json does not match its checksum in panther.json"):
         pr.from_pretrained(tmp_path / "old")
+
+
+@pytest.mark.parametrize("quantizer", [False, True])
+def test_models_of_one_config_object_have_records_of_their_own(quantizer, tmp_path):
+    config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, **SIZES)
+    torch.manual_seed(0)
+    models = [transformers.LlamaForCausalLM(config).eval() for _ in range(3)]
+    for model, low_rank in zip(models[:2], (2, 3), strict=True):
+        pr.sketch_layers_(model, pr.SketchConfig(low_rank=low_rank, init="random"), seed=1, exclude="lm_head")
+        if quantizer:
+            set_quantization_config_(model)
+    assert not hasattr(config, "quantization_config")
+    inputs = batch(TOKENS)
+    for index, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(index))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(index)).eval()
+        assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+    models[0].set_attn_implementation("eager")  # attention reads it from the config when it runs
+    assert models[0].model.layers[0].self_attn.config._attn_implementation == "eager"
+    assert models[1].config._attn_implementation != "eager"

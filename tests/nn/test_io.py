@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 
 import panther as pr
@@ -541,6 +543,44 @@ def test_wrappers_are_left_out(tmp_path):
     restored = pr.load_compressed(tmp_path, wrapped)
     assert torch.equal(restored(X), model(X))
     assert torch.equal(wrapped(X), model(X))
+
+
+def compiled_and_checkpointed(layers):
+    """Return the layers with each kind of wrapper inside of the model, around a block and around a single layer."""
+    compiled = partial(torch.compile, backend="eager")
+    return nn.Sequential(
+        compiled(layers[0]), checkpoint_wrapper(compiled(nn.Sequential(layers[1]))), checkpoint_wrapper(layers[2])
+    )
+
+
+def test_wrappers_inside_of_a_model_are_left_out(tmp_path):
+    def layers(dense):
+        torch.manual_seed(0)
+        last = nn.Linear(32, 16) if dense else pr.nn.QuantizedLinear(32, 16, 8)
+        return [nn.Linear(64, 48) if dense else pr.nn.SKLinear(64, 48, 2, seed=1), nn.Linear(48, 32), last]
+
+    first, second, third = layers(False)
+    model, fresh = nn.Sequential(first, nn.Sequential(second), third), compiled_and_checkpointed(layers(True))
+    wrappers = [*fresh]
+    pr.save_compressed(compiled_and_checkpointed([first, second, third]), tmp_path / "wrapped")
+    pr.save_compressed(model, tmp_path / "plain")
+    records = [(tmp_path / name / "panther.json").read_text() for name in ("wrapped", "plain")]
+    assert records[0] == records[1]
+    pr.load_compressed(tmp_path / "wrapped", fresh)
+    assert [*fresh] == wrappers
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_refused_folder_leaves_the_wrappers(tmp_path):
+    pr.save_compressed(sketched(), tmp_path)
+    fresh = nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"))
+    wrapper, layer = fresh[0], fresh[0]._orig_mod
+    with pytest.raises(FormatError):
+        pr.load_compressed(tmp_path, fresh)
+    assert fresh[0] is wrapper
+    assert wrapper._orig_mod is layer
 
 
 def test_both_files_can_be_read_by_whom_the_umask_allows(folder):

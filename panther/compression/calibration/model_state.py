@@ -4,14 +4,14 @@ A forward may write its buffers, assign attributes, append to a list, or draw fr
 forward of a calibration starts from the same state, and the model is unchanged after the calibration.
 """
 
-__all__ = ["ModelState", "deferred_interrupts"]
+__all__ = ["ModelState", "deferred_interrupts", "without_compiled_blocks"]
 
 import copy
 import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther._torch import FLAT_WEIGHTS, buffers_of, parameters_of, storage_key, version_of
+from panther._torch import (
+    COMPILED,
+    FLAT_WEIGHTS,
+    buffers_of,
+    parameters_of,
+    storage_key,
+    version_of,
+    without_inner_wrappers,
+)
 from panther.nn.base import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
@@ -200,3 +208,19 @@ def deferred_interrupts() -> Iterator[None]:
             signal.signal(signal_number, handler)
     for signal_number, frame in received:
         handlers[signal_number](signal_number, frame)
+
+
+@contextmanager
+def without_compiled_blocks(model: nn.Module) -> Iterator[None]:
+    """Take torch.compile's wrappers off the blocks of a model, and put them around what stands there at the end.
+
+    A wrapper is bound to its module, and would call a layer that has been replaced.
+    """
+    stack = ExitStack()
+    try:
+        with deferred_interrupts():
+            stack.enter_context(without_inner_wrappers(model, (COMPILED,)))
+        yield
+    finally:
+        with deferred_interrupts():
+            stack.close()

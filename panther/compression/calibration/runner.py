@@ -240,9 +240,10 @@ class Runner:
         except CompressionError:
             raise
         except Exception as error:
+            message = f"{type(error).__name__}: {error}".removesuffix(": ")  # of errors without a text
             raise CompressionError(
-                f"{type(error).__name__}: {error}: the model raised this for a calibration batch "
-                f"({describe_batch(batch)}){self._advice(batch)}"
+                f"{message}: the model raised this for a calibration batch ({describe_batch(batch)})"
+                f"{self._advice(batch, error)}"
             ) from error
         self.output_name, tensor = main_output(output)
         return tensor
@@ -256,8 +257,13 @@ class Runner:
             return self.model(*batch)
         return self.model(batch)
 
-    def _advice(self, batch: Any) -> str:
-        """Return advice for a message if the batch does not fit the arguments of forward, and otherwise ``""``."""
+    def _advice(self, batch: Any, error: Exception) -> str:
+        """Return advice for a message if the model has no parameter, or the batch does not fit the arguments."""
+        if isinstance(error, StopIteration) and not any(True for _ in self.model.parameters()):
+            return (
+                ", and the compressed model has no parameter left, because quantized layers have buffers: read dtype "
+                "and device from a buffer or the input, or keep a layer dense by exclude="
+            )
         if self.forward_fn is not None:
             return ""
         arguments = [] if isinstance(batch, Mapping) else [*batch] if isinstance(batch, (tuple, list)) else [batch]

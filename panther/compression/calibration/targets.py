@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, storage_key
+from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, put_child, storage_key
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule, SketchedModule
 
@@ -340,4 +340,4 @@ def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -
     for parent in list(model.modules()):
         for name, child in children_of(parent).items():
             if child is not None and child in replacement:
-                children_of(parent)[name] = replacement[child]
+                put_child(parent, name, replacement[child])

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from panther._torch import put_module, without_inner_wrappers
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import checkpoints, folder_of
 from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
@@ -184,15 +185,16 @@ def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
     Raises:
         FormatError: If the records do not fit the model.
     """
-    saved, _ = convert_as_saved_(model, saved)
-    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    wrong = _differing([model], saved).keys() | (saved.keys() - present)
-    built = build_modules({name: spec for name, spec in saved.items() if {name, spec.get("alias_of")} & wrong}, model)
-    if "" in built:
-        return built[""]
-    for name, module in built.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, module)
+    with without_inner_wrappers(model):
+        saved, _ = convert_as_saved_(model, saved)
+        present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        wrong = _differing([model], saved).keys() | (saved.keys() - present)
+        records = {name: spec for name, spec in saved.items() if {name, spec.get("alias_of")} & wrong}
+        built = build_modules(records, model)
+        if "" in built:
+            return built[""]
+        for name, module in built.items():
+            put_module(model, name, module)
     return model
 
 

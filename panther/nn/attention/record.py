@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from panther._torch import children_of
+from panther._torch import children_of, put_child
 from panther.errors import FormatError
 from panther.nn.attention.feature_map import KERNELS
 from panther.nn.attention.interface import calls_interface
@@ -239,4 +239,4 @@ def _replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module
     for parent in list(model.modules()):
         for name, child in children_of(parent).items():
             if child is not None and child in replacement:
-                children_of(parent)[name] = replacement[child]
+                put_child(parent, name, replacement[child])
