@@ -77,6 +77,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "unreduced_positions",
     "unsafe_view",
     "unsaved_buffers_of",
     "untracked_shard",
@@ -92,6 +93,7 @@ __all__ = [
 
 import inspect
 import os
+import re
 import signal
 import sys
 import weakref
@@ -543,6 +545,23 @@ def local_offsets(x: Any) -> tuple[int, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1])
+
+
+def unreduced_positions(model: Any) -> list[int]:
+    """Return the positions of the parameters whose gradients DistributedDataParallel still waits for after a backward.
+
+    DDP itself looks before the next forward, when the optimizer has taken a step with gradients that were not averaged.
+    It takes 1 us where it waits for none. The public fallback, to look for gradients that are None, misses parameters
+    that an earlier batch of an accumulated step has reached.
+    """
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        positions = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if positions is None:
+            raise
+        return [int(position) for position in positions[1].split()]
+    return []
 
 
 def ignored_in_ddp(model: nn.Module) -> list[str]:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import parameters_of, run_backward, tree_map
-from panther.distributed import get_distributed_info, get_world_size, init, shutdown
+from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.supervision.groups import apply_timeout
-from panther.errors import ConfigError
+from panther.errors import ConfigError, TrainingError
 
 _NAME = "_numbers_of_the_step"
-_NUMBERS = 5
+_NUMBERS = 7
 _NO_SIGNAL = [0.0, 0.0]
 _SHOWN = 16  # samples of a rank that an error message lists
 
@@ -35,14 +35,14 @@ _SHOWN = 16  # samples of a rank that an error message lists
 class GradientCarrier:
     """Sends a few numbers as the gradient of a parameter that only DistributedDataParallel knows.
 
-    torch's own code averages it in a bucket with the others. A message of 40 bytes of its own, or a communication hook
+    torch's own code averages it in a bucket with the others. A message of 56 bytes of its own, or a communication hook
     in Python that appends the numbers to a bucket, made a step of 5 ms on two processes 12 to 15 % longer.
     """
 
     def __init__(self, parameter: nn.Parameter, model: DistributedDataParallel) -> None:
         self._parameter, self._size = parameter, model.process_group.size()
         self._row: Tensor | None = None
-        self._in_step = self._checked = False
+        self._in_step = False
         model.register_forward_hook(self._add_to_output)
 
     @classmethod
@@ -73,12 +73,8 @@ class GradientCarrier:
         like = self._parameter
         self._row = numbers.to(like) if isinstance(numbers, Tensor) else like.new_tensor(numbers)
 
-    def backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Compute gradients that DDP averages.
-
-        Raises:
-            ConfigError: If parameters have no gradient after the first time: DDP waits for all before it averages any.
-        """
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients that DDP averages, once it has those of all its parameters."""
         parameter, row = self._parameter, self._row
         parameter.grad = None
         if row is None:
@@ -87,9 +83,6 @@ class GradientCarrier:
         options = {"allow_unreachable": True, "accumulate_grad": True}
         run_backward((loss, parameter), (torch.ones_like(loss), row), False, False, (), **options)
         self._in_step = False
-        if not self._checked:
-            _check_gradients(model)
-            self._checked = True
 
     def receive(self) -> list[float]:
         """Return the sums over the ranks, after the backward pass."""
@@ -109,21 +102,12 @@ class GradientCarrier:
         return tree_map(connected, output)  # all, because the loss may depend on any of them
 
 
-def _check_gradients(model: nn.Module) -> None:
-    assert isinstance(model, DistributedDataParallel)
-    named = model.module.named_parameters()
-    unused = [name for name, one in named if one.requires_grad and one.grad is None]
-    unused = [name for name in unused if name not in model.parameters_to_ignore]
-    if unused:
-        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
-        raise ConfigError(
-            f"the loss of the first step does not depend on the parameters {', '.join(unused[:_SHOWN])}{more}, and DDP "
-            "waits for their gradients: set find_unused_parameters=True, or requires_grad=False for them"
-        )
-
-
 class StepExchange:
-    """Five numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
+    """Seven numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
+
+    They are how many ranks received a signal, the numbers of these signals, whether a loss is not finite, the losses
+    and their samples, how many ranks have frozen or unfrozen parameters, and 1 from the first rank. With the gradients,
+    the last number shows whether they were summed at all: a rank that sums nothing does not get 1.
 
     Nothing waits for a GPU before the backward pass: the loss is read after it. It is not read a step later, because
     the parameters of a step that is to be stopped or skipped must not change; and that would save nothing, for the
@@ -135,6 +119,8 @@ class StepExchange:
         """Signals that this process received."""
         self.stop_signal = 0
         """The signal that some rank had received by the last step; 0 for none."""
+        self.num_changed = 0
+        """Number of ranks that passed names of changed parameters in the last step."""
         self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
@@ -142,9 +128,29 @@ class StepExchange:
         self._work: Any = None
 
     def start(
-        self, loss_sum: float | Tensor, samples: int, reports_loss: bool, carrier: GradientCarrier | None
+        self,
+        loss_sum: float | Tensor,
+        samples: int,
+        reports_loss: bool,
+        carrier: GradientCarrier | None,
+        changed: Sequence[str] = (),
+        *,
+        everywhere: bool = False,
     ) -> None:
-        """Send the sum of this rank's losses over its samples; both are ignored where the rank does not report."""
+        """Send the sum of this rank's losses over its samples; both are ignored where the rank does not report.
+
+        Args:
+            loss_sum: The sum of the losses.
+            samples: Their number.
+            reports_loss: Whether this rank's losses are counted.
+            carrier: What sends the numbers with the gradients; None for a message.
+            changed: Names of parameters that this rank has frozen or unfrozen since the last step.
+            everywhere: Whether all ranks must have changed some before the backward pass. Ranks that reduce gradients
+                of different parameters end in torch, without a name.
+
+        Raises:
+            ConfigError: If this rank has changed some, and others that had to have not.
+        """
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
@@ -155,17 +161,19 @@ class StepExchange:
         if isinstance(loss_sum, Tensor):
             # Filled where it is: copying numbers from the host's memory would wait for all that the GPU has to do.
             row = loss_sum.new_zeros(_NUMBERS)
-            *signaled, nonfinite, losses, count = row.unbind()
-            for place, value in zip(signaled, signals, strict=True):
+            *signaled, nonfinite, losses, count, changes, first = row.unbind()
+            flags = (*signals, bool(changed), get_rank() == 0)
+            for place, value in zip((*signaled, changes, first), flags, strict=True):
                 if value:
-                    place.fill_(value)
+                    place.fill_(float(value))
             nonfinite.copy_(loss_sum.isfinite().logical_not())
             if reports_loss:
                 losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # a NaN would hide which of the sums it came from
             count.fill_(counted)
         else:
             finite = math.isfinite(loss_sum)
-            row = [*signals, float(not finite), loss_sum if finite and reports_loss else 0.0, counted]
+            sent_loss = loss_sum if finite and reports_loss else 0.0
+            row = [*signals, float(not finite), sent_loss, counted, float(bool(changed)), float(get_rank() == 0)]
         if carrier is not None:
             carrier.send(row)
         elif self._device is not None:
@@ -173,16 +181,33 @@ class StepExchange:
             # Asynchronous: the backward pass that follows takes longer.
             self._work = dist.all_reduce(row, async_op=True)
         self._sent = row
+        if changed and everywhere and self._work is not None:
+            self._work.wait()
+            if (num_changed := round(float(row[-2]))) < get_world_size():
+                raise ConfigError(
+                    f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:_SHOWN])}, as {num_changed} of "
+                    f"{get_world_size()} ranks did: freeze and unfreeze parameters on every rank, in the same step"
+                )
 
     def finish(self) -> tuple[float, float]:
-        """Return the mean loss over all samples of the step (NaN if a rank's is not finite) and their number."""
+        """Return the mean loss over all samples of the step (NaN if a rank's is not finite) and their number.
+
+        Raises:
+            TrainingError: If the numbers were not summed, and so neither were the gradients with which they were sent.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self._carrier is not None:
             self._sent = self._carrier.receive()
         sent = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        signaled, numbers, nonfinite, loss_sum, samples = sent
+        signaled, numbers, nonfinite, loss_sum, samples, num_changed, first = sent
+        if self._device is not None and round(first) != 1:
+            raise TrainingError(
+                "DistributedDataParallel has not averaged the gradients of this step, because the backward pass did "
+                "not reach all of its parameters: set find_unused_parameters=True"
+            )
+        self.num_changed = round(num_changed)
         samples = float(round(samples))  # a mean times the number of ranks may be off by a rounding
         self.stop_signal = 0
         if ranks_with_signal := round(signaled):

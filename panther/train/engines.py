@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
+from panther._torch import buffers_of, tree_map_only, unreduced_positions, unsaved_buffers_of
 from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
 from panther.train.coordination import GradientCarrier
+from panther.train.trainable import list_names
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]
@@ -49,6 +50,8 @@ class Engine(ABC):
     """The ranks that split the data; None is all ranks."""
     carrier: GradientCarrier | None = None
     """Sends numbers of the step with the gradients, where that is possible."""
+    reduced: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """For DDP, the parameters whose gradients it averages, in its own order."""
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     """Scales the loss of fp16. Otherwise it is disabled: torch's does nothing then except to call the optimizer."""
@@ -215,10 +218,39 @@ class ModelEngine(Engine):
                 if last:
                     before_backward(loss_sum)
                 if last and self.carrier is not None:
-                    self.carrier.backward(weighted, self.model)
+                    self.carrier.backward(weighted)
                 else:
                     weighted.backward()
+        if isinstance(self.model, DistributedDataParallel):
+            self._finish_reduction(self.model)
         self.broadcast_buffers()
+
+    def _finish_reduction(self, model: DistributedDataParallel) -> None:
+        """Let DDP average gradients without those of parameters that were frozen after it was made.
+
+        Raises:
+            ConfigError: If it waits for gradients of parameters that are not frozen, before any is used.
+        """
+        if not (positions := unreduced_positions(model)):
+            return
+        named = list(self.reduced.items())
+        waiting = [named[position] for position in positions]
+        if unused := [name for name, parameter in waiting if parameter.requires_grad]:
+            raise ConfigError(
+                f"the loss of this step does not depend on the parameters {list_names(unused)}, and DDP waits for "
+                "their gradients: set find_unused_parameters=True, or requires_grad=False for them"
+            )
+        # Its hooks wait on nodes of the parameters, which gradients of zero reach too; ranks that have not frozen them
+        # are found afterwards, by the exchange.
+        frozen = [parameter for _, parameter in waiting]
+        before = [parameter.grad for parameter in frozen]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        torch.autograd.backward(frozen, [torch.zeros_like(parameter) for parameter in frozen])
+        for parameter, gradient in zip(frozen, before, strict=True):
+            parameter.requires_grad_(False)
+            if gradient is None:
+                parameter.grad = None  # as on one process, where the optimizer leaves it out
 
     def _gradient_exchange(self, last: bool) -> AbstractContextManager[Any]:
         """Let ranks average their gradients only in the last backward pass of a window."""

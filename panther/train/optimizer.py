@@ -1,20 +1,41 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
-__all__ = ["Groups", "Optimizer", "clear_gradients", "groups_by_name", "learning_rate_factor", "make_optimizer"]
+__all__ = [
+    "NotedOptimizer",
+    "Optimizer",
+    "clear_gradients",
+    "is_extended_by_default",
+    "learning_rate_factor",
+    "make_optimizer",
+    "note_optimizer",
+    "set_learning_rate",
+    "step_error",
+]
 
+import functools
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from panther._torch import local_offsets, tree_leaves, tree_map
+from panther.distributed import get_rank, get_world_size
+from panther.distributed.comm._agreement import agree, gather_objects
 from panther.errors import ConfigError
+from panther.train.optimizer_trial import check_optimizer
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
 
-Groups = list[tuple[dict[str, Any], list[str]]]  # the settings of each group, and the names of its parameters
+_log = logging.getLogger(__name__)
+_LISTED = 8  # names of parameters that a message lists
 
 
 def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
@@ -40,6 +61,14 @@ def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: 
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a group; a tensor is filled, because a compiled or captured step reads it in place."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Do what ``optimizer.zero_grad()`` does, without its entry for profilers, which takes 10 us."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
@@ -50,53 +79,307 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def groups_by_name(optimizer: Optimizer, model: nn.Module) -> Groups:
-    """Return the groups of an optimizer that the user made, and none for a function or None.
+def is_extended_by_default(optimizer: Optimizer) -> bool:
+    """Return whether parameters that are unfrozen later can join with the default settings of the optimizer's class.
 
-    FSDP and tensor parallelism replace a model's parameters by other objects. Names stay, if they are noted before.
+    They can for None, for a class, and for a partial of a class. A function may give parameters different settings, and
+    an object has the parameters that its user chose.
+    """
+    while isinstance(optimizer, functools.partial):
+        optimizer = optimizer.func
+    return optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer))
+
+
+@dataclass(frozen=True)
+class NotedOptimizer:
+    """An optimizer that the user made, by the names of its parameters.
+
+    Strategies that shard a model replace its parameters by other objects. Names stay, if they are noted before.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: list[list[tuple[str, ...]]]
+    """For each group, the names of each parameter: tied parameters have several, of which a stage may have any."""
+    states: dict[tuple[str, ...], dict[str, Any]]
+    """The state of each parameter that has one, such as the sums which the constructor of Adagrad makes."""
+
+
+def note_optimizer(optimizer: Optimizer, model: nn.Module) -> NotedOptimizer | None:
+    """Return an optimizer that the user made, by names; None for a function and for None.
 
     Raises:
-        ConfigError: If the optimizer has state already, or parameters that are not the model's.
+        ConfigError: If it has parameters that are not the model's, or a group without a learning rate.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return []
-    if optimizer.state:
-        raise ConfigError("the optimizer has already taken steps: pass a new one, or resume from a checkpoint")
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = []
+        return None
+    names: dict[Tensor, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter] = (*names.get(parameter, ()), name)
     for group in optimizer.param_groups:
         if any(parameter not in names for parameter in group["params"]):
-            raise ConfigError("the optimizer has parameters that are not the model's: make it from model.parameters()")
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append((settings, [names[parameter] for parameter in group["params"]]))
-    return groups
+            raise ConfigError(
+                "the optimizer has parameters that are not the model's: make it from model.parameters(), after the "
+                "last layer was replaced; parameters of a loss belong into the model, whose forward then returns the "
+                "loss"
+            )
+    _check_rates(optimizer)
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    states = {names[key]: state for key, state in optimizer.state.items() if key in names}
+    if any(tensor.is_meta for tensor in tree_leaves(states) if isinstance(tensor, Tensor)):
+        raise ConfigError(
+            f"the constructor of {type(optimizer).__name__} makes a state for each parameter, and the model on the "
+            f"meta device has no values yet: pass the class, or a function of parameters that makes the optimizer"
+        )
+    return NotedOptimizer(optimizer, groups, states)
 
 
 def make_optimizer(
-    optimizer: Optimizer, groups: Groups, named: Mapping[str, nn.Parameter], *, shard_state: bool
+    optimizer: Optimizer,
+    noted: NotedOptimizer | None,
+    named: Mapping[str, nn.Parameter],
+    *,
+    strategy: str,
+    stages: int,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that is distributed, with its state sharded over the ranks or not.
+    """Return the optimizer of a distributed model; every rank must call it.
 
-    ``groups`` is a result of :func:`groups_by_name`, and ``named`` has this rank's parameters by their names
-    in the model that the user built.
+    An optimizer that the user made is returned itself, with this rank's parameters in its groups, so that schedulers
+    and callbacks which refer to it keep working. It is not made again: the ``defaults`` of an optimizer are not always
+    arguments of its constructor.
+
+    Args:
+        optimizer: The argument of the Trainer.
+        noted: The result of :func:`note_optimizer` before the model was distributed.
+        named: This rank's parameters by their names in the model that the user built.
+        strategy: The strategy; ``"zero1"`` shards the state over the ranks.
+        stages: Number of pipeline stages; with several, this rank has only some of the parameters.
+
+    Raises:
+        ConfigError: If the optimizer cannot be made, or cannot be given the parameters of the distributed model.
     """
-    kind: Any = optimizer or torch.optim.AdamW
-    parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
-    defaults: dict[str, Any] = {}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not shard_state and set(named.values()).issuperset(current):
-            return optimizer  # callbacks and schedulers of the user may refer to it
-        kind, defaults = type(optimizer), dict(optimizer.defaults)
-        # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
-        own = [(settings, [named[name] for name in names if name in named]) for settings, names in groups]
-        parameters = [{**settings, "params": here} for settings, here in own if here]
-    if shard_state:
-        # Imported here because its module compiles with torch.jit, which takes a while and warns.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    if noted is not None:
+        result = noted.optimizer
+        _give_parameters(noted, named, strategy, stages)
+    else:
+        parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
+        if not parameters and is_extended_by_default(optimizer):
+            parameters = [{"params": []}]  # of a stage that is frozen, for now
+        result = _call(optimizer or torch.optim.AdamW, parameters)
+        _check_rates(result)
+    if isinstance(result, torch.optim.LBFGS):
+        raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
+    _report_untrained(result, named)
+    check_optimizer(result, strategy, stages)
+    return _shard_state(result) if strategy == "zero1" else result
 
-        return ZeroRedundancyOptimizer(parameters, kind, **defaults)
-    made = kind(parameters, **defaults)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"the function of parameters returned a {type(made).__name__}: it must return an optimizer")
-    return made
+
+def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ConfigError | None:
+    """Return the error to raise where an optimizer refuses its first step; None if the optimizer is not the reason."""
+    if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        reason = "its operations do not take sharded parameters: use strategy='ddp' or 'zero1', or another optimizer"
+    else:
+        reason = "use another optimizer, such as AdamW"
+    return ConfigError(f"{error} ({type(optimizer).__name__} took no step: {reason})")
+
+
+def _check_rates(optimizer: torch.optim.Optimizer) -> None:
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"a group of {type(optimizer).__name__} has no 'lr', which a Trainer sets in every step: add it to the "
+            "groups"
+        )
+
+
+def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that a class or function makes of parameters."""
+    try:
+        result = function(parameters)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"{error} (no optimizer was made: {name} raised {type(error).__name__} for the trainable parameters of the "
+            "model: use another class, or a function of parameters that makes the groups)"
+        ) from error
+    if not isinstance(result, torch.optim.Optimizer):
+        raise ConfigError(f"the function of parameters returned a {type(result).__name__}: it must return an optimizer")
+    return result
+
+
+def _give_parameters(noted: NotedOptimizer, named: Mapping[str, nn.Parameter], strategy: str, stages: int) -> None:
+    """Put this rank's parameters into the groups of the user's optimizer, and their states into its state."""
+    optimizer = noted.optimizer
+    # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
+    present = [[next((n for n in names if n in named), None) for names in group] for group in noted.names]
+    ranks = gather_objects(present, None) if stages > 1 else [present]
+    for number, group in enumerate(noted.names):
+        for place, names in enumerate(group):
+            if all(places[number][place] is None for places in ranks):
+                raise ConfigError(
+                    f"strategy={strategy!r} keeps no parameter of the name {names[0]!r}, which the optimizer has: pass "
+                    "a function of parameters that makes the optimizer, such as its class"
+                )
+    before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if get_world_size() > 1:
+        _take_states_of_first_rank(noted.states)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for group, names_of_group, places in zip(optimizer.param_groups, noted.names, present, strict=True):
+        here = [place for place, name in enumerate(places) if name is not None]
+        parameters = [named[name] for name in places if name is not None]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][place] for place in here]
+        group["params"] = parameters
+        for place, parameter in zip(here, parameters, strict=True):
+            if (state := noted.states.get(names_of_group[place])) is not None:
+                states[parameter] = _state_of_shard(state, parameter, names_of_group[place][0], optimizer)
+    for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(states)
+    replaced = before - {id(parameter) for parameter in named.values()}
+    if attribute := next(_attributes_with(optimizer, replaced), None):
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps parameters in its attribute {attribute!r} too, and "
+            f"strategy={strategy!r} replaces them by shards: pass a function of parameters that makes the optimizer, "
+            "such as its class or a functools.partial of it"
+        )
+
+
+def _take_states_of_first_rank(states: Mapping[tuple[str, ...], dict[str, Any]]) -> None:
+    """Give all ranks the first rank's states, as they take its parameters: some constructors copy the parameters."""
+    tensors = {
+        f"{names[0]} {number}": tensor
+        for names, state in states.items()
+        for number, tensor in enumerate(tree_leaves(state))
+        if isinstance(tensor, Tensor)
+    }
+    agree(
+        "Trainer",
+        lambda: {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
+        dist.group.WORLD,
+        "make the optimizer alike on every rank",
+        "states of the optimizer",
+    )
+    on_gpu = "nccl" in dist.get_backend()
+    for tensor in tensors.values():
+        sent = tensor.cuda() if on_gpu and not tensor.is_cuda else tensor.contiguous()
+        dist.broadcast(sent, 0)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+
+def _state_of_shard(
+    state: dict[str, Any], parameter: nn.Parameter, name: str, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return a parameter's state for this rank's shard of the parameter, on its device."""
+
+    def shard(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value  # a count of steps, which stays where the optimizer made it
+        if value.shape == parameter.shape:
+            if not isinstance(parameter, DTensor):
+                return value.to(parameter.device)
+            local = parameter.to_local()
+            begins = local_offsets(parameter)
+            places = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
+            return DTensor.from_local(
+                value[places].to(local.device).clone(),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        if not isinstance(parameter, DTensor):
+            return value.to(parameter.device)
+        raise ConfigError(
+            f"the state that {type(optimizer).__name__} has for {name!r} includes a tensor of shape "
+            f"{tuple(value.shape)}, and the parameter of shape {tuple(parameter.shape)} is sharded: pass a function of "
+            "parameters that makes the optimizer, or use strategy='ddp'"
+        )
+
+    return tree_map(shard, state)
+
+
+def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> Iterator[str]:
+    """Yield the attributes of an optimizer, besides groups and state, that hold any of the parameters, by id."""
+
+    def holds(value: Any, depth: int) -> bool:
+        if isinstance(value, Tensor):
+            return id(value) in parameters
+        if depth == 0:
+            return False
+        if isinstance(value, torch.optim.Optimizer):
+            return holds(vars(value), depth)
+        if isinstance(value, Mapping):
+            return any(holds(part, depth - 1) for pair in value.items() for part in pair)
+        return isinstance(value, list | tuple | set) and any(holds(part, depth - 1) for part in value)
+
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and holds(value, 5):
+            yield name
+
+
+def _report_untrained(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Log which trainable parameters the optimizer does not have."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    untrained = [name for name, parameter in named.items() if parameter.requires_grad and parameter not in trained]
+    if untrained and get_rank() == 0:
+        more = f" and {len(untrained) - _LISTED} more" if len(untrained) > _LISTED else ""
+        _log.warning(
+            "the optimizer does not have the trainable parameters %s%s, which therefore stay as they are: add them to "
+            "it, or set requires_grad=False for them, which saves their gradients",
+            ", ".join(untrained[:_LISTED]),
+            more,
+        )
+
+
+def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a ZeroRedundancyOptimizer whose state on each rank is that of the optimizer for a part of its parameters.
+
+    Its groups are those of the optimizer, the same objects: what a callback that refers to either sets applies.
+
+    Raises:
+        ConfigError: If the optimizer refers to its parameters elsewhere, has a scheduler, or mixes dtypes.
+    """
+    # Imported here because its module compiles with torch.jit, which takes a while and warns.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind = type(optimizer).__name__
+    everything = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if attribute := next(_attributes_with(optimizer, everything), None):
+        raise ConfigError(
+            f"{kind} keeps parameters in its attribute {attribute!r} too, and strategy='zero1' divides them among "
+            "ranks: use strategy='ddp'"
+        )
+    if "step" in vars(optimizer) or any("initial_lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            "the optimizer has a scheduler, or another function in the place of its step, and strategy='zero1' steps a "
+            "part of it: make the scheduler of trainer.optimizer in a callback's on_start, with schedule='callback'"
+        )
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"strategy='zero1' takes parameters of one dtype, and the optimizer has {', '.join(map(str, dtypes))}: "
+            "convert them, leave frozen ones out of the optimizer, or use strategy='ddp' or 'fsdp'"
+        )
+
+    def for_this_rank(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        part = object.__new__(type(optimizer))
+        vars(part).update(vars(optimizer))
+        part.param_groups = groups
+        here = {parameter for group in groups for parameter in group["params"]}
+        part.state = defaultdict(dict)
+        for key, state in optimizer.state.items():
+            if not isinstance(key, Tensor) or key in here:
+                part.state[key] = state
+        return part
+
+    # In the constructor it adds these very objects to its own list of groups.
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, for_this_rank)
+    # Of groups that are added later.
+    sharded.defaults = dict(optimizer.defaults)
+    # So that who refers to the user's object sees the state of this rank, and groups that are added later.
+    optimizer.state, optimizer.param_groups = sharded.optim.state, sharded.param_groups
+    return sharded

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
-from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
@@ -39,10 +39,18 @@ from panther.train.coordination import StepExchange, catch_signals, join_process
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loader_workers import workers_needed
-from panther.train.optimizer import Optimizer, clear_gradients, learning_rate_factor
+from panther.train.optimizer import (
+    Optimizer,
+    clear_gradients,
+    is_extended_by_default,
+    learning_rate_factor,
+    set_learning_rate,
+    step_error,
+)
 from panther.train.run_directory import locked_directory
-from panther.train.strategy.building import set_up
+from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
+from panther.train.trainable import LossParameters, TrainableSet, average_gradients, list_names
 
 _SAVED = (
     "epoch",
@@ -123,6 +131,13 @@ class Trainer:
         self._sums = [0.0, 0.0]  # losses and samples since the last record
         self._utilization: DeviceUtilization | None = None
         self._peak_rates: list[float] = []
+        self._rates_left: list[float | Tensor] = []  # by the last step
+        self._trainable: TrainableSet = None  # type: ignore[assignment] # set by _start, as the next two are
+        self._loss_parameters: LossParameters = None  # type: ignore[assignment]
+        self._joins_by_default = False  # whether parameters that are unfrozen later become a group of the optimizer
+        self._averaged_apart: list[nn.Parameter] = []  # whose gradients DDP does not average
+        self._not_in_optimizer: list[nn.Parameter] = []
+        self._has_stepped = False  # in this process
         self._pending: Any = None
         self._validated_at = -1
         self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
@@ -199,9 +214,18 @@ class Trainer:
         def feed() -> Feed:
             return Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
 
+        self._joins_by_default = is_extended_by_default(self.optimizer)
+        self._loss_parameters = LossParameters(self.loss_fn, self.model)
         self._engine, self.optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed)
         self.model = self._engine.model
-        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._trainable = TrainableSet(named_parameters(self._engine))
+        self._note_groups()
+        if self.config.schedule != "callback" and any("initial_lr" in group for group in self.optimizer.param_groups):
+            raise ConfigError(
+                f"the optimizer has a scheduler, and schedule={self.config.schedule!r} sets the learning rate in every "
+                "step: set schedule='callback' and step the scheduler in a callback, or make the optimizer without it"
+            )
+        self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         # Dropout differs between ranks with different samples, and agrees between ranks that share layers.
         torch.manual_seed(self.config.seed + self._engine.rank)
 
@@ -255,6 +279,8 @@ class Trainer:
         self._engine.prepare_resume(lambda: next(feed.windows(0), None))
         loaded = checkpoint.load(path, self.model, self.optimizer)
         extra = loaded.extra
+        if self._add_saved_groups(loaded.optimizer_groups or [], extra):
+            checkpoint.load(path, self.model, self.optimizer)  # again, with the states of these groups
         if not isinstance(extra, Mapping) or "_windows_done" not in extra:
             raise CheckpointError(
                 f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
@@ -267,6 +293,9 @@ class Trainer:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
         self.step, self.history = loaded.step, history
+        self._rates_left = []
+        if restored := self._trainable.restore(extra.get("trainable", {})):
+            _log.info("frozen or unfrozen as in %s: %s", path, list_names(restored))
         for name, value in progress.items():
             setattr(self, name, value)
         # So that a run that ends at once does not write the same checkpoint again.
@@ -290,6 +319,22 @@ class Trainer:
         if get_rank() == 0:
             _log.info("resuming from step %d (%s)", self.step, path)
 
+    def _add_saved_groups(self, groups: list[list[str]], extra: Any) -> bool:
+        """Add the groups that a checkpoint's optimizer had in addition; return whether there are any."""
+        count = len(self.optimizer.param_groups)
+        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        named = self._trainable.named
+        added = groups[count:]
+        if any(named[name] in trained for names in added for name in names if name in named):
+            return False  # this run's optimizer has them in other groups
+        rates = extra.get("peak_rates", []) if isinstance(extra, Mapping) else []
+        for number, names in enumerate(added, start=count):
+            # A pipeline stage has only some of the parameters.
+            self.optimizer.add_param_group({"params": [named[name] for name in names if name in named]})
+            self._peak_rates.append(float(rates[number]) if number < len(rates) else self._peak_rates[0])
+        self._note_groups()
+        return bool(added)
+
     def _stateful(self) -> list[Any]:
         return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
 
@@ -298,7 +343,16 @@ class Trainer:
     def _notify(self, method: str, *arguments: Any) -> None:
         """Call a method of all callbacks, the built-in ones first."""
         for callback in (*self._built_in, *self.callbacks):
-            getattr(callback, method)(self, *arguments)
+            try:
+                getattr(callback, method)(self, *arguments)
+            except AssertionError as error:
+                if "deepcopy" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{error} ({type(callback).__name__}.{method} copied a sharded model, as AveragedModel does: keep "
+                    "copies of the values of trainer.model.named_parameters() and average these, or use "
+                    "strategy='ddp')"
+                ) from error
 
     def _train(self, feed: Feed, validation: Feed | None, exchange: StepExchange) -> None:
         config = self.config
@@ -362,17 +416,26 @@ class Trainer:
         config, engine = self.config, self._engine
         self._activity = f"step {self.step + 1}"
         scaler = engine.scaler
-        if config.schedule != "callback":
-            factor = learning_rate_factor(config.schedule, self.step, self.total_steps, config.warmup_steps)
-            for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
-                group["lr"] = peak * factor
+        self._check_learning_rates()
+        self._set_learning_rates()
         clear_gradients(self.optimizer)
+        for parameter in self._not_in_optimizer:
+            parameter.grad = None
+        if (changed := self._trainable.changed()) and engine.stages > 1:
+            self._trainable.check_stage(changed)
         samples = sum(batch.samples for batch in window)
         # The exchange starts before the last backward pass and is waited for after it.
+        reports, everywhere = engine.reports_loss, engine.stages == 1
         engine.forward_backward(
-            window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss, engine.carrier)
+            window,
+            lambda loss_sum: exchange.start(loss_sum, samples, reports, engine.carrier, changed, everywhere=everywhere),
         )
+        self._loss_parameters.check()
         loss, seen = exchange.finish()
+        if exchange.num_changed:
+            self._adopt_changes()
+        if self._averaged_apart:
+            average_gradients(self._averaged_apart)
         step = self.step + 1
         if not math.isfinite(loss):
             self._skip_or_stop(window, exchange)
@@ -400,7 +463,14 @@ class Trainer:
             if config.gradient_clipping is not None:
                 clip_gradients(trained, config.gradient_clipping, norm)
         overflowed = scaler.is_enabled() and _has_overflowed(scaler, self.optimizer)
-        scaler.step(self.optimizer)
+        try:
+            scaler.step(self.optimizer)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if self._has_stepped or (refused := step_error(self.optimizer, error)) is None:
+                raise
+            raise refused from error
+        self._has_stepped = True
+        self._rates_left = [group["lr"] for group in self.optimizer.param_groups]
         scaler.update()
         self.step, self._windows_done = step, self._windows_done + 1
         self._samples_seen += seen
@@ -412,6 +482,64 @@ class Trainer:
             self._notify("on_step", loss)
         if logs:
             self._record(gradient_norm=norm_value if math.isfinite(norm_value) else None)
+
+    def _check_learning_rates(self) -> None:
+        """Raise ConfigError if a callback has set a rate that the next step would overwrite."""
+        if self.config.schedule == "callback":
+            return
+        # Rates that are tensors are not read, which would wait for a GPU.
+        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._rates_left, strict=False)):
+            if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
+                raise ConfigError(
+                    f"the learning rate of the optimizer's group {number} was set to {group['lr']} after step "
+                    f"{self.step}, and schedule={self.config.schedule!r} sets it in every step: set schedule='callback'"
+                )
+
+    def _set_learning_rates(self) -> None:
+        """Set the rates of the next step, also of groups that were added since the last one."""
+        if self.config.schedule == "callback":
+            return
+        groups = self.optimizer.param_groups
+        if len(groups) < len(self._peak_rates):
+            raise ConfigError(
+                f"the optimizer has {len(groups)} groups, and had {len(self._peak_rates)}: to leave parameters as they "
+                "are, set requires_grad=False for them"
+            )
+        if len(groups) > len(self._peak_rates):
+            self._peak_rates += [float(group["lr"]) for group in groups[len(self._peak_rates) :]]
+            self._note_groups()
+        factor = learning_rate_factor(self.config.schedule, self.step, self.total_steps, self.config.warmup_steps)
+        for group, peak in zip(groups, self._peak_rates, strict=True):
+            set_learning_rate(group, peak * factor)
+
+    def _note_groups(self) -> None:
+        """Note which trainable parameters the optimizer does not have, whose gradients it does not clear."""
+        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        parameters = self._trainable.named.values()
+        self._not_in_optimizer = [p for p in parameters if p.requires_grad and p not in trained]
+
+    def _adopt_changes(self) -> None:
+        """Agree with the other ranks on what is trained from this step on, and give it to the optimizer."""
+        trainable = self._trainable
+        unfrozen = trainable.agree()
+        late = trainable.late()
+        if self._engine.reduced:
+            self._averaged_apart = list(late.values())
+        self._note_groups()
+        absent = [name for name in unfrozen if name in late and any(late[name] is p for p in self._not_in_optimizer)]
+        # Every rank has the same groups, also a stage that has none of the parameters.
+        absent_anywhere = sorted({name for names in gather_objects(absent, None) for name in names})
+        if not absent_anywhere:
+            return
+        if not self._joins_by_default:
+            raise ConfigError(
+                f"{list_names(absent_anywhere)} was unfrozen after step {self.step}, and the optimizer does not have "
+                "it: add it in the same callback, by trainer.optimizer.add_param_group({'params': [...]}), or make the "
+                "optimizer of all parameters, frozen ones too"
+            )
+        self.optimizer.add_param_group({"params": [late[name] for name in absent]})
+        self._note_groups()
+        self._set_learning_rates()
 
     def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
         """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``."""
@@ -446,7 +574,7 @@ class Trainer:
         seconds = max(time.perf_counter() - self._clock, 1e-9)
         quantities = {
             "loss": losses / samples,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             **more,
             "samples_per_s": self._samples_seen / seconds,
             **self._utilizations(),
@@ -496,6 +624,8 @@ class Trainer:
             "history": torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self._stateful()],
             "scaler": self._engine.scaler.state_dict(),
+            "trainable": self._trainable.changes,
+            "peak_rates": self._peak_rates,
             "config": asdict(self.config),
         }
         save = checkpoint.async_save if self.config.checkpoint_asynchronously else checkpoint.save

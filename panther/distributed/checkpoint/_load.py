@@ -48,6 +48,9 @@ class LoadedCheckpoint:
     """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks has changed."""
     world_size: int
     """Number of ranks that wrote the checkpoint."""
+    optimizer_groups: list[list[str]] | None = None
+    """Names of the parameters of each group that the saved optimizer had; None without one, and in older checkpoints.
+    """
 
 
 def load(
@@ -169,6 +172,7 @@ def _load(
         extra=states.decode(manifest["extra"], targets),
         per_rank_extra=states.decode(per_rank_extra, targets),
         world_size=manifest["world_size"],
+        optimizer_groups=(manifest["optimizer"] or {}).get("groups"),
     )
 
 

@@ -87,6 +87,11 @@ def _check_optimizer(saved: Any, tensors: Mapping[str, Any]) -> None:
         return
     if not isinstance(saved, dict) or not isinstance(saved.get("class"), str):
         raise _InvalidError("'optimizer' must have a class")
+    groups = saved.get("groups", [])  # which earlier versions did not save
+    if not isinstance(groups, list) or not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in groups
+    ):
+        raise _InvalidError("the optimizer's 'groups' must be lists of names")
     for key in ("states", "settings"):
         if not _is_mapping(saved.get(key), dict):
             raise _InvalidError(f"the optimizer's {key!r} must map names to objects")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,8 @@ def _collect(
         # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
         of_ranks = [one["optimizer"] for one in every]
         trained = of_ranks[0] | {key: _union(of_ranks, key) for key in ("states", "settings")}
+        groups = zip_longest(*(one["groups"] for one in of_ranks), fillvalue=[])
+        trained["groups"] = [list(dict.fromkeys(chain.from_iterable(names_of_ranks))) for names_of_ranks in groups]
     header = {
         "step": step,
         "world_size": get_world_size(group),

@@ -117,7 +117,7 @@ def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the optimizer's class, and its states and settings by parameter, encoded.
+    """Return the optimizer's class, states and settings by parameter, encoded, and the parameters' names by group.
 
     Tensors are added to ``tensors`` under the names ``optimizer.<parameter>.<key>``.
     """
@@ -133,7 +133,9 @@ def optimizer_state(
         group_settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for number in group["params"]:
             settings[names[number]] = encode(group_settings, f"optimizer.{names[number]}.setting", tensors)
-    return {"class": type(inner).__name__, "states": states, "settings": settings}
+    name_of = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
+    groups = [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    return {"class": type(inner).__name__, "states": states, "settings": settings, "groups": groups}
 
 
 def optimizer_targets(

@@ -1,6 +1,6 @@
 """Distribute a model over the ranks by the strategy of the configuration, and make its optimizer."""
 
-__all__ = ["set_up"]
+__all__ = ["named_parameters", "set_up"]
 
 from collections.abc import Callable
 from functools import partial
@@ -31,9 +31,10 @@ from panther.train.batches import Feed
 from panther.train.config import TrainConfig
 from panther.train.coordination import GradientCarrier
 from panther.train.engines import Engine, ModelEngine, PipelineEngine
-from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
+from panther.train.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
 from panther.train.strategy.automatic import choose_strategy
 from panther.train.strategy.rules import Axes, axes_of, is_model_parallel
+from panther.train.trainable import reduced_parameters
 
 
 def set_up(
@@ -68,7 +69,7 @@ def set_up(
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         device = torch.device("cpu") if is_empty else next(model.parameters()).device
-    groups = groups_by_name(optimizer, model)  # before the parameters become other objects
+    noted = note_optimizer(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
     fills_shards = is_empty and (divided or strategy in ("fsdp", "replicate"))
     fill = partial(materialize_, weights=config.initial_weights, seed=config.seed)
@@ -101,7 +102,9 @@ def set_up(
             options |= {name: getattr(config, name) for name in hooks if getattr(config, name) is not None}
 
             def wrap(module: nn.Module) -> DistributedDataParallel:
-                return data_parallel(module, comm_hook=config.comm_hook, **options)
+                parallel = data_parallel(module, comm_hook=config.comm_hook, **options)
+                common["reduced"] = reduced_parameters(parallel)  # here, because the carrier's is among them now
+                return parallel
 
             if config.comm_hook is None and not config.find_unused_parameters:
                 model, common["carrier"] = GradientCarrier.wrap(model, wrap)
@@ -129,14 +132,17 @@ def set_up(
         )
         follow_loss_scale(model, partial(scaler.scale, torch.ones((), device=device)))
         engine = ModelEngine(model=model, rank=get_rank(), size=world, scaler=scaler, **common)
-    made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
-    if isinstance(made, torch.optim.LBFGS):
-        raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
+    trained = make_optimizer(optimizer, noted, named_parameters(engine), strategy=strategy, stages=engine.stages)
     batches = engine.size * batch_factor
     scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
-    for group in made.param_groups:
-        group["lr"] = (config.learning_rate or group["lr"]) * scaling
-    return engine, made
+    # All are computed before any is set: a tensor may be the rate of several groups.
+    rates = [float(config.learning_rate or group["lr"]) * scaling for group in trained.param_groups]
+    for group, rate in zip(trained.param_groups, rates, strict=True):
+        set_learning_rate(group, rate)
+    if config.learning_rate is not None or scaling != 1.0:
+        # Of groups that a callback adds without a rate of their own.
+        trained.defaults["lr"] = float(config.learning_rate or trained.defaults.get("lr", rates[0] / scaling)) * scaling
+    return engine, trained
 
 
 def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: Optimizer) -> nn.Module:
@@ -206,7 +212,7 @@ def _model_parallel_engine(
     return PipelineEngine(model=stages, stages=axes.pp, parallel=parallel, **common)
 
 
-def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """Return this rank's parameters by their names in the model that the user built."""
     named = {}
     for module in engine.modules():

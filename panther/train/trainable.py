@@ -1,0 +1,203 @@
+"""Which parameters are trained: changes in the middle of a run, and parameters of the loss, which no optimizer has."""
+
+__all__ = ["LossParameters", "TrainableSet", "average_gradients", "list_names", "reduced_parameters"]
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from panther._torch import version_of
+from panther.distributed.comm._agreement import gather_objects
+from panther.distributed.comm._ranks import name_ranks
+from panther.errors import ConfigError
+
+_LISTED = 8  # names of parameters that a message lists
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names in a form for messages, and how many more there are."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+class TrainableSet:
+    """The parameters of this rank that require a gradient, as all ranks have last agreed on them.
+
+    Callbacks may freeze and unfreeze parameters between steps. Some ranks may do so and others not, which would train
+    different models on them, so every change is compared before the optimizer takes its step.
+
+    Args:
+        named: This rank's parameters by their names in the model that the user built.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self.named = dict(named)
+        self._parameters = list(named.values())
+        self._at_start = dict(zip(named, self._flags(), strict=True))
+        self._agreed = self._flags()
+        self.changes: dict[str, bool] = {}
+        """Of all ranks, the parameters that were frozen or unfrozen since the start, and what they are now."""
+
+    def _flags(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def changed(self) -> list[str]:
+        """Return the names of the parameters that this rank has frozen or unfrozen since the last agreement."""
+        flags = self._flags()
+        if flags == self._agreed:
+            return []
+        return [name for name, now, agreed in zip(self.named, flags, self._agreed, strict=True) if now != agreed]
+
+    def check_stage(self, changed: Sequence[str]) -> None:
+        """Raise ConfigError if parameters of a pipeline stage that had none to train at the start were unfrozen."""
+        if not any(self._at_start.values()) and any(self.named[name].requires_grad for name in changed):
+            raise ConfigError(
+                f"{list_names(changed)} was unfrozen, and every parameter of its pipeline stage was frozen at the "
+                "start, when torch's stages note which of them send gradients back: freeze them in a callback after "
+                "the first step instead, or use another strategy"
+            )
+
+    def agree(self) -> list[str]:
+        """Compare the changes of all ranks, and return the names of this rank's parameters that were unfrozen.
+
+        Every rank must call it.
+
+        Raises:
+            ConfigError: On every rank, if a parameter requires a gradient on some ranks only.
+        """
+        changed = self.changed()
+        flags = dict(zip(self.named, self._flags(), strict=True))
+        now = {name: flag for name, flag in flags.items() if flag != self._at_start[name]}
+        # All flags are sent, because another rank may have changed one. Pipeline stages have different parameters.
+        flags_of_ranks, changes_of_ranks = zip(*gather_objects((flags, now), None), strict=True)
+        for name, ranks in _differences(flags_of_ranks).items():
+            raise ConfigError(
+                f"the parameter {name!r} requires a gradient on {name_ranks(ranks)} only, and the ranks would train "
+                "different models: freeze and unfreeze parameters on every rank, in the same step"
+            )
+        self.changes = {name: flag for changes in changes_of_ranks for name, flag in changes.items()}
+        self._agreed = list(flags.values())
+        return [name for name in changed if flags[name]]
+
+    def late(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters that require a gradient and did not at the start."""
+        return {name: p for name, p in self.named.items() if p.requires_grad and not self._at_start[name]}
+
+    def restore(self, changes: Mapping[str, bool]) -> list[str]:
+        """Freeze and unfreeze the parameters as they were in a checkpoint; return the names that this changed."""
+        restored = []
+        for name, flag in changes.items():
+            if name in self.named and self.named[name].requires_grad != flag:
+                self.named[name].requires_grad_(flag)
+                restored.append(name)
+        return restored
+
+
+def _differences(flags_of_ranks: Sequence[Mapping[str, bool]]) -> dict[str, list[int]]:
+    """Return, by name, the ranks on which a parameter requires a gradient while it does not on others."""
+    differing: dict[str, list[int]] = {}
+    for name in dict.fromkeys(name for flags in flags_of_ranks for name in flags):
+        values = {rank: flags[name] for rank, flags in enumerate(flags_of_ranks) if name in flags}
+        if len(set(values.values())) > 1:
+            differing[name] = [rank for rank, flag in values.items() if flag]
+    return differing
+
+
+def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return the parameters whose gradients DDP averages, in its own order; call it right after wrapping."""
+    reduced: dict[nn.Parameter, str] = {}
+    for module_name, module in model.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and f"{module_name}.{name}" not in model.parameters_to_ignore:
+                whole_name = f"{module_name}.{name}".removeprefix(".").replace("_checkpoint_wrapped_module.", "")
+                reduced.setdefault(parameter, whole_name)
+    return {name: parameter for parameter, name in reduced.items()}
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average gradients over all ranks, which must call it with the same parameters.
+
+    A parameter that no rank has a gradient of keeps none.
+    """
+    present = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
+    dist.all_reduce(present)
+    for parameter, ranks in zip(parameters, present.tolist(), strict=True):
+        if ranks:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+class LossParameters:
+    """Trainable parameters that a loss may depend on and that are not the model's, so that nothing would train them.
+
+    Args:
+        loss_fn: The loss: a module, or a function that refers to modules, as a method of one, in a partial, or by the
+            names in its code.
+        model: The model before it is distributed.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor] | None, model: nn.Module) -> None:
+        trained = set(model.parameters())
+        self._named = {
+            name: parameter
+            for module in _modules_of(loss_fn, 3)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and parameter not in trained
+        }
+        self._gradients = [_gradient(parameter) for parameter in self._named.values()]
+
+    def check(self) -> None:
+        """Raise ConfigError if the backward pass has reached any of them: teachers that are only read are none."""
+        gradients = zip(self._named.items(), self._gradients, strict=True)
+        reached = [name for (name, parameter), before in gradients if _gradient(parameter) != before]
+        if reached:
+            raise ConfigError(
+                f"the loss has trainable parameters of its own ({list_names(reached)}), which are not the model's and "
+                "would never be trained: make a module that has the model and the loss, whose forward(input, target) "
+                "returns the loss, and pass it as the model without loss_fn; or set requires_grad=False for them"
+            )
+
+
+def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return what differs after a backward pass has reached a parameter."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), version_of(gradient))
+
+
+def _modules_of(value: Any, depth: int) -> Iterator[nn.Module]:
+    """Yield the modules that a function refers to."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, type):
+        return
+    elif isinstance(value, functools.partial):
+        yield from _modules_of([value.func, *value.args, *value.keywords.values()], depth)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _modules_of(part, depth - 1)
+    elif isinstance(value, dict):
+        yield from _modules_of(list(value.values()), depth)
+    elif (bound := getattr(value, "__self__", None)) is not None and callable(value):
+        yield from _modules_of(bound, depth)
+    elif (code := getattr(value, "__code__", None)) is not None:
+        variables = getattr(value, "__globals__", {})
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        named = [variables[name] for name in code.co_names if name in variables]
+        yield from _modules_of([*cells, *named, *(value.__defaults__ or ())], depth)
+    elif callable(value) and hasattr(value, "__dict__"):
+        yield from _modules_of(list(vars(value).values()), depth)
+
+
+def _contents(cell: Any) -> Any:
+    """Return the value of a variable of a closure; None if it has not been assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,311 @@
+"""Optimizers that users made, under every strategy: the steps are those of a plain loop on one process."""
+
+import functools
+import re
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from whole_batches import STRATEGIES, At, assert_equal, build, plain, train, weights
+
+from panther.errors import ConfigError
+from panther.train import Callback
+
+pytestmark = pytest.mark.distributed
+
+
+def groups(model):
+    """The usual groups: matrices decay, biases do not, and the last layer has a rate of its own."""
+    *body, head = [m for m in model if isinstance(m, nn.Linear)]
+    return [
+        {"params": [m.weight for m in body], "weight_decay": 0.2},
+        {"params": [m.bias for m in body], "weight_decay": 0.0},
+        {"params": list(head.parameters()), "lr": 0.05},
+    ]
+
+
+class Strange(torch.optim.Optimizer):
+    """As third parties write them: a required argument, and ``defaults`` that the constructor does not take."""
+
+    def __init__(self, params, total_steps, *, lr=0.02):
+        self.total_steps = total_steps
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "count": 0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    buffer.mul_(group["momentum"]).add_(p.grad)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(buffer, alpha=-group["lr"] * (1 - group["count"] / self.total_steps))
+
+
+class Pulled(torch.optim.SGD):
+    """Its constructor copies the parameters, which steps then pull to, as Lookahead does."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.lerp_(self.state[p]["slow"], 0.3)
+
+
+class Holding(torch.optim.SGD):
+    """Refers to its parameters outside of the groups."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.everything = {"all": [p for group in self.param_groups for p in group["params"]]}
+
+
+class Local(torch.optim.SGD):
+    """Reads the norm of each parameter, as LARS and LAMB do; of a shard, that is the norm of the shard."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * p.norm().item() / (1 + p.grad.norm().item()))
+
+
+class Global(torch.optim.SGD):
+    """Divides by a norm over all parameters, of which a stage and ``zero1`` have a part."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(gradient.square().sum() for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.div_(norm + 1)
+        super().step()
+
+
+def taken_steps(model):
+    """State that is already present, of a step that was taken before."""
+    optimizer = torch.optim.Adam(groups(model), lr=0.02)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+MAKERS = {
+    "AdamW": lambda model: torch.optim.AdamW(groups(model), lr=0.02),
+    "Adagrad": lambda model: torch.optim.Adagrad(groups(model), lr=0.02, initial_accumulator_value=0.1),
+    "third party": lambda model: Strange(groups(model), 9),
+    "copies in the constructor": lambda model: Pulled(groups(model), 0.1),
+    "state": taken_steps,
+    "foreach": lambda model: torch.optim.AdamW(groups(model), lr=0.02, foreach=True),
+    "fused": lambda model: torch.optim.AdamW(groups(model), lr=0.02, fused=True),
+    "tensor rate": lambda model: torch.optim.AdamW(groups(model), lr=torch.tensor(0.02, dtype=torch.float64)),
+    "amsgrad": lambda model: torch.optim.Adam(groups(model), lr=0.02, amsgrad=True),
+    "names": lambda model: torch.optim.NAdam(
+        [{"params": list(model[0].named_parameters())}, {"params": list(model[2:].named_parameters()), "lr": 0.05}],
+        lr=0.02,
+    ),
+    "momentum": lambda model: torch.optim.SGD(groups(model), lr=0.1, momentum=0.9, nesterov=True),
+    "some": lambda model: torch.optim.RAdam([{"params": list(model[4].parameters()), "lr": 0.1}]),
+    "none on a stage": lambda model: torch.optim.AdamW(list(model[0].parameters()), lr=0.1),
+    "maximize": lambda model: torch.optim.RMSprop(groups(model), lr=0.002, momentum=0.5, centered=True),
+}
+QUICK = ("AdamW", "Adagrad", "third party", "copies in the constructor")
+
+
+def compare(strategies, makers):
+    def run():
+        outcomes = {}
+        for strategy in strategies:
+            for name in makers:
+                model = build()
+                optimizer = MAKERS[name](model)
+                trainer = train(model, optimizer, STRATEGIES[strategy])
+                if strategy != "zero1":
+                    assert trainer.optimizer is optimizer
+                outcomes[strategy, name] = weights(trainer)
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    for name in makers:
+        model = build()
+        expected = plain(model, MAKERS[name](model))
+        for strategy in strategies:
+            assert_equal([outcome[strategy, name] for outcome in outcomes], expected)
+
+
+def test_optimizers_with_groups_take_the_steps_of_one_process():
+    """pykeen#1569: AdamW that was made again of its ``defaults`` refused a key of them."""
+    compare(("zero1", "fsdp", "pp"), QUICK)
+
+
+@pytest.mark.slow
+def test_what_is_right_on_shards_and_refused_on_parts_is_told_apart():
+    """A trial refuses what would be wrong, and nothing else: norms by operations of torch are right on shards."""
+
+    def run():
+        return {
+            (strategy, kind.__name__): weights(train(build(), kind, STRATEGIES[strategy]))
+            for strategy, kind in (
+                ("fsdp", Global),
+                ("replicate", Local),
+                ("zero1", Local),
+                ("zero1", torch.optim.Rprop),
+            )
+        }
+
+    outcomes = on_ranks(run, 2)
+    for strategy, name in outcomes[0]:
+        model = build()
+        kind = {"Global": Global, "Local": Local, "Rprop": torch.optim.Rprop}[name]
+        assert_equal([outcome[strategy, name] for outcome in outcomes], plain(model, kind(model.parameters())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_optimizer_takes_the_steps_of_one_process(strategy):
+    compare((strategy,), MAKERS)
+
+
+def test_the_default_optimizer_and_functions_are_made_of_shards():
+    """A function may make groups, which ZeroRedundancyOptimizer compares with its own."""
+
+    def grouped(parameters):
+        parameters = list(parameters)
+        decayed = [p for p in parameters if p.dim() > 1]
+        rest = [p for p in parameters if p.dim() == 1]
+        return torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=0.02)
+
+    makers = {"grouped": grouped, "copies": functools.partial(Pulled, lr=0.1), "default": None}
+
+    def run():
+        return [
+            {name: weights(train(build(), maker, STRATEGIES[strategy])) for name, maker in makers.items()}
+            for strategy in ("zero1",)
+        ]
+
+    outcomes = on_ranks(run, 2)
+    for name, maker in makers.items():
+        model = build()
+        expected = plain(model, (maker or torch.optim.AdamW)(model.parameters()))
+        assert_equal([outcome[0][name] for outcome in outcomes], expected)
+
+
+class Steps(Callback):
+    """Steps a scheduler that was attached to the user's own optimizer."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def on_step(self, trainer, loss):
+        self.scheduler.step()
+
+
+def attached(model):
+    optimizer = torch.optim.SGD(groups(model), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 8)
+
+
+def refusals():
+    """What is refused before the first step, by strategy: the optimizer's maker, settings, and the reason."""
+
+    def without_rate(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        del optimizer.param_groups[0]["lr"]
+        return optimizer
+
+    holding = r"Holding keeps parameters in its attribute 'everything' too, and strategy='{}' "
+    return [
+        ("fsdp", lambda model: Holding(model.parameters(), 0.1), {}, holding.format("fsdp")),
+        ("tp", lambda model: Holding(model.parameters(), 0.1), {}, holding.format("tp")),
+        ("pp", lambda model: Holding(model.parameters(), 0.1), {}, holding.format("pp")),
+        ("zero1", lambda model: Holding(model.parameters(), 0.1), {}, holding.format("zero1")),
+        ("zero1", lambda model: attached(model)[0], {"schedule": "callback"}, "the optimizer has a scheduler, or "),
+        ("ddp", lambda model: attached(model)[0], {}, r"the optimizer has a scheduler, and schedule='constant'"),
+        ("ddp", without_rate, {}, "a group of SGD has no 'lr'"),
+        ("ddp", lambda model: torch.optim.SGD(build().parameters(), lr=0.1), {}, "parameters that are not the model's"),
+        ("fsdp", lambda model: torch.optim.Muon, {}, r"Muon only supports 2D .*no optimizer was made: Muon raised"),
+        ("ddp", lambda model: torch.optim.SparseAdam, {}, "does not support dense .*SparseAdam took no step: use"),
+        ("fsdp", lambda model: torch.optim.Rprop, {}, r"Error: .*Rprop was tried on small parameters as strategy='fs"),
+        ("fsdp", lambda model: torch.optim.Adafactor, {}, r"Error: .*Adafactor was tried on small parameters as strat"),
+        ("fsdp", lambda model: Local, {}, r"steps on sharded parameters differ .*Local was tried on small parameters"),
+        ("zero1", lambda model: Global, {}, r"depend on numbers of all parameters, and each rank has a part.*Global w"),
+        ("pp", lambda model: Global(model.parameters()), {}, r"depend on numbers of all parameters, and each rank has"),
+    ]
+
+
+def test_what_cannot_work_is_refused_before_anything_has_changed():
+    def run():
+        texts = []
+        for strategy, maker, settings, _ in refusals():
+            model = build()
+            with pytest.raises(ConfigError) as caught:
+                train(model, maker(model), STRATEGIES[strategy] | settings)
+            texts.append(str(caught.value))
+        return texts
+
+    for texts in on_ranks(run, 2):
+        for text, (strategy, _, _, reason) in zip(texts, refusals(), strict=True):
+            assert re.search(reason, text), (strategy, text)
+
+
+def test_a_scheduler_that_was_attached_to_the_object_keeps_working():
+    strategies = ("ddp", "fsdp", "pp")
+
+    def run():
+        outcomes = []
+        for strategy in strategies:
+            model = build()
+            optimizer, scheduler = attached(model)
+            settings = STRATEGIES[strategy] | {"schedule": "callback"}
+            outcomes.append(weights(train(model, optimizer, settings, [Steps(scheduler)])))
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    model = build()
+    optimizer, scheduler = attached(model)
+    expected = plain(model, optimizer, scheduler=scheduler)
+    for number in range(len(strategies)):
+        assert_equal([outcome[number] for outcome in outcomes], expected)
+
+
+def test_a_rate_that_a_callback_sets_is_not_overwritten_in_silence():
+    def halve(trainer):
+        trainer.optimizer.param_groups[0]["lr"] /= 2
+
+    with pytest.raises(ConfigError, match=r"group 0 was set to 0.05 after step 2, and schedule='constant' sets it in"):
+        train(build(), functools.partial(torch.optim.SGD, lr=0.1), {}, [At(halve, 2)])
+    assert train(build(), functools.partial(torch.optim.SGD, lr=0.1), {"schedule": "callback"}, [At(halve, 2)]).step
+
+
+def test_a_sharded_model_that_a_callback_copies_is_told_how_to_average():
+    def averaged(trainer):
+        torch.optim.swa_utils.AveragedModel(trainer.model)
+
+    def run():
+        with pytest.raises(ConfigError) as caught:
+            train(build(), None, {"strategy": "fsdp"}, [At(averaged, 1)])
+        train(build(), None, {"strategy": "ddp"}, [At(averaged, 1)])
+        return str(caught.value)
+
+    text = on_ranks(run, 2)[0]
+    assert text.startswith("FSDP does not support deepcopy")
+    assert "At.on_step copied a sharded model" in text

@@ -1,0 +1,420 @@
+"""Parameters that are frozen, unfrozen or lose their gradient in the middle of a run, under every strategy."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from whole_batches import STRATEGIES, At, assert_equal, build, freeze, module_named, plain, samples, train, weights
+
+from panther.distributed import checkpoint
+from panther.errors import ConfigError, DistributedError
+from panther.train import TrainConfig, Trainer
+
+pytestmark = pytest.mark.distributed
+AdamW = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.3)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+# Whether the first layer is frozen at the start, and the steps after which it is unfrozen (True) or frozen.
+PLANS = {
+    "frozen": (False, {2: False}),
+    "unfrozen": (True, {2: True}),
+    "frozen for a while": (False, {1: False, 3: True}),
+    "unfrozen for a while": (True, {1: True, 3: False}),
+}
+LAYOUTS = {
+    **STRATEGIES,
+    "ddp, unused": {"find_unused_parameters": True},
+    "ddp, accumulated": {"micro": 3},
+    "zero1, accumulated": {"strategy": "zero1", "micro": 3},
+    "fsdp, accumulated": {"strategy": "fsdp", "micro": 3},
+    "ddp, buckets": {"bucket_cap_mb": 0.0003},
+    "ddp, recomputed": {"activation_checkpointing": "full"},
+}
+
+
+def compare(plans, layouts, optimizers=(SGD,)):
+    def run():
+        outcomes = {}
+        for plan in plans:
+            at_start, steps = PLANS[plan]
+            for layout in layouts:
+                settings = dict(LAYOUTS[layout])
+                micro = settings.pop("micro", 1)
+                for number, optimizer in enumerate(optimizers):
+                    model = build()
+                    model[0].requires_grad_(not at_start)
+                    changes = [At(freeze("0", trained), step) for step, trained in steps.items()]
+                    trainer = train(model, optimizer, settings, changes, steps=5, micro=micro)
+                    outcomes[plan, layout, number] = weights(trainer)
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    for plan in plans:
+        at_start, steps = PLANS[plan]
+        for number, optimizer in enumerate(optimizers):
+            model = build()
+            model[0].requires_grad_(not at_start)
+            changes = {step: partial(model[0].requires_grad_, trained) for step, trained in steps.items()}
+            expected = plain(model, optimizer(model.parameters()), changes, steps=5)
+            for layout in layouts:
+                assert_equal([outcome[plan, layout, number] for outcome in outcomes], expected)
+
+
+def test_parameters_that_are_frozen_or_unfrozen_are_trained_as_on_one_process():
+    """Lightning#20340, ClassyVision#398: DDP never averaged what was unfrozen, and stopped or went on with what was
+    frozen."""
+    compare(("frozen", "unfrozen"), ("ddp", "zero1", "ddp, accumulated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_layout_trains_what_one_process_trains(plan):
+    # A pipeline stage that was frozen at the start is refused, below.
+    compare((plan,), [name for name in LAYOUTS if name != "pp" or not PLANS[plan][0]], (SGD, AdamW))
+
+
+def raised_on_ranks(run):
+    """The error that ends a run in which the ranks wait for each other in vain."""
+    with pytest.raises(DistributedError) as caught:
+        on_ranks(run, fresh=True)
+    return str(caught.value)
+
+
+def refused_stage():
+    model = build()
+    model[0].requires_grad_(False)
+    train(model, SGD, STRATEGIES["pp"], [At(freeze("0", True), 1)])
+
+
+def changed_on_one_rank(strategy):
+    """pytorch#69031, on one rank only, for example by a threshold of a loss that differs between ranks."""
+    change = freeze("0")
+    train(build(), SGD, STRATEGIES[strategy], [At(lambda trainer: dist.get_rank() == 1 and change(trainer), 1)])
+
+
+def lost_on_one_rank(strategy):
+    train(Partly((3,), only_rank=1), SGD, STRATEGIES[strategy], steps=4)
+
+
+REFUSED = {
+    "stage": (refused_stage, "0.weight, 0.bias was unfrozen, and every parameter of its pipeline stage was frozen"),
+    "fsdp": (partial(changed_on_one_rank, "fsdp"), "rank 1 has frozen or unfrozen 0.weight, 0.bias, as 1 of 2 ranks"),
+    "tp": (partial(changed_on_one_rank, "tp"), "rank 1 has frozen or unfrozen 0.weight, 0.bias, as 1 of 2 ranks"),
+    "lost": (partial(lost_on_one_rank, "ddp"), "not depend on the parameters first.weight, first.bias, and DDP waits"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_rank_alone_does_ends_the_run_with_a_name(name):
+    run, text = REFUSED[name]
+    assert text in raised_on_ranks(run)
+
+
+def test_ranks_that_freeze_different_parameters_are_told():
+    def run():
+        outcomes = []
+        for strategy in ("ddp", "zero1"):
+            for trained in (False, True):
+                model = build()
+                model[0].requires_grad_(not trained)
+                change = freeze("0", trained)
+                with pytest.raises(ConfigError) as caught:
+                    train(model, SGD, STRATEGIES[strategy], [At(lambda t, c=change: dist.get_rank() == 1 and c(t), 2)])
+                outcomes.append(str(caught.value))
+        return outcomes
+
+    first, second = on_ranks(run, 2)
+    assert first == second
+    for text, ranks in zip(first, ("rank 0", "rank 1", "rank 0", "rank 1"), strict=True):
+        assert f"the parameter '0.weight' requires a gradient on {ranks} only" in text
+
+
+def extended(trainer):
+    """What fine-tuning does when its first phase ends."""
+    module = module_named(trainer, "0").requires_grad_(True)
+    trainer.optimizer.add_param_group({"params": list(module.parameters()), "lr": 0.03, "weight_decay": 0.5})
+
+
+def head_only(parameters):
+    return torch.optim.AdamW(list(parameters), lr=0.02)
+
+
+def breaks(trainer):
+    raise KeyError("on purpose")
+
+
+def expected_of_groups(steps):
+    """A plain loop with a linear schedule, in which the group joins after the second step."""
+    model = build()
+    model[0].requires_grad_(False)
+    optimizer = head_only(p for p in model.parameters() if p.requires_grad)
+    x, y = samples()
+    peaks = [0.02]
+    for step in range(steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * (1 - step / steps)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.03, "weight_decay": 0.5})
+            peaks.append(0.03)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("zero1", "fsdp"), pytest.param(("ddp", "tp", "replicate", "hybrid"), marks=pytest.mark.slow)],
+    ids=lambda value: ", ".join(value),
+)
+def test_groups_that_a_callback_adds_are_scheduled_saved_and_resumed(tmp_path, strategies):
+    """Lightning#20340: the next step raised about ``zip()``, and a resumed run would have lost the group."""
+
+    def run():
+        outcomes = []
+        for strategy in strategies:
+            settings = {**STRATEGIES[strategy], "checkpoint_dir": str(tmp_path / strategy), "schedule": "linear"}
+            settings["checkpoint_every_n_steps"] = 3
+            for callbacks in ([At(extended, 2), At(breaks, 4)], [At(extended, 2)]):  # The second run resumes the first.
+                model = build()
+                model[0].requires_grad_(False)
+                try:
+                    trainer = train(model, head_only, settings, callbacks, steps=6)
+                except KeyError:
+                    continue
+            outcomes.append(weights(trainer))
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    for number, _ in enumerate(strategies):
+        assert_equal([outcome[number] for outcome in outcomes], expected_of_groups(6))
+
+
+class Partly(nn.Module):
+    """Leaves a layer out of some forwards, on all ranks or on one."""
+
+    def __init__(self, left_out, only_rank=None, both=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.first, self.second = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+        self.left_out, self.only_rank, self.forwards = left_out, only_rank, 0
+
+    def forward(self, x):
+        self.forwards += 1
+        output = self.second(self.used(x).tanh())
+        rank = dist.get_rank() if dist.is_initialized() else None
+        if self.forwards in self.left_out and self.only_rank in (None, rank):
+            return output
+        return output + self.first(x)
+
+
+class Ends(nn.Module):
+    """Receives SIGTERM on the first rank, in the middle of a forward."""
+
+    def __init__(self, model, at):
+        super().__init__()
+        self.model, self.at = model, at
+
+    def forward(self, x):
+        if self.model.forwards + 1 == self.at and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.model(x)
+
+
+def stopped(folder, model, settings, **more):
+    """The error that ends a run, the step that it was in, and the steps of its checkpoints."""
+    settings = {"checkpoint_dir": str(folder), "checkpoint_every_n_steps": 1, "keep_checkpoints": None, **settings}
+    with pytest.raises(ConfigError) as caught:
+        train(model, SGD, settings, **more)
+    return str(caught.value), [path.name for path in checkpoint.checkpoints(folder)]
+
+
+LOSSES = {
+    "in the middle": ({"strategy": "ddp"}, 3, 6, 1),
+    "in the last step": ({"strategy": "ddp"}, 4, 4, 1),
+    "in many buckets": ({"bucket_cap_mb": 0.0003}, 3, 6, 1),
+    "zero1": ({"strategy": "zero1"}, 3, 6, 1),
+    "compressed": ({"comm_hook": "fp16"}, 3, 6, 1),
+    # An earlier batch of the step has reached the layer, which therefore has a gradient that was not averaged.
+    "in the last batch of a step": ({"strategy": "ddp"}, 9, 6, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("in the middle", "in the last batch of a step"),
+        pytest.param(tuple(LOSSES), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_a_lost_gradient_ends_the_run_in_its_step(tmp_path, names):
+    """pytorch#69031: a step with gradients that were not averaged was logged and saved before an error came."""
+
+    def run(ended):
+        outcomes = []
+        for name in names:
+            settings, at, steps, micro = LOSSES[name]
+            model = Partly((at,))
+            model = Ends(model, at) if ended else model
+            folder = tmp_path / f"{name} {ended}"
+            outcomes.append(stopped(folder, model, settings, steps=steps, micro=micro))
+        return outcomes
+
+    for ended in (False, True):
+        first, second = on_ranks(lambda ended=ended: run(ended), 2)
+        assert first == second
+        for name, (text, saved) in zip(names, first, strict=True):
+            _, at, _, micro = LOSSES[name]
+            assert "does not depend on the parameters " in text
+            assert "first.weight" in text
+            assert "set find_unused_parameters=True" in text
+            assert saved == [f"step-{step:08}" for step in range(1, at // micro)]
+
+
+def halves(left_out, only_rank, steps):
+    """The weights of a plain loop whose halves of a step take the ways of two ranks."""
+    models = [Partly(left_out, only_rank=None if only_rank in (None, rank) else "none") for rank in range(2)]
+    models[1].used, models[1].first, models[1].second = models[0].used, models[0].first, models[0].second
+    x, y = samples()
+    optimizer = SGD(models[0].parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for model in models:
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("only_rank", [None, 1])
+def test_unused_parameters_are_trained_as_on_one_process(only_rank):
+    """Not moved at all where no rank uses them, neither by momentum nor by decay."""
+
+    def run():
+        outcomes = []
+        for settings in ({}, {"strategy": "zero1"}):
+            config = TrainConfig(**{"strategy": "ddp", "max_steps": 5, "find_unused_parameters": True, **settings})
+            trainer = Trainer(Partly((2, 4), only_rank), SGD, nn.CrossEntropyLoss(), config)
+            x, y = samples()
+            # Every other sample is a rank's, so both have all of them.
+            trainer.fit(DataLoader(TensorDataset(x.repeat_interleave(2, 0), y.repeat_interleave(2)), len(x)))
+            outcomes.append(weights(trainer))
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    for number in range(2):
+        assert_equal([outcome[number] for outcome in outcomes], halves((2, 4), only_rank, 5))
+
+
+def to_be_added_by_function(parameters):
+    return torch.optim.SGD(list(parameters), lr=0.1)
+
+
+def test_what_is_unfrozen_and_in_no_group_is_named():
+    """The optimizer of a function or of the user is not extended: other groups may be meant."""
+    for optimizer in (to_be_added_by_function, None):
+        model = build()
+        model[0].requires_grad_(False)
+        if optimizer is None:
+            optimizer = torch.optim.SGD(list(model[2:].parameters()), lr=0.1)
+        with pytest.raises(ConfigError, match=r"0.bias, 0.weight was unfrozen after step 2, .*add_param_group\("):
+            train(model, optimizer, {}, [At(freeze("0", True), 2)])
+
+
+def test_trainable_parameters_that_the_optimizer_does_not_have_are_logged(caplog):
+    model = build()
+    optimizer = torch.optim.AdamW([*model[2].parameters(), model[4].bias], lr=0.02)
+    found = weights(train(model, optimizer, {}))
+    assert "does not have the trainable parameters 0.weight, 0.bias, 4.weight, which therefore stay" in caplog.text
+    model = build()
+    expected = plain(model, torch.optim.AdamW([*model[2].parameters(), model[4].bias], lr=0.02))
+    assert_equal([found], expected)
+    assert all(parameter.grad is None or parameter.grad.abs().max() < 1 for parameter in model.parameters())
+
+
+class Scaled(nn.Module):
+    """A loss with a temperature, as ArcFace or contrastive losses have one."""
+
+    def __init__(self, teacher=None):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.teacher = teacher
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.temperature, target)
+
+
+class Distilled(nn.Module):
+    """A loss whose teacher is trainable by its flags, but is only read."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, output, target):
+        with torch.no_grad():
+            self.teacher(output)
+        return nn.functional.cross_entropy(output, target)
+
+
+def ways_of_a_loss():
+    loss = Scaled()
+
+    def closure(output, target):
+        return loss(output, target)
+
+    class Holder:
+        def __init__(self):
+            self.inner = [loss]
+
+        def __call__(self, output, target):
+            return self.inner[0](output, target)
+
+        def method(self, output, target):
+            return self.inner[0](output, target)
+
+    return {
+        "module": loss,
+        "closure": closure,
+        "method of a module": loss.forward,
+        "partial": partial(lambda loss, output, target: loss(output, target), loss),
+        "object": Holder(),
+        "method of an object": Holder().method,
+    }
+
+
+@pytest.mark.parametrize("way", ways_of_a_loss())
+def test_a_loss_with_trainable_parameters_is_refused_before_the_first_step(way):
+    """pytorch-metric-learning#710: the weights of ArcFace were never trained."""
+    model = build()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"trainable parameters of its own \(temperature\).*whose forward\(input"):
+        train(model, SGD, {}, loss_fn=ways_of_a_loss()[way])
+    assert_equal([dict(model.named_parameters())], before)
+
+
+def test_a_loss_whose_parameters_are_only_read_or_the_model_s_is_trained():
+    model = build()
+    regularized = lambda output, target: nn.functional.cross_entropy(output, target) + 0 * model[0].weight.sum()  # noqa: E731
+    for loss_fn in (Distilled(), Scaled().requires_grad_(False), regularized):
+        assert train(model, SGD, {}, loss_fn=loss_fn).step == 4
+
+
+def test_a_loss_with_trainable_parameters_is_named_on_several_ranks():
+    def run():
+        texts = []
+        for strategy in ("ddp", "fsdp"):
+            with pytest.raises(ConfigError) as caught:
+                train(build(), SGD, STRATEGIES[strategy], loss_fn=Scaled())
+            texts.append(str(caught.value))
+        return texts
+
+    assert all("of its own (temperature)" in text for texts in on_ranks(run, 2) for text in texts)
