@@ -99,7 +99,8 @@ class NotedOptimizer:
 
     optimizer: torch.optim.Optimizer
     names: list[list[tuple[str, ...]]]
-    """For each group, the names of each parameter: tied parameters have several, of which a stage may have any."""
+    """For each group, the names of each parameter. A tied parameter has several names, and a stage may use any of them.
+    """
     states: dict[tuple[str, ...], dict[str, Any]]
     """The state of each parameter that has one, such as the sums which the constructor of Adagrad makes."""
 
@@ -136,7 +137,7 @@ def note_optimizer(optimizer: Optimizer, model: nn.Module) -> NotedOptimizer | N
 def make_optimizer(
     optimizer: Optimizer,
     noted: NotedOptimizer | None,
-    named: Mapping[str, nn.Parameter],
+    by_name: Mapping[str, nn.Parameter],
     *,
     strategy: str,
     stages: int,
@@ -150,7 +151,7 @@ def make_optimizer(
     Args:
         optimizer: The argument of the Trainer.
         noted: The result of :func:`note_optimizer` before the model was distributed.
-        named: This rank's parameters by their names in the model that the user built.
+        by_name: This rank's parameters by their names in the model that the user built.
         strategy: The strategy; ``"zero1"`` shards the state over the ranks.
         stages: Number of pipeline stages; with several, this rank has only some of the parameters.
 
@@ -159,16 +160,16 @@ def make_optimizer(
     """
     if noted is not None:
         result = noted.optimizer
-        _give_parameters(noted, named, strategy, stages)
+        _give_parameters(noted, by_name, strategy, stages)
     else:
-        parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
+        parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
             parameters = [{"params": []}]  # of a stage that is frozen, for now
         result = _call(optimizer or torch.optim.AdamW, parameters)
         _check_rates(result)
     if isinstance(result, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
-    _report_untrained(result, named)
+    _report_untrained(result, by_name)
     check_optimizer(result, strategy, stages)
     return _shard_state(result) if strategy == "zero1" else result
 
@@ -208,11 +209,11 @@ def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Op
     return result
 
 
-def _give_parameters(noted: NotedOptimizer, named: Mapping[str, nn.Parameter], strategy: str, stages: int) -> None:
+def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter], strategy: str, stages: int) -> None:
     """Put this rank's parameters into the groups of the user's optimizer, and their states into its state."""
     optimizer = noted.optimizer
     # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
-    present = [[next((n for n in names if n in named), None) for names in group] for group in noted.names]
+    present = [[next((n for n in names if n in by_name), None) for names in group] for group in noted.names]
     ranks = gather_objects(present, None) if stages > 1 else [present]
     for number, group in enumerate(noted.names):
         for place, names in enumerate(group):
@@ -227,7 +228,7 @@ def _give_parameters(noted: NotedOptimizer, named: Mapping[str, nn.Parameter], s
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for group, names_of_group, places in zip(optimizer.param_groups, noted.names, present, strict=True):
         here = [place for place, name in enumerate(places) if name is not None]
-        parameters = [named[name] for name in places if name is not None]
+        parameters = [by_name[name] for name in places if name is not None]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][place] for place in here]
         group["params"] = parameters
@@ -237,7 +238,7 @@ def _give_parameters(noted: NotedOptimizer, named: Mapping[str, nn.Parameter], s
     for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
         del optimizer.state[key]
     optimizer.state.update(states)
-    replaced = before - {id(parameter) for parameter in named.values()}
+    replaced = before - {id(parameter) for parameter in by_name.values()}
     if attribute := next(_attributes_with(optimizer, replaced), None):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps parameters in its attribute {attribute!r} too, and "
@@ -263,10 +264,10 @@ def _take_states_of_first_rank(states: Mapping[tuple[str, ...], dict[str, Any]])
     )
     on_gpu = "nccl" in dist.get_backend()
     for tensor in tensors.values():
-        sent = tensor.cuda() if on_gpu and not tensor.is_cuda else tensor.contiguous()
-        dist.broadcast(sent, 0)
-        if sent is not tensor:
-            tensor.copy_(sent)
+        message = tensor.cuda() if on_gpu and not tensor.is_cuda else tensor.contiguous()
+        dist.broadcast(message, 0)
+        if message is not tensor:
+            tensor.copy_(message)
 
 
 def _state_of_shard(
@@ -321,10 +322,10 @@ def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> 
             yield name
 
 
-def _report_untrained(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+def _report_untrained(optimizer: torch.optim.Optimizer, by_name: Mapping[str, nn.Parameter]) -> None:
     """Log which trainable parameters the optimizer does not have."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    untrained = [name for name, parameter in named.items() if parameter.requires_grad and parameter not in trained]
+    untrained = [name for name, parameter in by_name.items() if parameter.requires_grad and parameter not in trained]
     if untrained and get_rank() == 0:
         more = f" and {len(untrained) - _LISTED} more" if len(untrained) > _LISTED else ""
         _log.warning(

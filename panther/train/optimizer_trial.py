@@ -59,18 +59,18 @@ def _difference(optimizer: optim.Optimizer, sharded: DTensor | None, divided: bo
         for group in optimizer.param_groups[:_GROUPS]
     ]
     try:
-        whole = _run(optimizer, settings, 0, None, None)
-        if _unequal(whole, _run(optimizer, settings, 1, None, None)):
+        reference = _run(optimizer, settings, 0, None, None)
+        if _unequal(reference, _run(optimizer, settings, 1, None, None)):
             return None  # of random numbers
     except Exception:  # without a closure, for example, or on a device that it does not take
         return None
     try:
-        if sharded is not None and _unequal(whole, _run(optimizer, settings, 0, sharded, None)):
+        if sharded is not None and _unequal(reference, _run(optimizer, settings, 0, sharded, None)):
             return "its steps on sharded parameters differ from those on whole ones"
         if divided:
             halves = [_run(optimizer, settings, 0, None, half) for half in range(2)]
-            values = [halves[number % 2][0][number] for number in range(len(whole[0]))]
-            if any(_unequal(whole, (values, numbers)) for _, numbers in halves):
+            values = [halves[number % 2][0][number] for number in range(len(reference[0]))]
+            if any(_unequal(reference, (values, numbers)) for _, numbers in halves):
                 return "its steps depend on numbers of all parameters, and each rank has a part of them"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -113,11 +113,11 @@ def _run(
             nn.Parameter(placed(torch.randn(shape, generator=generator).requires_grad_(False)))
             for shape in ((size, 3), (size,))
         ]
-        chosen = [p for number, p in enumerate(pair, start=len(parameters)) if half in (None, number % 2)]
-        trial.param_groups.append({**copy.deepcopy(group), "params": chosen})
+        trial_parameters = [p for number, p in enumerate(pair, start=len(parameters)) if half in (None, number % 2)]
+        trial.param_groups.append({**copy.deepcopy(group), "params": trial_parameters})
         parameters += pair
         if (example := next((p for p in place["params"] if optimizer.state.get(p)), None)) is not None:
-            for parameter in chosen:
+            for parameter in trial_parameters:
                 trial.state[parameter] = {
                     key: _state_like(value, example.shape, parameter) for key, value in optimizer.state[example].items()
                 }

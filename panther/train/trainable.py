@@ -32,30 +32,30 @@ class TrainableSet:
     different models on them, so every change is compared before the optimizer takes its step.
 
     Args:
-        named: This rank's parameters by their names in the model that the user built.
+        by_name: This rank's parameters by their names in the model that the user built.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        self.named = dict(named)
-        self._parameters = list(named.values())
-        self._at_start = dict(zip(named, self._flags(), strict=True))
+    def __init__(self, by_name: Mapping[str, nn.Parameter]) -> None:
+        self.by_name = dict(by_name)
+        self._tensors = list(by_name.values())
+        self._at_start = dict(zip(by_name, self._flags(), strict=True))
         self._agreed = self._flags()
         self.changes: dict[str, bool] = {}
         """Of all ranks, the parameters that were frozen or unfrozen since the start, and what they are now."""
 
     def _flags(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        return [parameter.requires_grad for parameter in self._tensors]
 
     def changed(self) -> list[str]:
         """Return the names of the parameters that this rank has frozen or unfrozen since the last agreement."""
         flags = self._flags()
         if flags == self._agreed:
             return []
-        return [name for name, now, agreed in zip(self.named, flags, self._agreed, strict=True) if now != agreed]
+        return [name for name, now, agreed in zip(self.by_name, flags, self._agreed, strict=True) if now != agreed]
 
     def check_stage(self, changed: Sequence[str]) -> None:
         """Raise ConfigError if parameters of a pipeline stage that had none to train at the start were unfrozen."""
-        if not any(self._at_start.values()) and any(self.named[name].requires_grad for name in changed):
+        if not any(self._at_start.values()) and any(self.by_name[name].requires_grad for name in changed):
             raise ConfigError(
                 f"{list_names(changed)} was unfrozen, and every parameter of its pipeline stage was frozen at the "
                 "start, when torch's stages note which of them send gradients back: freeze them in a callback after "
@@ -71,7 +71,7 @@ class TrainableSet:
             ConfigError: On every rank, if a parameter requires a gradient on some ranks only.
         """
         changed = self.changed()
-        flags = dict(zip(self.named, self._flags(), strict=True))
+        flags = dict(zip(self.by_name, self._flags(), strict=True))
         now = {name: flag for name, flag in flags.items() if flag != self._at_start[name]}
         # All flags are sent, because another rank may have changed one. Pipeline stages have different parameters.
         flags_of_ranks, changes_of_ranks = zip(*gather_objects((flags, now), None), strict=True)
@@ -86,14 +86,14 @@ class TrainableSet:
 
     def late(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters that require a gradient and did not at the start."""
-        return {name: p for name, p in self.named.items() if p.requires_grad and not self._at_start[name]}
+        return {name: p for name, p in self.by_name.items() if p.requires_grad and not self._at_start[name]}
 
     def restore(self, changes: Mapping[str, bool]) -> list[str]:
         """Freeze and unfreeze the parameters as they were in a checkpoint; return the names that this changed."""
         restored = []
         for name, flag in changes.items():
-            if name in self.named and self.named[name].requires_grad != flag:
-                self.named[name].requires_grad_(flag)
+            if name in self.by_name and self.by_name[name].requires_grad != flag:
+                self.by_name[name].requires_grad_(flag)
                 restored.append(name)
         return restored
 
@@ -189,8 +189,8 @@ def _modules_of(value: Any, depth: int) -> Iterator[nn.Module]:
     elif (code := getattr(value, "__code__", None)) is not None:
         variables = getattr(value, "__globals__", {})
         cells = [_contents(cell) for cell in value.__closure__ or ()]
-        named = [variables[name] for name in code.co_names if name in variables]
-        yield from _modules_of([*cells, *named, *(value.__defaults__ or ())], depth)
+        globals_of_code = [variables[name] for name in code.co_names if name in variables]
+        yield from _modules_of([*cells, *globals_of_code, *(value.__defaults__ or ())], depth)
     elif callable(value) and hasattr(value, "__dict__"):
         yield from _modules_of(list(vars(value).values()), depth)
 

@@ -323,14 +323,14 @@ class Trainer:
         """Add the groups that a checkpoint's optimizer had in addition; return whether there are any."""
         count = len(self.optimizer.param_groups)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        named = self._trainable.named
+        by_name = self._trainable.by_name
         added = groups[count:]
-        if any(named[name] in trained for names in added for name in names if name in named):
+        if any(by_name[name] in trained for names in added for name in names if name in by_name):
             return False  # this run's optimizer has them in other groups
         rates = extra.get("peak_rates", []) if isinstance(extra, Mapping) else []
         for number, names in enumerate(added, start=count):
             # A pipeline stage has only some of the parameters.
-            self.optimizer.add_param_group({"params": [named[name] for name in names if name in named]})
+            self.optimizer.add_param_group({"params": [by_name[name] for name in names if name in by_name]})
             self._peak_rates.append(float(rates[number]) if number < len(rates) else self._peak_rates[0])
         self._note_groups()
         return bool(added)
@@ -515,7 +515,7 @@ class Trainer:
     def _note_groups(self) -> None:
         """Note which trainable parameters the optimizer does not have, whose gradients it does not clear."""
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        parameters = self._trainable.named.values()
+        parameters = self._trainable.by_name.values()
         self._not_in_optimizer = [p for p in parameters if p.requires_grad and p not in trained]
 
     def _adopt_changes(self) -> None:

@@ -244,7 +244,7 @@ def _collect(
         # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
         of_ranks = [one["optimizer"] for one in every]
         trained = of_ranks[0] | {key: _union(of_ranks, key) for key in ("states", "settings")}
-        groups = zip_longest(*(one["groups"] for one in of_ranks), fillvalue=[])
+        groups = zip_longest(*(state["groups"] for state in of_ranks), fillvalue=[])
         trained["groups"] = [list(dict.fromkeys(chain.from_iterable(names_of_ranks))) for names_of_ranks in groups]
     header = {
         "step": step,
