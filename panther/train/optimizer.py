@@ -165,7 +165,8 @@ def make_optimizer(
         parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
             parameters = [{"params": []}]  # of a stage that is frozen, for now
-        result = _call(optimizer or torch.optim.AdamW, parameters)
+        function: Any = optimizer or torch.optim.AdamW
+        result = _call(function, parameters)
         _check_rates(result)
     if isinstance(result, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
@@ -215,8 +216,8 @@ def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter],
     # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
     present = [[next((n for n in names if n in by_name), None) for names in group] for group in noted.names]
     ranks = gather_objects(present, None) if stages > 1 else [present]
-    for number, group in enumerate(noted.names):
-        for place, names in enumerate(group):
+    for number, names_of_group in enumerate(noted.names):
+        for place, names in enumerate(names_of_group):
             if all(places[number][place] is None for places in ranks):
                 raise ConfigError(
                     f"strategy={strategy!r} keeps no parameter of the name {names[0]!r}, which the optimizer has: pass "
@@ -225,7 +226,7 @@ def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter],
     before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if get_world_size() > 1:
         _take_states_of_first_rank(noted.states)
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     for group, names_of_group, places in zip(optimizer.param_groups, noted.names, present, strict=True):
         here = [place for place, name in enumerate(places) if name is not None]
         parameters = [by_name[name] for name in places if name is not None]
@@ -366,7 +367,7 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "convert them, leave frozen ones out of the optimizer, or use strategy='ddp' or 'fsdp'"
         )
 
-    def for_this_rank(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def for_this_rank(groups: list[dict[str, Any]]) -> Any:
         part = object.__new__(type(optimizer))
         vars(part).update(vars(optimizer))
         part.param_groups = groups
@@ -378,7 +379,7 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return part
 
     # In the constructor it adds these very objects to its own list of groups.
-    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, for_this_rank)
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, for_this_rank)  # type: ignore[arg-type]
     # Of groups that are added later.
     sharded.defaults = dict(optimizer.defaults)
     # So that who refers to the user's object sees the state of this rank, and groups that are added later.

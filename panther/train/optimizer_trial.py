@@ -107,7 +107,7 @@ def _run(
         placements = [Replicate() if placement.is_replicate() else Shard(0) for placement in like.placements]
         return distribute_tensor(value.to(device), like.device_mesh, placements)
 
-    parameters = []
+    parameters: list[nn.Parameter] = []
     for group, place in zip(settings, optimizer.param_groups, strict=False):
         pair = [
             nn.Parameter(placed(torch.randn(shape, generator=generator).requires_grad_(False)))
