@@ -24,7 +24,7 @@ from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, check_version, require_extra
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.checks import check_arguments
-from panther.train.optimizer import Optimizer
+from panther.train.optimization.optimizer import Optimizer
 from panther.tuning.runners.ray import join_cluster
 
 ray: Any = require_extra("ray", "ray")

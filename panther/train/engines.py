@@ -22,7 +22,7 @@ from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
 from panther.train.coordination import GradientCarrier
-from panther.train.trainable import list_names
+from panther.train.optimization.trainable import list_names
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]

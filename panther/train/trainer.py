@@ -39,7 +39,7 @@ from panther.train.coordination import StepExchange, catch_signals, join_process
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loader_workers import workers_needed
-from panther.train.optimizer import (
+from panther.train.optimization.optimizer import (
     Optimizer,
     clear_gradients,
     is_extended_by_default,
@@ -47,10 +47,10 @@ from panther.train.optimizer import (
     set_learning_rate,
     step_error,
 )
+from panther.train.optimization.trainable import LossParameters, TrainableSet, average_gradients, list_names
 from panther.train.run_directory import locked_directory
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
-from panther.train.trainable import LossParameters, TrainableSet, average_gradients, list_names
 
 _SAVED = (
     "epoch",

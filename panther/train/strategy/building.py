@@ -31,10 +31,10 @@ from panther.train.batches import Feed
 from panther.train.config import TrainConfig
 from panther.train.coordination import GradientCarrier
 from panther.train.engines import Engine, ModelEngine, PipelineEngine
-from panther.train.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
+from panther.train.optimization.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
+from panther.train.optimization.trainable import reduced_parameters
 from panther.train.strategy.automatic import choose_strategy
 from panther.train.strategy.rules import Axes, axes_of, is_model_parallel
-from panther.train.trainable import reduced_parameters
 
 
 def set_up(

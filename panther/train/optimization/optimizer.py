@@ -29,13 +29,13 @@ from panther._torch import local_offsets, tree_leaves, tree_map
 from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects
 from panther.errors import ConfigError
-from panther.train.optimizer_trial import check_optimizer
+from panther.train.optimization.trainable import list_names
+from panther.train.optimization.trial import check_optimizer
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
 
 _log = logging.getLogger(__name__)
-_LISTED = 8  # names of parameters that a message lists
 
 
 def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
@@ -328,12 +328,10 @@ def _report_untrained(optimizer: torch.optim.Optimizer, by_name: Mapping[str, nn
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     untrained = [name for name, parameter in by_name.items() if parameter.requires_grad and parameter not in trained]
     if untrained and get_rank() == 0:
-        more = f" and {len(untrained) - _LISTED} more" if len(untrained) > _LISTED else ""
         _log.warning(
-            "the optimizer does not have the trainable parameters %s%s, which therefore stay as they are: add them to "
+            "the optimizer does not have the trainable parameters %s, which therefore stay as they are: add them to "
             "it, or set requires_grad=False for them, which saves their gradients",
-            ", ".join(untrained[:_LISTED]),
-            more,
+            list_names(untrained),
         )
 
 
