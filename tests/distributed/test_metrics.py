@@ -89,7 +89,7 @@ def test_nan_reset_and_bad_input():
         collector.update_metric("b", 1.0, -1)
     collector.reset()
     assert collector.compute_global_metrics() == {}
-    with pytest.raises(DistributedError, match="must equal the process group's, 0 and 1"):
+    with pytest.raises(DistributedError, match="must be those of the process group, 0 and 1"):
         DistributedMetricsCollector(1, 4)
     with pytest.raises(DistributedError, match="rank='0' and world_size=1 must be"):
         DistributedMetricsCollector("0", 1)
