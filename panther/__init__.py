@@ -4,10 +4,10 @@
 >>> layer = pr.nn.SKLinear(1024, 1024, num_terms=1, low_rank=16)  # drop-in for nn.Linear
 """
 
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._missing_names import missing_name
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -97,12 +97,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name in _FUNCTIONS_AND_CLASSES:
         return getattr(import_module(f"{__name__}.{_FUNCTIONS_AND_CLASSES[name]}"), name)
-    suggestions = []
-    if not name.startswith("_"):  # inspect and pickle ask for names with underscores, and need no suggestion
-        modules = [import_module(f"{__name__}.{module}") for module in _MODULES]
-        suggestions = [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
-        suggestions += [f"{__name__}.{close}" for close in get_close_matches(name, __all__, n=1)]
-    raise AttributeError(f"{__name__} has no attribute {name!r}" + (f": use {suggestions[0]}" if suggestions else ""))
+    if name.startswith("_"):  # inspect and pickle ask for names with underscores, and need no suggestion
+        raise AttributeError(f"{__name__} has no attribute {name!r}")
+    modules = [import_module(f"{__name__}.{module}") for module in _MODULES]
+    places = [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
+    raise missing_name(__name__, name, __all__, f"use {places[0]}" if places else None)
 
 
 def __dir__() -> list[str]:

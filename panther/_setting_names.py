@@ -209,6 +209,16 @@ _VALUES: dict[tuple[str, str], _Advice] = {
         ("use mixed_precision='fp16'", "float16 half torchfloat16"),
         ("use mixed_precision=None", "false float32 fp32 no"),
     ),
+    ("TrainConfig", "trackers"): (
+        (
+            "Panther has no tracker for it: leave it out, and pass Trainer a Callback whose on_record(self, trainer, "
+            "record) logs on rank 0, as wandb.log(record, step=record['step'])",
+            "aim clearml comet cometml neptune wandb weightsandbiases",
+        ),
+        ("use 'jsonl', which is in log.jsonl, or history.to_csv", "csv json log"),
+        ("use 'tensorboard'", "tb tensorboardx"),
+        ("leave it out, trackers=() writes nothing beside the history", "false no none"),
+    ),
     ("TrainConfig", "comm_hook"): (
         ("use comm_hook='fp16'", "fp16compress hvdcompressionfp16"),
         ("use comm_hook=None", "no none"),

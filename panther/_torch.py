@@ -21,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
     "assign_attribute",
+    "base_of_view",
     "before_fsdp",
     "buffers_of",
     "checkpoint_wrapped_",
@@ -188,6 +189,14 @@ def version_of(x: Tensor) -> int:
     Autograd counts writes. The address does not change with a write. The public fallback is a checksum of the values.
     """
     return x._version
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that another one is a view of, for autograd; None if it is not a view.
+
+    There is no public way to ask.
+    """
+    return tensor._base
 
 
 def is_view(x: Tensor) -> bool:

@@ -21,12 +21,12 @@ import panther
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
-# line; `_version`, `_text`, `_random_state`, `errors`, `files` and the base of settings below all. A layer may import
+# line; modules with an underscore, `errors`, `files` and the base of settings below all. A layer may import
 # itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "_text", "_random_state", "errors", "files", "_setting_names", "_settings", "_torch", "kernels",
-    "sketch", "linalg", "nn", "optim", "compat", "distributed", "train", "compression", "tuning", "", "integrations",
-    "cli", "__main__",
+    "_version", "_text", "_logs", "_missing_names", "_random_state", "errors", "files", "_setting_names", "_settings",
+    "_torch", "kernels", "sketch", "linalg", "nn", "optim", "compat", "distributed", "train", "compression", "tuning",
+    "", "integrations", "cli", "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": set(LAYERS[: LAYERS.index("kernels")])}
 
@@ -226,9 +226,11 @@ def test_import_is_light():
 
 
 def test_a_name_that_is_missing_comes_with_its_place():
-    for name, place in {"SKLinear": "nn.SKLinear", "Trainer": "train.Trainer", "compres": "compress"}.items():
+    for name, place in {"SKLinear": "nn.SKLinear", "Trainer": "train.Trainer"}.items():
         with pytest.raises(AttributeError, match=f"panther has no attribute '{name}': use panther.{place}$"):
             getattr(panther, name)
+    with pytest.raises(AttributeError, match=r"panther has no attribute 'compres': did you mean 'compress'\?$"):
+        panther.compres
     with pytest.raises(AttributeError, match=r"panther has no attribute 'zzz'$"):
         panther.zzz
     assert set(panther.__all__) <= set(dir(panther))

@@ -8,14 +8,13 @@ Each has ``add_parser``, which describes the options, and ``run``, which does th
 __all__ = ["main"]
 
 import argparse
-import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
+from panther._logs import logs_shown
 from panther._setting_names import near_name
 from panther._version import __version__
 from panther.errors import PantherError
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        with _logs_shown():
+        with logs_shown("panther: %(message)s", always=True):
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -103,8 +102,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         else:
             commands.add_parser(name, help=text)
     args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
-    if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
-        args.settings += rest  # argparse takes no more of them after an option came between
+    # argparse takes no more settings after an option came between. Those of a script are shown in the line for it.
+    if args.command == "train" and (args.script or all("=" in text and not text.startswith("-") for text in rest)):
+        args.settings += rest
     elif getattr(args, "takes_launch_options", False):
         args.launch_options = rest
     elif rest:
@@ -134,19 +134,3 @@ def _explain(error: PantherError | OSError) -> int:
     # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
     # and TypeErrors, or PantherError itself, which the commands raise for their arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2
-
-
-@contextmanager
-def _logs_shown() -> Iterator[None]:
-    """Print what the library logs to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("panther: %(message)s"))
-    logger = logging.getLogger("panther")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(min(level or logging.INFO, logging.INFO))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)

@@ -16,6 +16,8 @@ from panther.cli._user_function import call, current_folder_importable, find, na
 from panther.errors import ConfigError, PantherError
 
 _FUNCTIONS = ("model", "data", "loss_fn", "optimizer", "metrics")
+_PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
+_OF_LAUNCHERS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 _HELP = """\
 settings are key=value: model, data, loss_fn, optimizer and metrics, and those of panther.train.TrainConfig.
 
@@ -35,11 +37,14 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--max-restarts", non_negative, "restarts after a crash", 0)
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    for flag in _OF_LAUNCHERS:  # to answer with the line that does it here
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
+    _refuse_launchers_options(args)
     given = _given(args.settings)
     settings = read_config(args.config)[0] if args.config else {}
     # They exclude each other, so one on the command line also replaces the other one of the file.
@@ -65,6 +70,30 @@ def run(args: argparse.Namespace) -> int:
     if texts:
         print("  ".join(texts))
     return 0
+
+
+def _refuse_launchers_options(args: argparse.Namespace) -> None:
+    """Raise for a script, or options of other launchers, with the line that starts the processes here."""
+    flags = {flag: value for flag in _OF_LAUNCHERS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None}
+    script, *rest = [*filter(None, [flags.get("--script")]), *args.settings] or [None]
+    if script is None or "=" in script or not script.endswith(".py"):
+        if "--script" not in flags and flags:
+            processes = next((value for flag, value in flags.items() if flag in _PROCESSES), "N")
+            raise PantherError(
+                f"{next(iter(flags))} is not an option of panther train: write --nproc {processes} for processes of "
+                "this machine, or panther launch ... -m panther train ... for several"
+            )
+        if "--script" not in flags:
+            return
+    nproc = next((value for flag in _PROCESSES if (value := flags.get(flag)) is not None), args.nproc)
+    options = ["--nproc-per-node", str(nproc)]
+    if (nodes := flags.get("--nnodes") or flags.get("--num-nodes")) is not None:
+        address = (flags.get("--address") or "HOST:PORT").rpartition("//")[2]
+        options += ["--nnodes", nodes, "--rdzv-endpoint", address]
+    if flags.get("--backend") in ("gloo", "nccl"):
+        options += ["--backend", flags["--backend"]]
+    line = " ".join(["panther launch", *options, str(script), *rest])
+    raise PantherError(f"panther train takes functions that return a model and data, and no script: use {line}")
 
 
 def _launch(args: argparse.Namespace, directory: str | None) -> int:

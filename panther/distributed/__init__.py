@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from panther._missing_names import missing_name
+
 if TYPE_CHECKING:
     from . import checkpoint
     from .advisor.cluster import ClusterSpec
@@ -130,7 +132,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.checkpoint")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_name(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

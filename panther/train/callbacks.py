@@ -1,16 +1,19 @@
-"""The callbacks of a run: their base class, that of those the Trainer makes itself, and the profiler of its steps."""
+"""The callbacks of a run: their base classes, checks of their methods, and the profiler of the steps."""
 
-__all__ = ["BuiltInCallback", "Callback", "StepProfiler"]
+__all__ = ["BuiltInCallback", "Callback", "StepProfiler", "check_callback"]
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import profiler
 
 from panther.distributed import get_rank
+from panther.errors import ConfigError
 from panther.files import write_text
 
 if TYPE_CHECKING:
@@ -44,6 +47,60 @@ class Callback:
 
     def on_checkpoint(self, trainer: "Trainer") -> None:
         """Run when saving a checkpoint has begun; an asynchronous one is still being written."""
+
+
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_CLOSE = 0.8  # of difflib: 'on_stpe' has 0.86 to 'on_step', 'on_load' has 0.67 to 'on_record'
+# Of Lightning, Keras and transformers: their names, and what to write in their place.
+_ELSEWHERE = {
+    "on_start": "on_begin on_fit_begin on_fit_start on_init_end on_train_begin on_train_start",
+    "on_step": (
+        "on_batch_end on_optimizer_step on_step_end on_substep_end on_train_batch_end on_train_step_end "
+        "on_training_step_end"
+    ),
+    "on_epoch": "on_epoch_end on_train_epoch_end on_training_epoch_end",
+    "on_record": (
+        "on_evaluate on_log on_test_end on_test_epoch_end on_validation_end on_validation_epoch_end on_validate"
+    ),
+    "on_checkpoint": "on_save on_save_checkpoint on_save_end",
+    "load_state_dict": "on_load on_load_checkpoint",
+}
+_ADVICE = {other: f"use {name}" for name, equals in _ELSEWHERE.items() for other in equals.split()}
+_ADVICE |= dict.fromkeys(
+    ["on_end", "on_fit_end", "on_stop", "on_train_end", "on_train_finish"], "write what follows training after fit"
+)
+_ADVICE |= dict.fromkeys(["on_error", "on_exception", "on_keyboard_interrupt"], "put try and except around fit")
+
+
+def check_callback(callback: Callback) -> None:
+    """Raise ConfigError if a Trainer would never call a method, or would call it with other arguments, or lose a state.
+
+    Every method whose name begins with ``on_``, or is like that of a hook, is meant as one. Attributes of the object
+    are not looked at, so a callback may keep functions of its user under such names.
+    """
+    kind = type(callback).__name__
+    for name in dir(type(callback)):
+        if not callable(getattr(type(callback), name)) or name in _HOOKS:
+            continue
+        near = get_close_matches(name.lower(), _HOOKS, 1, cutoff=_CLOSE)
+        if name.lower().startswith("on_") or (near and name.lower().startswith("on")):
+            fix = _ADVICE.get(name) or (f"did you mean {near[0]}?" if near else f"use some of {', '.join(_HOOKS)}")
+            raise ConfigError(f"{kind}.{name} would never be called, because a Callback has no such hook: {fix}")
+    for name in _HOOKS:
+        method, arguments = getattr(callback, name), inspect.signature(getattr(Callback, name)).parameters
+        passed = [argument for argument in arguments if argument != "self"]
+        try:
+            inspect.signature(method).bind(*passed)
+        except TypeError:
+            raise ConfigError(
+                f"{kind}.{name} does not take what it is called with: write {name}(self, {', '.join(passed)})"
+            ) from None
+        except ValueError:  # of a function without a signature, such as one of a compiled module
+            continue
+    saves, loads = (hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
+    if saves != loads:
+        present, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+        raise ConfigError(f"{kind} has {present} and no {missing}, so its state would not be saved: add the other one")
 
 
 class BuiltInCallback(Callback):

@@ -13,7 +13,7 @@ from torch import nn
 
 from panther._setting_names import name_hint
 from panther.errors import ConfigError
-from panther.train.callbacks import Callback
+from panther.train.callbacks import Callback, check_callback
 from panther.train.config import TrainConfig
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -64,6 +64,8 @@ def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, m
         )
     if not isinstance(callbacks, list | tuple) or not all(isinstance(one, Callback) for one in callbacks):
         raise ConfigError("callbacks must be a list of objects whose classes derive from panther.train.Callback")
+    for callback in callbacks:
+        check_callback(callback)
     if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
         raise ConfigError("metrics must be a mapping of names to functions of output and target")
     if metrics is not None and "loss" in metrics:

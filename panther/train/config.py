@@ -52,15 +52,17 @@ class TrainConfig(Settings):
     sharded (``fsdp``), replicated with a sharded optimizer state (``zero1``), tensor parallelism (``tp``), pipeline
     parallelism (``pp``), or several of them (``hybrid``, which is ``fsdp`` along the data-parallel ranks). With
     ``tensor_parallel_size`` or ``pipeline_parallel_size``, ``fsdp`` and ``replicate`` are for the data-parallel ranks.
-    ``auto`` builds the layout that :func:`panther.distributed.plan_parallelism` finds best of those that the other
-    settings, the model, the loss and the data allow, with stages or sharded layers where that is best. The first rank
-    prints it, and a better one that cannot be built, with the reason. A step has the batches of all processes, whatever
-    the layout: ranks that share layers or stages have larger ones."""
+    ``auto`` is ``ddp`` unless the other settings or the memory forbid it, or unless ``cluster_file`` is given and by
+    its measured speeds another layout is at least 1.2 times as fast. Where ``ddp`` does not fit, it is sharded data
+    parallelism, and where that does not fit either, the layout with stages or sharded layers that
+    :func:`panther.distributed.plan_parallelism` ranks first of those that the settings, the model, the loss and the
+    data allow. The first rank prints the choice with its reason, and a better layout that cannot be built. A step has
+    the batches of all processes, whatever the layout: ranks that share layers or stages have larger ones."""
 
     cluster_file: str | None = None
     """For ``auto``, a file of measured speeds that ``panther advise --measure`` or
-    :meth:`panther.distributed.ClusterSpec.save` wrote, by which the advisor compares layouts. None takes figures of
-    data sheets, which are uncalibrated."""
+    :meth:`panther.distributed.ClusterSpec.save` wrote, by which the advisor compares layouts. Without it speeds are
+    uncalibrated, and no layout is chosen for them."""
 
     data_parallel_size: int | None = None
     """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism.
@@ -163,7 +165,13 @@ class TrainConfig(Settings):
     """Name of the run in the trackers."""
 
     progress: bool = True
-    """Whether the first rank shows a progress bar when its output is a terminal."""
+    """Whether the first rank shows the progress: a bar if its output is a terminal and tqdm is installed, else a line
+    for each record. The lines are logged by ``panther.train.progress`` at level INFO: a program that has set up logging
+    gets them through its own handlers, and otherwise they go to standard error."""
+
+    price_per_device_hour: float | None = None
+    """Price of a device, or of a process on CPUs, for an hour, in any currency. With it, records have the price of the
+    run so far, beside its device-hours."""
 
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""

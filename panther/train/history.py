@@ -28,10 +28,11 @@ class History:
     """The records of a run, each a mapping with ``step``, ``epoch``, ``elapsed_s`` and quantities.
 
     ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
-    time spent in ``fit``, with that of the run which this one resumed. Training records have ``loss`` (the mean over
-    the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``, ``samples_per_s``,
-    ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``; with
-    ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``. Validation records have
+    time spent in ``fit``, with that of the run which this one resumed, ``device_hours`` the same time of all processes
+    together, and ``price`` their price with ``TrainConfig(price_per_device_hour=...)``. Training records have ``loss``
+    (the mean over the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``,
+    ``samples_per_s``, ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``;
+    with ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``. Validation records have
     ``validation_loss`` and ``validation_<metric>``.
 
     Args:
@@ -99,6 +100,16 @@ class History:
     def total_time(self) -> float:
         """Seconds from the start of training to the last record; 0 without records."""
         return max((row["elapsed_s"] for row in self._records if "elapsed_s" in row), default=0.0)
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all processes together, from the start of training to the last record; 0 without records."""
+        return max((row["device_hours"] for row in self._records if "device_hours" in row), default=0.0)
+
+    @property
+    def price(self) -> float | None:
+        """Price of the run up to the last record; None without ``price_per_device_hour`` in the configuration."""
+        return max((row["price"] for row in self._records if "price" in row), default=None)
 
     @property
     def best_accuracy(self) -> float:

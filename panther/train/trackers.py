@@ -1,4 +1,4 @@
-"""The built-in callbacks of a run: a progress bar, JSON lines, TensorBoard and MLflow on the first rank; a profiler."""
+"""The built-in callbacks of a run: its progress, JSON lines, TensorBoard and MLflow on the first rank; a profiler."""
 
 __all__ = ["built_in_callbacks"]
 
@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,33 +20,10 @@ from panther.files import read_text, write_text
 from panther.train.callbacks import BuiltInCallback, StepProfiler
 from panther.train.config import TrainConfig
 from panther.train.history import History
+from panther.train.progress import ProgressBar, ProgressLines
 
 _encode = json.JSONEncoder(default=float).encode  # json.dumps would make an encoder for each line
 _log = logging.getLogger(__name__)
-
-
-class _Bar(BuiltInCallback):
-    """A progress bar of tqdm."""
-
-    def __init__(self) -> None:
-        self._tqdm = require_extra("tqdm", "demo").tqdm
-        # The default lock is a named semaphore, which a killed process would leave in the system.
-        self._tqdm.set_lock(threading.RLock())
-        self._bar: Any = None
-
-    def on_start(self, trainer: Any) -> None:
-        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step")
-
-    def on_step(self, trainer: Any, loss: float) -> None:
-        self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
-        self._bar.update()
-
-    def on_skip(self, trainer: Any) -> None:
-        self._bar.update()
-
-    def close(self, status: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 class _JsonLines(BuiltInCallback):
@@ -97,36 +73,56 @@ class _TensorBoard(BuiltInCallback):
 
 
 class _MLflow(BuiltInCallback):
-    """A run in ``mlflow.db`` or at MLFLOW_TRACKING_URI. Its identifier is stored, so that a restart continues it."""
+    """The run that is active in this process, else one of the Trainer's own, which a restart continues.
+
+    Its store is that of ``mlflow.set_tracking_uri`` or MLFLOW_TRACKING_URI, else ``mlflow.db`` in the folder.
+    """
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         # Nothing of a run goes to a third party unless the user asks for it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require_extra("mlflow", "mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
+        active = mlflow.active_run()
+        users = active is not None or mlflow.is_tracking_uri_set()
+        uri = mlflow.get_tracking_uri() if users else f"sqlite:///{folder.resolve()}/mlflow.db"
         self._client, self._folder = mlflow.MlflowClient(tracking_uri=uri), folder
-        kept = folder / "mlflow-run"
-        known = kept.exists()
+        self._is_own = active is None  # a run that the user began is the user's to end
+        identifier = folder / "mlflow-run"
+        is_continued = self._is_own and identifier.exists()
         try:
-            self._run = read_text(kept).strip() if known else self._begin(config)
+            if active is not None:
+                self._run: str = active.info.run_id
+                self._log_settings(config)
+                return
+            self._run = read_text(identifier).strip() if is_continued else self._begin(config)
             self._client.update_run(self._run, status="RUNNING")
-            if not known:
-                write_text(kept, self._run)
+            if not is_continued:
+                write_text(identifier, self._run)
         except mlflow.exceptions.MlflowException as error:
             why = str(error).splitlines()[0]
-            fix = f"remove {kept} to start another run there" if known else "see MLFLOW_TRACKING_URI"
+            fix = f"remove {identifier} to start another run there" if is_continued else "see MLFLOW_TRACKING_URI"
             raise TrainingError(
                 f"MLflow at {uri} refuses the run ({why}): {fix}, or leave 'mlflow' out of trackers"
             ) from None
 
     def _begin(self, config: TrainConfig) -> str:
-        found = self._client.get_experiment_by_name(config.run_name)
-        place = (self._folder / "mlflow-artifacts").resolve().as_uri()
-        experiment = found.experiment_id if found else self._client.create_experiment(config.run_name, place)
-        run = self._client.create_run(experiment, run_name=config.run_name).info.run_id
+        # mlflow.set_experiment sets the first variable.
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if not experiment_id:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.run_name
+            experiment = self._client.get_experiment_by_name(name)
+            place = (self._folder / "mlflow-artifacts").resolve().as_uri()
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, place)
+        self._run = self._client.create_run(experiment_id, run_name=config.run_name).info.run_id
+        self._log_settings(config)
+        return self._run
+
+    def _log_settings(self, config: TrainConfig) -> None:
+        """Log the settings as parameters, except for those that the run has already, which MLflow does not change."""
+        present = self._client.get_run(self._run).data.params
         for name, value in asdict(config).items():
-            self._client.log_param(run, name, str(value)[:500])
-        return run
+            if name not in present:
+                self._client.log_param(self._run, name, str(value)[:500])
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record).items():
@@ -135,7 +131,8 @@ class _MLflow(BuiltInCallback):
     def close(self, status: str) -> None:
         if (log := self._folder / "log.jsonl").exists():
             self._client.log_artifact(self._run, str(log))
-        self._client.set_terminated(self._run, status)
+        if self._is_own:
+            self._client.set_terminated(self._run, status)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -154,10 +151,10 @@ def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iter
     found: list[BuiltInCallback] = []
 
     def make_trackers() -> None:
-        # Else the bar would be asked in every step, and show nothing. There is no stderr under pythonw.
-        shows = config.progress and sys.stderr is not None and sys.stderr.isatty()
-        if shows and importlib.util.find_spec("tqdm"):
-            found.append(_Bar())
+        if config.progress and sys.stderr is not None:  # there is no stderr under pythonw
+            # In a file, the bar would be asked in every step, and show nothing.
+            shows_bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+            found.append(ProgressBar() if shows_bar else ProgressLines())
         for name in config.trackers if config.checkpoint_dir is not None else ():
             found.append(makers[name]())
 

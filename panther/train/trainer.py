@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._logs import logs_shown
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
@@ -141,6 +142,7 @@ class Trainer:
         self._pending: Any = None
         self._validated_at = -1
         self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
+        self._device_seconds = 0.0  # the same, times the number of processes at that time
         self._saved_at: tuple[int, ...] = ()
         self._activity = "the start of the run"  # for errors of ranks that wait for one another
 
@@ -167,6 +169,8 @@ class Trainer:
         """
         with watched(lambda: self._activity), ExitStack() as stack:
             join_process_group(self.config.timeout_s)
+            if self.config.progress and get_rank() == 0:
+                stack.enter_context(logs_shown())
             self.stop = False
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
@@ -290,6 +294,8 @@ class Trainer:
             history = History(json.loads(bytes(extra["history"].numpy())))
             saved = [name for name, _ in extra["callbacks"]]
             samples, scaler = int(extra["samples"]), extra["scaler"]
+            # Earlier versions did not save it, and a run rarely continues on another number of processes.
+            self._device_seconds = float(extra.get("device_seconds", extra["_elapsed_s"] * get_world_size()))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
         self.step, self.history = loaded.step, history
@@ -317,7 +323,7 @@ class Trainer:
         for callback, (_, state) in zip(self._stateful(), extra["callbacks"], strict=True):
             callback.load_state_dict(state)
         if get_rank() == 0:
-            _log.info("resuming from step %d (%s)", self.step, path)
+            _log.info("resuming from step %d of %s", self.step, path)
 
     def _add_saved_groups(self, groups: list[list[str]], extra: Any) -> bool:
         """Add the groups that a checkpoint's optimizer had in addition; return whether there are any."""
@@ -560,13 +566,18 @@ class Trainer:
         """Add a record to the history."""
         # The last step of an epoch is recorded before the end of the epoch, which it completes.
         completed = self.epoch + (self._windows_done != 0 and self._windows_done == self._windows_per_epoch)
-        record = {"step": self.step, "epoch": completed, **quantities, "elapsed_s": self._count_time()}
+        elapsed = self._count_time()
+        hours, price = self._device_seconds / 3600, self.config.price_per_device_hour
+        cost = {"device_hours": hours} if price is None else {"device_hours": hours, "price": hours * price}
+        record = {"step": self.step, "epoch": completed, **quantities, "elapsed_s": elapsed, **cost}
         self.history.append(record)
         self._notify("on_record", record)
 
     def _count_time(self) -> float:
         now = time.perf_counter()
-        self._elapsed_s, self._counted_until = self._elapsed_s + now - self._counted_until, now
+        seconds, self._counted_until = now - self._counted_until, now
+        self._elapsed_s += seconds
+        self._device_seconds += seconds * get_world_size()
         return self._elapsed_s
 
     def _record(self, **more: float | None) -> None:
@@ -620,6 +631,7 @@ class Trainer:
         text = json.dumps(list(self.history), default=float)  # of NumPy's numbers, and of tensors
         extra = {name: getattr(self, name) for name in _SAVED} | {
             "samples": feed.window_samples,
+            "device_seconds": self._device_seconds,
             # As bytes: a checkpoint encodes nested values one by one, 1.7 s for 100,000 records in place of 0.6 s.
             "history": torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self._stateful()],

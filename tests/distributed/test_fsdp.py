@@ -152,6 +152,77 @@ def test_mixed_precision_and_offload():
         assert theirs[-1] < 0.8 * theirs[0]
 
 
+class Views(nn.Module):
+    """Blocks that return views, each of another kind, and what users do in place with them."""
+
+    def __init__(self, kind, in_place):
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind, self.in_place = kind, in_place
+        self.blocks = nn.ModuleList(Viewing(kind) for _ in range(2)).double()
+        self.head = nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            y = block(x)
+            if self.kind == "pair":
+                y, other = y["first"], y["second"]
+            if self.in_place:
+                y *= 2  # which replaced the hook that gathers the block's parameters for backward
+                y += 1
+            x = y + other if self.kind == "pair" else y + x
+        return self.head(x)
+
+
+class Viewing(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(1, 4, 8))
+
+    def forward(self, x):
+        if self.kind == "input":
+            return (x * self.scale).flatten(1).view(x.shape) if x.sum() > 1e9 else x.view(x.shape)
+        y = self.layer(x)  # a view, as the input has three dimensions
+        if self.kind == "saved":
+            y = torch.tanh(y).transpose(0, 1).transpose(0, 1)
+        if self.kind == "pair":
+            return {"first": y[:, :, :], "second": y.view(y.shape)}
+        return y
+
+
+# In place on the result of tanh is an error everywhere, and on a view of an input it changes the input as well.
+VIEWS = [("linear", False), ("linear", True), ("saved", False), ("pair", False), ("input", False)]
+
+
+def test_outputs_that_are_views_neither_warn_nor_lose_their_gradient():
+    """torch warns of each such output under FSDP2, as something in place on it would drop its hook."""
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gradients(model):
+        model(x).square().mean().backward()
+        return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def rank():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = [
+                gradients(data_parallel(Views(*case), strategy=strategy))
+                for case in VIEWS
+                for strategy in ("fsdp", "replicate")
+            ]
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients(data_parallel(Views("saved", True), strategy="fsdp"))
+        return found
+
+    expected = [gradients(Views(*case)) for case in VIEWS for _ in "12"]
+    for found in on_ranks(rank):
+        for ours, theirs, case in zip(found, expected, [case for case in VIEWS for _ in "12"], strict=True):
+            assert ours.keys() == theirs.keys(), case
+            for name, gradient in theirs.items():
+                torch.testing.assert_close(ours[name], gradient, msg=f"{case} {name}")
+
+
 def test_shared_parameters_are_left_to_the_root():
     def rank():
         torch.manual_seed(dist.get_rank())
@@ -356,6 +427,33 @@ def test_no_sync_adds_up_gradients_and_sends_their_sum_once(strategy):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-11)
     with pytest.raises(TypeError, match="no_sync takes the model that data_parallel returned, not a list"):
         no_sync([]).__enter__()
+
+
+def test_no_sync_without_a_model_is_of_all_that_data_parallel_returned():
+    """As guides write it: ``with no_sync():`` around the backward passes of all batches but the last."""
+    x, y = data()
+
+    def rank():
+        own, quiet = slice_of(dist.get_rank(), 2), []
+        models = [data_parallel(network(100), strategy=strategy) for strategy in ("ddp", "fsdp")]
+        with no_sync():
+            for model in models:
+                with CommunicationCounter() as traffic:
+                    nn.functional.mse_loss(model(x[own]), y[own]).backward()
+                quiet.append(not any("reduce" in name for name in traffic.calls_by_operation))
+        for model in models:
+            nn.functional.mse_loss(model(2 * x[own]), y[own]).backward()
+        return quiet, [[whole(parameter.grad) for parameter in model.parameters()] for model in models]
+
+    model = network(100)
+    sum(nn.functional.mse_loss(model(scale * x), y) for scale in (1, 2)).backward()
+    for quiet, gradients in on_ranks(rank):
+        assert quiet == [True, True]
+        for ours in gradients:
+            for gradient, parameter in zip(ours, model.parameters(), strict=True):
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-11)
+    with no_sync():  # on one process there is nothing to send
+        network(100)(x).sum().backward()
 
 
 def test_zero_optimizer_no_sync_and_uneven_inputs():

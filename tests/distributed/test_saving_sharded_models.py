@@ -2,23 +2,29 @@
 
 import copy
 import io
+import pickle
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks, whole
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import panther
 from panther.distributed import (
     TensorParallelModel,
     TensorParallelSKLinear,
+    checkpoint,
     data_parallel,
     make_mesh,
     tensor_parallel,
     unshard_module,
 )
+from panther.distributed.sync import pickled_shards
 from panther.errors import DistributedError, FormatError
 from panther.nn import SKConv2d, SKLinear
 
@@ -88,6 +94,59 @@ def test_pickled_and_copied(tmp_path):
     for *same, message in on_ranks(rank):
         assert all(same)
         assert message.startswith("'0.S1' is a DTensor, on a device mesh: call panther.distributed.checkpoint.export")
+
+
+def warnings_of(save):
+    """The warnings of pickled shards that one way to save gives, as if it were the first of its process."""
+    pickled_shards._warned.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        save(io.BytesIO())
+    return [str(one.message) for one in warned if "was pickled" in str(one.message)]
+
+
+def test_pickled_shards_are_warned_of_and_right_ways_to_save_are_not(tmp_path):
+    """torch.save(model.state_dict()) on rank 0 is every torch user's reflex, and writes one rank's shards."""
+
+    full = StateDictOptions(full_state_dict=True)
+
+    def rank():
+        found = []
+        for strategy in ("fsdp", "tp", "ddp"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12))
+            if strategy == "tp":
+                tensor_parallel(model, make_mesh(tp=2)["tp"])
+            else:
+                model = data_parallel(model, strategy=strategy)
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.ones(2, 12)).sum().backward()
+            optimizer.step()
+            state, folder = model.state_dict(), tmp_path / strategy
+            reflexes = [
+                lambda file, state=state: torch.save(state, file),
+                lambda file, state=state: torch.save({"model": {k: v.cpu() for k, v in state.items()}}, file),
+                lambda file, state=state: pickle.dump(state, file),
+                lambda file, optimizer=optimizer: torch.save(optimizer.state_dict(), file),
+            ]
+            right = [
+                lambda file, state=state, folder=folder: dcp.save(state, checkpoint_id=folder / "dcp"),
+                lambda file, model=model: torch.save(get_model_state_dict(model, options=full), file),
+                lambda file, state=state: torch.save({k: whole(v) for k, v in state.items()}, file),
+                lambda file, state=state: copy.deepcopy(state),
+                lambda file, m=model, o=optimizer, folder=folder: checkpoint.save(folder / "own", m, o, step=1),
+                lambda file, model=model, folder=folder: checkpoint.export(model, folder / "whole"),
+            ]
+            found.append(([warnings_of(save) for save in reflexes], [warnings_of(save) for save in right]))
+        return found
+
+    for fsdp, tp, ddp in on_ranks(rank, fresh=True):
+        for reflexes, right in (fsdp, tp):
+            assert [len(warned) for warned in reflexes] == [1] * 4
+            assert all("Call Trainer.export(folder), or" in text for [text] in reflexes)
+            assert not any(right)
+        assert "this rank holds (10, 12) of its (20, 12)" in fsdp[0][0][0]
+        assert not any(map(any, ddp))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

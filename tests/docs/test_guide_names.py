@@ -109,9 +109,61 @@ SETTINGS = {
     "TensorFlowDistributedTrainer": lambda: adapter("keras", "SKDense", "SKConv2D"),
     "Accelerator": lambda: (HOWTO / "scripts/train_accelerate.py").exists(),
     "run_ddp_simulation": lambda: runs("simulate", "--help"),
-    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "ddp"),
+    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "compare"),
     "MXNet": lambda: "**MXNet** is not offered" in (HOWTO / "migrate-ddp.rst").read_text(),
 }
+# What people type who know the guides, torch or another trainer, and what the error names.
+MISSING = {
+    "PyTorchDDPTrainer": "panther.train.Trainer with TrainConfig(strategy='ddp')",
+    "DistributedDataParallel": "panther.distributed.data_parallel",
+    "DistributedConfig": "panther.train.TrainConfig for the training, and panther launch",
+    "DistributedTuner": "panther.tune(..., parallel='ray')",
+    "DistributedSampler": "divides the samples among the ranks",
+    "HorovodTrainer": "panther.integrations.horovod",
+    "RayTrainer": "panther.integrations.ray",
+    "TensorFlowDistributedTrainer": "panther.integrations.keras",
+    "DeepSpeedConfig": "panther.integrations.deepspeed",
+    "GradientAccumulationTrainer": "gradient_accumulation_steps",
+    "MixedPrecisionTrainer": "mixed_precision='bf16'",
+    "ColumnParallelLinear": "strategy='tp'",
+    "RowParallelLinear": "strategy='tp'",
+    "TensorParallelTransformer": "strategy='tp'",
+    "PipelineParallel": "strategy='pp'",
+    "GPipe": "num_microbatches",
+    "Parallel3D": "strategy='hybrid'",
+    "FSDP": "strategy='fsdp'",
+    "FullyShardedDataParallel": "strategy='fsdp'",
+    "CheckpointedModel": "activation_checkpointing",
+    "CommunicationOptimizer": "comm_hook",
+    "Accelerator": "Accelerate's own class",
+    "init_process_group": "panther.distributed.init",
+    "destroy_process_group": "panther.distributed.shutdown",
+    "run_ddp_simulation": "panther simulate",
+    "explain_ddp_concepts": "panther explain ranks",
+    "compare_ddp_vs_single": "panther explain compare",
+    "checkpoint_scope": "activation_checkpointing",
+    "memory_pool_scope": "by itself",
+    "train_ddp": "panther.train.Trainer",
+    "load": "panther.load_compressed",
+    "save": "panther.save_compressed",
+    "quantize": "panther.compress(model, bits=",
+}
+
+
+@pytest.mark.parametrize("module", [pr, distributed, pr.train], ids=lambda module: module.__name__)
+def test_a_name_that_is_missing_is_answered_with_what_to_use(module):
+    for name, wanted in MISSING.items():
+        with pytest.raises(AttributeError, match=re.escape(wanted)) as caught:
+            getattr(module, name)
+        assert str(caught.value).startswith(f"{module.__name__} has no attribute {name!r}: ")
+        assert not hasattr(module, name)
+        # Python replaces the text of an AttributeError in this statement, which is the one that guides have.
+        with pytest.raises(ImportError, match=re.escape(wanted)):
+            exec(f"from {module.__name__} import {name}")
+    with pytest.raises(ImportError, match=r"cannot import name 'zzz' from '[\w.]+' \(.*__init__.py\)$"):
+        exec(f"from {module.__name__} import zzz")
+
+
 # What the guides define or import, by the guide's number.
 GUIDES = {
     "000": "PyTorchDDPTrainer HorovodTrainer RayTrainer TensorFlowDistributedTrainer DistributedConfig "

@@ -143,6 +143,39 @@ def test_mlflow_has_one_run_after_a_restart(tmp_path):
 
 @pytest.mark.extra
 @pytest.mark.filterwarnings("ignore")
+def test_mlflow_of_the_user_is_used(tmp_path, monkeypatch):
+    """A run that is active, with parameters of the user, stays the user's; else the store and the experiment do."""
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "")
+    uri = f"sqlite:///{tmp_path}/users.db"
+    mlflow.set_tracking_uri(uri)
+    try:
+        mlflow.set_experiment("theirs")
+        with mlflow.start_run(run_name="begun") as begun:
+            mlflow.log_param("max_steps", "mine")  # which MLflow does not let others change
+            for steps in (4, 8):  # in one run, twice
+                history = train(tmp_path / "active", max_steps=steps, trackers=("jsonl", "mlflow")).history
+            assert mlflow.active_run().info.run_id == begun.info.run_id
+            mlflow.log_metric("after", 1.0)
+        train(tmp_path / "own", max_steps=4, trackers=("mlflow",))
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        runs = client.search_runs([client.get_experiment_by_name("theirs").experiment_id], order_by=["start_time"])
+        assert [run.info.run_name for run in runs] == ["begun", "mine"]
+        assert [run.info.status for run in runs] == ["FINISHED"] * 2
+        assert (runs[0].data.params["max_steps"], runs[0].data.params["seed"]) == ("mine", "0")
+        assert runs[0].data.metrics["loss"] == pytest.approx(history.last["loss"])
+        assert runs[0].data.metrics["device_hours"] == pytest.approx(history.device_hours)
+        assert runs[0].data.metrics["after"] == 1.0
+        assert not any((tmp_path / name / "mlflow.db").exists() for name in ("active", "own"))
+        assert not (tmp_path / "active" / "mlflow-run").exists()
+    finally:
+        mlflow.set_tracking_uri(None)
+
+
+@pytest.mark.extra
+@pytest.mark.filterwarnings("ignore")
 def test_a_lost_mlflow_store_is_said_with_the_fix(tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")

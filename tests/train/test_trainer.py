@@ -363,7 +363,7 @@ def test_a_signal_saves_and_ends_and_the_same_call_continues(tmp_path, number, c
     assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in caplog.text
     with caplog.at_level("INFO", "panther.train"):
         trainer = run("shuffled", tmp_path, seed=3)
-    assert f"resuming from step 6 ({tmp_path / 'step-00000006'})" in caplog.text
+    assert f"resuming from step 6 of {tmp_path / 'step-00000006'}" in caplog.text
     assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
 
 

@@ -85,5 +85,5 @@ right.set(xlabel="kB of parameters on the largest rank")
 plt.show()
 
 # %%
-# ``strategy="auto"`` lets the advisor choose (:doc:`/howto/advisor`). :doc:`/howto/train` has all strategies and their
-# settings.
+# ``strategy="auto"``, the default, is ``ddp`` unless memory forbids it, or measured speeds favour another layout.
+# :doc:`/howto/train` has all strategies and their settings.

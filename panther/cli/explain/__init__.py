@@ -40,8 +40,9 @@ _SYNONYMS = {
     "ranks": ("rank", "world-size", "local-rank", "torchrun", "environment", "nodes"),
     "backends": ("backend", "gloo", "nccl"),
     "ddp": (
-        "data", "data-parallelism", "distributed", "distributedsampler", "sampler", "set-epoch", "simulate",
-        "simulation", "step", "timeline",
+        "compare", "compare-ddp-vs-single", "comparison", "data", "data-parallelism", "distributed",
+        "distributedsampler", "sampler", "set-epoch", "simulate", "simulation", "single", "single-process", "step",
+        "timeline",
     ),
 }  # fmt: skip
 _WIDEST = 100  # longer lines are hard to read

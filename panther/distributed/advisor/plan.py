@@ -11,6 +11,7 @@ from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.layouts import possible_layouts
+from panther.distributed.advisor.preference import Preference, preferred
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
 from panther.distributed.pipeline._kinds import check_schedule
@@ -79,6 +80,15 @@ class ParallelismPlan:
         """The best option."""
         return self.options[0]
 
+    @property
+    def preferred(self) -> Preference:
+        """The layout that ``strategy="auto"`` of a Trainer builds, an ``option`` and a ``reason``.
+
+        It is ``"ddp"`` unless that does not fit, or the speeds were measured and another layout is at least 1.2 times
+        as fast. :attr:`best` is the first of the ranking, also where its place rests on figures of data sheets.
+        """
+        return preferred(self.options, self.cluster)
+
     def table(self, rows: int = 10) -> str:
         """Return a table of the first options."""
         paid = () if self.run is None else self.run.columns()
@@ -101,7 +111,9 @@ class ParallelismPlan:
 
     def remarks(self) -> list[str]:
         """Return sentences on the cost of the run, on calibration, and on layouts that were not considered."""
-        remarks = [*([self.left_out] if self.left_out else []), *self.notes]
+        option, reason = self.preferred
+        automatic = f"A Trainer with strategy='auto' takes {option.layout}: {reason}."
+        remarks = [automatic, *([self.left_out] if self.left_out else []), *self.notes]
         if not self.cluster.calibrated:
             remarks.insert(0, _UNCALIBRATED)
         elif self.cluster.gpus != self.cluster.measured_gpus:
@@ -144,6 +156,7 @@ class ParallelismPlan:
                 }
                 for option in self.options
             ],
+            "preferred": {"layout": asdict(self.preferred.option.layout), "reason": self.preferred.reason},
             "left_out": self.left_out,
             "notes": list(self.notes),
         }

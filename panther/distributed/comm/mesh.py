@@ -71,6 +71,8 @@ class DistributedInfo:
     """The device of this rank: its current GPU with nccl, else the CPU."""
     host: str
     """Host name of this node."""
+    available: bool
+    """Whether this process is in a process group, so that it can send something."""
 
     def __getitem__(self, name: str) -> Any:
         """Return a field by its name.
@@ -98,6 +100,7 @@ def get_distributed_info() -> DistributedInfo:
         backend=dist.get_backend() if in_process_group() else None,
         device=transport(None),
         host=socket.gethostname(),
+        available=in_process_group(),
     )
 
 

@@ -1,24 +1,28 @@
 """Accumulate gradients on each rank, and average the sum over the ranks in a later backward pass."""
 
-__all__ = ["no_sync"]
+__all__ = ["DATA_PARALLEL_MODELS", "no_sync"]
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+DATA_PARALLEL_MODELS: WeakSet[nn.Module] = WeakSet()
+"""What ``data_parallel`` has returned in this process and is still in use."""
+
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module | None = None) -> Iterator[None]:
     """Do not send gradients in the backward passes of this block; the first backward pass after it sends the sum.
 
     A Trainer does this itself for its ``gradient_accumulation_steps``.
 
     Args:
-        model: The model that :func:`data_parallel` returned. A model that is neither wrapped nor sharded sends nothing,
-            so that the same loop runs in a single process.
+        model: The model that :func:`data_parallel` returned; None is every such model of this process. A model that is
+            neither wrapped nor sharded sends nothing, so that the same loop runs in a single process.
 
     Cost: with ``"fsdp"``, memory for the gradients of the entire model; otherwise nothing.
 
@@ -33,6 +37,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         tensor([6., 6.])
         >>> pr.distributed.shutdown()
     """
+    if model is None:
+        with ExitStack() as stack:
+            for wrapped_model in list(DATA_PARALLEL_MODELS):
+                stack.enter_context(no_sync(wrapped_model))
+            yield
+        return
     if not isinstance(model, nn.Module):
         raise TypeError(f"no_sync takes the model that data_parallel returned, not a {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):

@@ -27,8 +27,11 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
+from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.gradient_compression import check_hook, register_hook
+from panther.distributed.data.view_outputs import own_outputs_
+from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
 from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
@@ -141,12 +144,15 @@ def data_parallel(
         parallel = wrap_in_ddp(model, groups[0], **options)
         if comm_hook is not None:
             register_hook(parallel, comm_hook, hook_settings)
+        DATA_PARALLEL_MODELS.add(parallel)
         return parallel
     if not isinstance(mesh, DeviceMesh):
         mesh = mesh_of_group(mesh or dist.group.WORLD, transport(mesh).type, "dp")  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along the axes one after the other, so that all ranks get the first rank's tensors
         send_model(model, mesh.get_group(axis), "data_parallel")
-    return fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    DATA_PARALLEL_MODELS.add(model)
+    return model
 
 
 def fully_shard_(
@@ -177,7 +183,10 @@ def fully_shard_(
     place = partial(_placement, mesh.shape[-1])
     options = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": place, **options}
     for block in () if one_block else fsdp_blocks(model):
+        own_outputs_(block)
         fully_shard(block, mp_policy=half, **options)
+    own_outputs_(model)
+    warn_of_pickled_shards()
     # Only the model's output is converted to float32; activations between blocks stay in the compute dtype.
     return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
 from panther.distributed.comm.nodes import warn_across_nodes
+from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import (
@@ -134,6 +135,7 @@ def tensor_parallel(
 def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
     """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
     warn_across_nodes("tensor parallelism", mesh.get_group())
+    warn_of_pickled_shards()
     tied = shared_parameters(model)  # before sharding, which gives every layer separate parameters
     _shard(model, mesh, decisions)
     replicated = _replicate(model, mesh, decisions)

@@ -1,4 +1,4 @@
-"""``strategy="auto"``: the layout that the advisor finds best of those that the Trainer can build."""
+"""``strategy="auto"``: data parallelism, unless memory forbids it or measured speeds favour another layout."""
 
 __all__ = ["Choice", "choose_strategy"]
 
@@ -23,6 +23,7 @@ from panther.distributed import (
     plan_parallelism,
 )
 from panther.distributed.advisor.cost_model import Layout
+from panther.distributed.advisor.preference import UNCALIBRATED, memory_clause
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.strategies import check_model
@@ -34,6 +35,10 @@ from panther.train.engines import loss_of_output
 from panther.train.strategy.rules import is_model_parallel, possible_strategies
 
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+_STATES = 5  # parameters, gradients, two states of Adam, and DDP's buckets
+_SMALL = 0.05
+"""Share of the memory below which a model's parameters and states are replicated without measuring its activations: to
+shard them could save no more, and measuring takes as long as many steps of a small model."""
 
 
 class Choice(NamedTuple):
@@ -49,12 +54,12 @@ class _Advice(NamedTuple):
     """The advisor's choice, as the first rank tells it to the others."""
 
     layout: Layout | None
+    reason: str
+    """Why it is the choice, or why there is none."""
     left_out: str | None = None
-    """A better layout that the Trainer cannot build, and why."""
+    """A layout that is better, by memory or by measured speeds, and that the Trainer cannot build, and why."""
     misfit: str | None = None
     """Why no layout fits."""
-    failure: str | None = None
-    """Why there is no choice."""
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -63,7 +68,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Callable[[], Feed]) -> Choice:
     """Return the strategy that ``"auto"`` stands for, on several processes, and print it on the first rank.
 
-    A model that the advisor cannot read is replicated, with a warning that says why; so is a layout that does not fit.
+    That is ``"ddp"``, unless the settings or the memory forbid it, or by a file of measured speeds another layout is at
+    least 1.2 times as fast. A model that the advisor cannot read is replicated, too; if there is a file of measured
+    speeds, a warning says why it was not used. So does one for a layout that does not fit.
 
     Args:
         model: The model.
@@ -71,39 +78,54 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
         loss_fn: The loss, or None.
         feed: Returns the training data as one process sees it.
     """
-    advice = run_on_first_rank(lambda: _advice(model, config, loss_fn, feed()), None)
+    advice = run_on_first_rank(lambda: _advice(model, config, loss_fn, feed), None)
     if advice.layout is None:
         choice = Choice(_replace(config, strategy=_other_strategy(config)))
-        reason = f"because {advice.failure}"
-        # Where other settings leave no choice, none was taken away.
-        if set(possible_strategies(config)) - {"ddp", "zero1"} and not is_model_parallel(config):
-            warnings.warn(f"strategy='auto' uses {choice.config.strategy!r}, {reason}", UserWarning, stacklevel=4)
+        # Without measured speeds, and with settings that leave no choice, none was taken away.
+        can_differ = set(possible_strategies(config)) - {"ddp", "zero1"} and not is_model_parallel(config)
+        if config.cluster_file is not None and can_differ:
+            text = f"strategy='auto' uses {choice.config.strategy!r}: {advice.reason}"
+            warnings.warn(text, UserWarning, stacklevel=4)
     else:
         choice = Choice(_config_of(config, advice.layout), advice.layout.tp * advice.layout.pp)
-        reason = f"the advisor's choice: {advice.layout}"
     if advice.misfit is not None:
         warnings.warn(f"strategy='auto': {advice.misfit}", UserWarning, stacklevel=4)
     if get_rank() == 0:
-        print(f"strategy='auto' uses {choice.config.strategy!r}, {reason}", file=sys.stderr)
+        layout = "" if advice.layout is None else f" ({advice.layout})"
+        print(f"strategy='auto' uses {choice.config.strategy!r}{layout}: {advice.reason}", file=sys.stderr)
         if advice.left_out is not None:
             print(advice.left_out, file=sys.stderr)
     return choice
 
 
-def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> _Advice:
-    cluster, refusals = _cluster(config), _Refusals(model, config, loss_fn, feed)
+def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Callable[[], Feed]) -> _Advice:
+    cluster = _cluster(config)
+    room = cluster.memory_bytes * cluster.usable
+    replicated = Layout(dp=get_world_size(), strategy="ddp")
+    if not cluster.calibrated and not _settings_against(config, replicated):
+        states = _STATES * sum(parameter.nbytes for parameter in model.parameters())
+        if states <= _SMALL * room:
+            needs = memory_clause("parameters, gradients and states take", states, room)
+            return _Advice(replicated, f"{needs}; {UNCALIBRATED}")
+    refusals = _Refusals(model, config, loss_fn, feed())
     try:
         plan = _plan(model, config, loss_fn, refusals.batch, cluster, refusals.reason)
     except ConfigError:
         raise
     except PantherError as error:
-        return _Advice(None, failure=f"the advisor has no layout: {error}")
+        return _Advice(None, f"the advisor has no layout: {error}")
     except Exception as error:  # a forward may do anything; ddp runs all that one process can run
-        return _Advice(None, failure=f"the advisor cannot read the model: {type(error).__name__}: {error}")
+        return _Advice(None, f"the advisor cannot read the model: {type(error).__name__}: {error}")
     misfit = None if plan.best.fits else plan.best.reason
     if misfit is not None and config.cpu_offload:
         misfit += " What cpu_offload keeps elsewhere is counted."
-    return _Advice(plan.best.layout, plan.left_out, misfit)
+    option, reason = plan.preferred
+    forbidden = refusals.reason(replicated)
+    if forbidden is not None:
+        reason = f"{replicated} cannot be built, because {forbidden}; {reason}"
+    # Without measured speeds, a better layout is better by memory alone.
+    left_out = plan.left_out if cluster.calibrated or misfit is not None else None
+    return _Advice(option.layout, reason, left_out, misfit)
 
 
 def _plan(
@@ -162,27 +184,33 @@ class _Refusals:
 
     def reason(self, layout: Layout) -> str | None:
         """Return why a layout cannot be built; None if it can."""
-        config = self.config
-        wanted = {
-            "data_parallel_size": layout.dp * layout.replicate,
-            "data_parallel_replicate_size": layout.replicate,
-            "tensor_parallel_size": layout.tp,
-            "pipeline_parallel_size": layout.pp,
-            "num_microbatches": layout.num_microbatches,
-        }
-        for name, size in wanted.items():
-            given = getattr(config, name)
-            if given not in (None, size) and (name != "num_microbatches" or layout.pp > 1):
-                return f"the settings ask for {name}={given}"
-        try:
-            _config_of(config, layout)
-        except ConfigError as error:
-            return str(error).rpartition(":")[0] or str(error)
+        if (why := _settings_against(self.config, layout)) is not None:
+            return why
         if layout.pp > 1 and self._stages is not None:
             return self._stages
         if layout.tp > 1 and self._shared is not None:
             return self._shared
         return None if layout.strategy == "ddp" else self._sharded
+
+
+def _settings_against(config: TrainConfig, layout: Layout) -> str | None:
+    """Return why the settings do not allow a layout; None if they do."""
+    sizes = {
+        "data_parallel_size": layout.dp * layout.replicate,
+        "data_parallel_replicate_size": layout.replicate,
+        "tensor_parallel_size": layout.tp,
+        "pipeline_parallel_size": layout.pp,
+        "num_microbatches": layout.num_microbatches,
+    }
+    for name, size in sizes.items():
+        setting = getattr(config, name)
+        if setting not in (None, size) and (name != "num_microbatches" or layout.pp > 1):
+            return f"the settings ask for {name}={setting}"
+    try:
+        _config_of(config, layout)
+    except ConfigError as error:
+        return str(error).rpartition(":")[0] or str(error)
+    return None
 
 
 def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:

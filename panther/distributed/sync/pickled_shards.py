@@ -1,0 +1,50 @@
+"""A warning where shards of a model are pickled, as ``torch.save(model.state_dict())`` on one rank does.
+
+The file then has one rank's shards, and loads neither into the model nor on another machine. A state dictionary alone
+does not tell what becomes of it: ``torch.distributed.checkpoint`` and Panther's own checkpoints take the same one. They
+write shards as plain tensors and pickle no DTensor, so that pickling one is the mistake itself.
+"""
+
+__all__ = ["warn_of_pickled_shards"]
+
+import copyreg
+import sys
+import threading
+import warnings
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+_warned = threading.Event()
+_PICKLING = 4  # frames from the warning to the caller of torch.save
+
+
+def warn_of_pickled_shards() -> None:
+    """Let the first DTensor of several ranks that this process pickles be warned of. Sharding a model calls it."""
+    copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type] # the type is that of __reduce_ex__
+
+
+def _reduce(shard: DTensor) -> Any:
+    if not _warned.is_set() and shard.device_mesh.size() > 1 and not _is_moved_by_torch():
+        _warned.set()
+        local = tuple(shard.to_local().shape)
+        held = "holds all of it" if local == tuple(shard.shape) else f"holds {local} of its {tuple(shard.shape)}"
+        warnings.warn(
+            f"a tensor of a distributed model was pickled, as by torch.save, and this rank {held}: the file loads only "
+            "on as many processes, each with a file of its own. Call Trainer.export(folder), or "
+            "panther.distributed.checkpoint.export(model, folder), on every rank to save the whole model, or "
+            "full_tensor() of each tensor; panther.distributed.checkpoint.save is for continuing the training",
+            UserWarning,
+            stacklevel=_PICKLING,
+        )
+    return shard.__reduce_ex__(2)
+
+
+def _is_moved_by_torch() -> bool:
+    """Return whether torch.distributed.checkpoint pickles, which hands a state to a process that writes it."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            return True
+    return False
