@@ -1,10 +1,16 @@
 """What the library logs, on standard error, where the program has not said what should become of it."""
 
-__all__ = ["logs_shown"]
+__all__ = ["logged_items", "logs_shown"]
 
+import datetime
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_EVERY_S = 10.0
 
 
 @contextmanager
@@ -29,3 +35,26 @@ def logs_shown(message_format: str = "%(message)s", *, always: bool = False) -> 
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def logged_items(
+    items: Collection[_Item], description: str, logger: logging.Logger, *, announce: bool = True
+) -> Iterator[_Item]:
+    """Yield items, and log at level INFO how many there are and, every ten seconds, how many are left and for how long.
+
+    Args:
+        items: The work of a phase; each item takes about as long as the others.
+        description: The phase.
+        logger: Where to log.
+        announce: Whether to log the number of items before the first one.
+    """
+    if announce:
+        logger.info("%s: %d to do", description, len(items))
+    begin = logged = time.monotonic()
+    for number, item in enumerate(items):
+        now = time.monotonic()
+        if number and now - logged >= _EVERY_S:
+            left = datetime.timedelta(seconds=round((now - begin) / number * (len(items) - number)))
+            logger.info("%s: %d of %d, %s left", description, number, len(items), left)
+            logged = now
+        yield item

@@ -9,10 +9,14 @@ __all__ = ["main"]
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 from panther._logs import logs_shown
 from panther._setting_names import near_name
@@ -34,12 +38,13 @@ _COMMANDS = {
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }
+_ENDED_BY_SIGTERM = ("compress", "export")  # others have handlers of their own, or start processes that inherit them
 _EXIT_STATUS = """\
 exit status:
   0    success
   1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
   2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
-  130  interrupted
+  130  interrupted (compress and export: 143 after SIGTERM)
   launch returns 1 if a rank failed, 128 + N if signal N ended it; profile returns the status of the script.
 """
 
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        with logs_shown("panther: %(message)s", always=True):
+        with logs_shown("panther: %(message)s", always=True), _sigterm_raised(args.command in _ENDED_BY_SIGTERM):
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -81,6 +86,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("panther: interrupted", file=sys.stderr)
         return 130
+    except _TerminatedError:
+        print(f"panther: SIGTERM ended {args.command} before its result was written", file=sys.stderr)
+        return 128 + signal.SIGTERM
+
+
+class _TerminatedError(BaseException):
+    """A signal ends the process, past what catches exceptions."""
+
+
+@contextmanager
+def _sigterm_raised(is_wanted: bool) -> Iterator[None]:
+    """Let SIGTERM raise, so that temporary files are removed and the command says that it ended."""
+    if not is_wanted or threading.current_thread() is not threading.main_thread():  # handlers are set only there
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -46,7 +46,8 @@ def add_parser(commands: Any) -> None:
         f"transformer/SIZE, one of {', '.join(SIZES)}; a folder of transformers, compressed or not; or "
         "module:function, which returns a model and a batch"
     )
-    parser.add_argument("--model", metavar="MODEL", help=models)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=models)
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as an option")
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices, one for each process")
     parser.add_argument("--measure", metavar="FILE", help=_MEASURE)
     parser.add_argument("--cluster", metavar="FILE", help="plan with the speeds of a file that --measure wrote")
@@ -77,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print the table, and return 0 if an option fits, also into the budget."""
     from panther.distributed import TrainingRun, plan_parallelism
 
+    if args.model is not None and args.model_option not in (None, args.model):
+        raise PantherError(f"{args.model} and --model {args.model_option} both name a model: give one of them")
+    args.model = args.model or args.model_option
     if args.measure is not None:
         first = _measure(args.measure, args.gpus)
         if args.model is None or not first:

@@ -3,6 +3,7 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from panther.errors import NumericalWarning, PantherError, PerformanceWarning, r
 if TYPE_CHECKING:
     from torch import nn
 
+_log = logging.getLogger(__name__)
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
 
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     with current_folder_importable():
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
+    _log.info("writing to %s", out)
     try:
         if Path(args.model).is_dir():
             from panther.cli._transformers import copy_beside

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from panther._text import counted
 from panther.cli._arguments import check_folder
-from panther.cli._user_function import call, current_folder_importable, explained, wrong_return
+from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
 from panther.errors import PantherError, require_extra
 from panther.files import new_file, write_json
 
@@ -49,6 +49,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, export, and print the files."""
     folder = Path(args.folder)
+    if not folder.is_dir() and names_function(args.folder):
+        raise PantherError(
+            f"{folder} is a function, and export reads a folder: save the model by panther.save_compressed(model, "
+            f"folder), and write panther export FOLDER --model {folder}"
+        )
     if not folder.is_dir():
         raise PantherError(f"{folder} is not a folder: give one that holds a model (nothing is downloaded)")
     out = check_folder(args.out)

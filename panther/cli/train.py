@@ -75,25 +75,36 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_launchers_options(args: argparse.Namespace) -> None:
     """Raise for a script, or options of other launchers, with the line that starts the processes here."""
     flags = {flag: value for flag in _OF_LAUNCHERS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None}
-    script, *rest = [*filter(None, [flags.get("--script")]), *args.settings] or [None]
-    if script is None or "=" in script or not script.endswith(".py"):
-        if "--script" not in flags and flags:
-            processes = next((value for flag, value in flags.items() if flag in _PROCESSES), "N")
+    script = flags.get("--script") or next((text for text in args.settings if text.endswith(".py")), None)
+    if script is None or "=" in script:
+        if flags:
+            processes = next((flags[flag] for flag in _PROCESSES if flag in flags), "N")
             raise PantherError(
                 f"{next(iter(flags))} is not an option of panther train: write --nproc {processes} for processes of "
                 "this machine, or panther launch ... -m panther train ... for several"
             )
-        if "--script" not in flags:
-            return
-    nproc = next((value for flag in _PROCESSES if (value := flags.get(flag)) is not None), args.nproc)
-    options = ["--nproc-per-node", str(nproc)]
+        return
+    options = ["--nproc-per-node", next((flags[flag] for flag in _PROCESSES if flag in flags), str(args.nproc))]
     if (nodes := flags.get("--nnodes") or flags.get("--num-nodes")) is not None:
         address = (flags.get("--address") or "HOST:PORT").rpartition("//")[2]
         options += ["--nnodes", nodes, "--rdzv-endpoint", address]
     if flags.get("--backend") in ("gloo", "nccl"):
         options += ["--backend", flags["--backend"]]
-    line = " ".join(["panther launch", *options, str(script), *rest])
+    line = " ".join(["panther launch", *options, script, *_arguments_of_script(args.argv, script)])
     raise PantherError(f"panther train takes functions that return a model and data, and no script: use {line}")
+
+
+def _arguments_of_script(argv: list[str], script: str) -> list[str]:
+    """Return what the command line has beside the command, the script, and the options of launchers."""
+    arguments, texts = [], iter(argv)
+    for text in texts:
+        flag, equals, _ = text.partition("=")
+        if flag in ("--nproc", *_OF_LAUNCHERS):
+            if not equals:
+                next(texts, None)
+        elif text not in ("train", script):
+            arguments.append(text)
+    return arguments
 
 
 def _launch(args: argparse.Namespace, directory: str | None) -> int:

@@ -3,7 +3,7 @@
 __all__ = ["fit_targets"]
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from panther.compression.calibration.runner import Runner
@@ -74,9 +74,11 @@ def fit_targets(
         inputs += map(tuple, groups)
         positions |= {target: target_moments.positions for target, target_moments in moments.items()}
         constant |= {target for target, target_moments in moments.items() if target_moments.constant}
-        weights.fit(moments, energy)  # type: ignore[arg-type]  # `fit` empties the dictionary and adds nothing to it
+        shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
+        # `fit` empties the dictionary and adds nothing to it.
+        weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
     if not passes:  # without calibration there are no moments, and the metric is the identity
-        weights.fit(dict.fromkeys(survey.targets), 0.0)
+        weights.fit(dict.fromkeys(survey.targets), 0.0, runner.over(survey.targets, "fits"))
     return Fits(
         fits=weights.fits,
         options=weights.options_with_losses,
@@ -115,10 +117,13 @@ class _Weights:
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
     kept_moments: dict[Target, Moments] = field(default_factory=dict)
 
-    def fit(self, moments: dict[Target, Moments | None], energy: float) -> None:
-        """Fit the weights of one pass, and empty ``moments``; ``energy`` is the squared norm of the output."""
+    def fit(self, moments: dict[Target, Moments | None], energy: float, targets: Iterable[Target]) -> None:
+        """Fit the weights of one pass, and empty ``moments``; ``energy`` is the squared norm of the output.
+
+        ``targets`` are the keys of ``moments``, which may show the progress.
+        """
         planned_widths = self._plan_widths(moments)
-        for target in list(moments):
+        for target in targets:
             target_moments = moments.pop(target)  # popped, so that its memory is freed after the fit
             metric, dtype, seed = (
                 metric_of(target, target_moments, ridge=self.ridge),

@@ -4,6 +4,7 @@ __all__ = ["ProgressBar", "ProgressLines"]
 
 import datetime
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -44,10 +45,15 @@ class ProgressBar(BuiltInCallback):
 
 
 class ProgressLines(BuiltInCallback):
-    """Logs a line for each record: the step, the losses and metrics, the samples a second and the time that is left."""
+    """Logs a line for each record: the step, the losses and metrics, the samples a second and the time that is left.
 
-    def __init__(self, prefix: str = "") -> None:
-        self._prefix = prefix
+    Args:
+        prefix: What the lines begin with.
+        every_s: Seconds from a line to the next one; records in between have none.
+    """
+
+    def __init__(self, prefix: str = "", every_s: float = 0.0) -> None:
+        self._prefix, self._every_s, self._logged_at = prefix, every_s, -math.inf
         self._begun = (0, 0.0)
         self._last: Mapping[str, Any] = {}
 
@@ -58,6 +64,9 @@ class ProgressLines(BuiltInCallback):
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         """Log the line."""
         self._last = record
+        if time.perf_counter() - self._logged_at < self._every_s:
+            return
+        self._logged_at = time.perf_counter()
         step, total = record["step"], trainer.total_steps
         values = [
             f"{name} {value:.4g}" for name, value in record.items() if name == "loss" or _is_validation(name, value)

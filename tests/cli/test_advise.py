@@ -86,7 +86,7 @@ def test_json_has_every_option(models, capsys):
 def test_a_sketched_transformer_needs_less(capsys):
     totals = []
     for extra in ([], ["--sketch", "32"]):
-        args = ["advise", "--model", "transformer/125M", "--gpus", "1", "--sequence", "16", "--json", *extra]
+        args = ["advise", "transformer/125M", "--gpus", "1", "--sequence", "16", "--json", *extra]
         assert main(args) == 0
         totals.append(json.loads(capsys.readouterr().out)["options"][0]["memory_bytes"]["total"])
     assert totals[1] < 0.8 * totals[0]

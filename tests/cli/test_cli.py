@@ -81,7 +81,7 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, 
     [
         (["simulate", "--world-size", "4"], "--world-size 4: did you mean --world?"),
         (["simulate", "--batch-size=64"], "--batch-size=64: did you mean --batch?"),
-        (["advise", "--num-gpus", "8"], "--num-gpus 8: did you mean --gpus?"),
+        (["advise", "--num-gpus", "8"], "--num-gpus: did you mean --gpus?"),
         (["train", "--epochs", "3"], "--epochs: settings are key=value, as epochs=..."),
         (["simulate", "--frob", "3"], "--frob 3\n"),
     ],

@@ -1,17 +1,21 @@
 """panther compress as a user meets it: a folder of transformers, a function that returns a model, and every error."""
 
 import json
+import logging
 import re
+import signal
 import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import waits
 
 import panther as pr
+from panther._logs import logged_items
 from panther.cli import main
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning
 from panther.nn import QuantizedConv2d, SKLinear
@@ -47,6 +51,22 @@ def raises():
     raise RuntimeError("no weights here")
 
 LIMIT = 3
+"""
+
+
+STUCK = """
+import os, signal, torch
+from torch import nn
+
+class Stuck(nn.Linear):
+    def forward(self, x):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x)
+
+def both():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Stuck(64, 64))
+    return model, list(torch.randn(40, 64).split(8))
 """
 
 
@@ -122,8 +142,10 @@ def refusal(capsys, *args, status=2):
     assert main(["compress", *map(str, args)]) == status
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert re.fullmatch(r"panther: error: .+\n", captured.err), captured.err
-    return captured.err.removeprefix("panther: error: ").rstrip()
+    *phases, last = captured.err.splitlines()
+    assert all(line.endswith(" to do") for line in phases), captured.err
+    assert last.startswith("panther: error: ")
+    return last.removeprefix("panther: error: ").rstrip()
 
 
 def test_a_folder_of_transformers(bert, here, transformers, capsys):
@@ -472,3 +494,29 @@ def test_a_class_in_the_place_of_a_function(models, capsys):
     args = ["--calibration", "my_models:batches", "--method", "activation", "--include", "inner.[02]"]
     assert main(["compress", "my_models:Wrapped", "--budget", "0.5", "--out", "small", *args]) == 0
     assert "kept dense: inner.5 (Linear) is not included" in capsys.readouterr().out
+
+
+def test_phases_are_lines_where_there_is_no_terminal(models, capsys):
+    assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "small"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    for phase in ("moments 1/1: 4 to do", "fits 1/1: 3 to do", "error: 1 to do"):
+        assert f"panther: {phase}" in lines
+    assert lines[-1] == "panther: writing to small"
+
+
+def test_a_long_phase_says_what_is_left(monkeypatch, caplog):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr("panther._logs.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with caplog.at_level("INFO", "panther"):
+        assert list(logged_items(range(8), "moments", logging.getLogger("panther.compression"))) == list(range(8))
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == ["moments: 8 to do", "moments: 2 of 8, 0:00:36 left", "moments: 5 of 8, 0:00:14 left"]
+
+
+def test_sigterm_ends_it_with_a_sentence_and_no_files(here, capsys):
+    (here / "stuck_model.py").write_text(STUCK, encoding="utf-8")
+    assert main(["compress", "stuck_model:both", "--budget", "0.5", "--out", "small"]) == 143
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "panther: SIGTERM ended compress before its result was written"
+    assert not (here / "small").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

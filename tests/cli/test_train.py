@@ -193,3 +193,35 @@ def test_bad_files_and_flags(capsys):
     with pytest.raises(SystemExit) as exit:
         main(["train", "--nproc", "0"])
     assert exit.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--script", "train.py", "--num-gpus", "4"], "panther launch --nproc-per-node 4 train.py"),
+        (
+            ["--script", "train.py", "--num-gpus", "4", "--backend", "pytorch-ddp"],
+            "panther launch --nproc-per-node 4 train.py",
+        ),
+        (
+            ["--script", "train.py", "--num-nodes", "4", "--gpus-per-node", "8", "--address", "ray://head:10001"],
+            "panther launch --nproc-per-node 8 --nnodes 4 --rdzv-endpoint head:10001 train.py",
+        ),
+        (["--script", "train.py", "--backend", "nccl"], "panther launch --nproc-per-node 1 --backend nccl train.py"),
+        (["train.py", "--nproc", "2"], "panther launch --nproc-per-node 2 train.py"),
+        (
+            ["--script", "train.py", "--num-gpus", "2", "--epochs", "100"],
+            "panther launch --nproc-per-node 2 train.py --epochs 100",
+        ),
+    ],
+)
+def test_a_script_is_answered_with_the_line_that_starts_it(arguments, line, capsys):
+    """As a guide to distributed training writes it: python -m distributed.cli train --script train.py --num-gpus 4."""
+    assert main(["train", *arguments]) == 2
+    message = "panther train takes functions that return a model and data, and no script: use "
+    assert capsys.readouterr().err == f"panther: error: {message}{line}\n"
+
+
+def test_options_of_launchers_are_answered_with_those_of_train(capsys):
+    assert main(["train", "model=a:b", "data=a:c", "--num-gpus", "4"]) == 2
+    assert "--num-gpus is not an option of panther train: write --nproc 4" in capsys.readouterr().err

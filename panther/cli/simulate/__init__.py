@@ -5,7 +5,7 @@ __all__ = ["add_parser", "run"]
 import argparse
 from typing import Any
 
-from panther.cli._arguments import add_option, note_if_wide, positive, seed
+from panther.cli._arguments import add_option, note_if_wide, positive, positive_float, seed
 from panther.errors import DistributedError, PantherError, require_extra
 
 _MOST_RANKS = 8  # that are started
@@ -26,7 +26,13 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--batch", positive, f"samples per step, of all ranks together (default: about {_BATCH})")
     add_option(parser, "--hidden", positive, "width of hidden layers", 512)
     add_option(parser, "--sketch-size", positive, "rank of sketched layers", 8)
+    add_option(parser, "--lr", positive_float, "learning rate of SGD with momentum", 0.02, metavar="X")
     add_option(parser, "--seed", seed, "seed of weights and shuffling", 0)
+    parser.add_argument(
+        "--tracker",
+        choices=("mlflow",),
+        help="record settings, losses and accuracy in MLflow (MLFLOW_TRACKING_URI, or its default)",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="only count samples, bytes and memory, and start nothing"
     )
@@ -45,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise PantherError(f"--batch {batch} cannot be divided evenly by --world {args.world}: use --batch {fix}")
     if not args.dry_run:
         require_extra("sklearn.datasets", "demo")
+        if args.tracker is not None:
+            require_extra("mlflow", "mlflow")
     if not args.dense:
         note_if_wide(args.sketch_size, args.hidden)
     from panther.cli.simulate import _report
@@ -53,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         kind="dense" if args.dense else "sketched",
         batch=batch,
-        **{name: getattr(args, name) for name in ("world", "epochs", "hidden", "sketch_size", "seed")},
+        **{name: getattr(args, name) for name in ("world", "epochs", "hidden", "sketch_size", "lr", "seed")},
     )
     _report.print_samples(settings)
     sent_bytes = _report.print_counts(settings, processes=1 if args.dry_run else args.world)
-    if not args.dry_run and (failed := _report.print_training(settings, sent_bytes)):
+    if not args.dry_run and (failed := _report.print_training(settings, sent_bytes, args.tracker)):
         raise DistributedError(f"checks failed: {'; '.join(failed)}. This is a bug: please report it")
     return 0

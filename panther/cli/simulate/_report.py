@@ -2,8 +2,10 @@
 
 __all__ = ["print_counts", "print_samples", "print_training"]
 
+import os
 import statistics
 import sys
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.comm.nodes import physical_memory
-from panther.errors import DistributedError
+from panther.errors import DistributedError, require_extra
 
 _ROUNDING = 1e-9  # relative; float64 rounds at 1e-16, and 40 epochs of training amplified it to 1e-13 at most
 
@@ -84,12 +86,13 @@ def _cost(settings: Settings, kind: str, size: int) -> Estimate:
     return estimate(stats, cluster, layout, size * settings.world, optimizer_states=1)  # SGD with momentum
 
 
-def print_training(settings: Settings, sent_bytes: int) -> list[str]:
+def print_training(settings: Settings, sent_bytes: int, tracker: str | None = None) -> list[str]:
     """Train on several processes and on one, and print what happens and its checks.
 
     Args:
         settings: The options.
         sent_bytes: Bytes of gradients that a rank should send in a step.
+        tracker: ``"mlflow"`` to record settings, losses and accuracy there; None records nothing.
 
     Returns:
         The checks that fail.
@@ -101,6 +104,8 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
     _print_gradients(settings, ranks, mean, single)
     steps = len(single.losses) // settings.epochs
     _print_losses(steps, ranks, single)
+    if tracker is not None:
+        _record(settings, steps, ranks)
 
     seen = {sample for rank in ranks for step in rank.samples[:steps] for sample in step.tolist()}
     differences = {  # each with the largest that passes
@@ -144,6 +149,19 @@ def _print_losses(steps: int, ranks: list[Run], single: Run) -> None:
     rows.append(["test accuracy", *(f"{100 * run.accuracy:.1f} %" for run in runs.values())])
     print("\n4. Training: mean loss of each epoch, on the samples of each rank\n" + format_table(rows, align="<>"))
     print("Each rank draws its own network; before the first step all receive that of rank 0.")
+
+
+def _record(settings: Settings, steps: int, ranks: list[Run]) -> None:
+    """Log a run to MLflow: the settings, each epoch's mean loss over all ranks, and the accuracy."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing goes to a third party unasked
+    mlflow = require_extra("mlflow", "mlflow")
+    with mlflow.start_run(run_name=f"simulate-{settings.world}"):
+        mlflow.log_params(asdict(settings))
+        for epoch in range(settings.epochs):
+            losses = [statistics.mean(run.losses[epoch * steps : (epoch + 1) * steps]) for run in ranks]
+            mlflow.log_metric("loss", statistics.mean(losses), step=epoch + 1)
+        mlflow.log_metric("test_accuracy", ranks[0].accuracy)
+        print(f"Recorded in MLflow, at {mlflow.get_tracking_uri()}.")
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:

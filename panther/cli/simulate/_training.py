@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from panther.cli.demo._training import TRAIN_SAMPLES, accuracy, build, load_digits
 from panther.distributed import CommunicationCounter, data_parallel, get_rank, get_world_size
 
-_LEARNING_RATE, _MOMENTUM = 0.02, 0.9
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Settings:
     epochs: int
     hidden: int
     sketch_size: int
+    lr: float
     seed: int
 
     def build(self, kind: str) -> nn.Sequential:
@@ -71,7 +72,7 @@ def train(settings: Settings) -> Run:
     torch.manual_seed(settings.seed + 1000 * rank)
     model = settings.build(settings.kind)
     forward = model if alone else data_parallel(model)  # which sends the network of rank 0 to all
-    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE, _MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), settings.lr, _MOMENTUM)
     shown = next(model[2].parameters())  # of the first of the two layers in the middle
     samples, losses, sent_bytes = list[Tensor](), list[float](), 0
     for step in _batches(settings, range(settings.world) if alone else [rank]):

@@ -12,6 +12,7 @@ __all__ = [
 
 import dataclasses
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from panther._logs import logged_items
 from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import is_dynamo_loaded
 from panther.compression.calibration.batches import check_calibration, copy_batch, describe_batch, read_batches
@@ -34,6 +36,7 @@ from panther.compression.calibration.model_state import ModelState, deferred_int
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
+_log = logging.getLogger(__name__)
 Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
@@ -124,6 +127,7 @@ class Runner:
         self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
         self.loss_fn = loss_fn
         self.show = sys.stderr.isatty() if progress is None else progress
+        self._logged_phases: set[str] = set()
         self.resident_bytes = resident_bytes()
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
@@ -325,12 +329,19 @@ class Runner:
         return shapes
 
     def over(self, batches: Collection[_Item], description: str) -> Iterable[_Item]:
-        """Return batches or other items, under a progress bar if progress is shown and tqdm is installed."""
+        """Return batches or other items, under a progress bar if progress is shown and tqdm is installed.
+
+        Where it is not shown, the phase is logged: when it begins for the first time, and every ten seconds.
+        """
+        if not self.show:
+            is_new = description not in self._logged_phases
+            self._logged_phases.add(description)
+            return logged_items(batches, description, _log, announce=is_new)
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
             return batches
-        return tqdm(batches, desc=description, leave=False, disable=not self.show)
+        return tqdm(batches, desc=description, leave=False)
 
     def shared_seed(self, seed: int) -> int:
         """Return the seed of the first rank of the group."""

@@ -42,6 +42,7 @@ from panther.nn.base import SketchedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimization.optimizer import learning_rate_factor
+from panther.train.progress import ProgressLines
 
 _BETAS = (0.9, 0.95)  # after 200 steps, the loss was 2 to 6 % smaller than with 0.999 as the second number
 # Learning rates relative to a parameter's root mean square, of low-rank factors and of all other parameters. The loss
@@ -91,7 +92,8 @@ def heal(
         groups = _groups(distillation, replacement, config)
         progress = _Progress(distillation, checked, config, [group["lr"] for group in groups], began)
         optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=config.weight_decay)
-        trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress])
+        lines = [] if runner.show else [ProgressLines("healing: ", every_s=10.0)]
+        trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress, *lines])
         try:
             trainer.fit(batches, checked)
         finally:
