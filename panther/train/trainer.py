@@ -61,6 +61,7 @@ _SAVED = (
     "_validated_at",
     "_elapsed_s",
 )  # attributes that checkpoints hold as they are
+_LISTED = 16  # samples that a note on an error lists
 _log = logging.getLogger(__name__)
 
 
@@ -432,10 +433,15 @@ class Trainer:
         samples = sum(batch.samples for batch in window)
         # The exchange starts before the last backward pass and is waited for after it.
         reports, everywhere = engine.reports_loss, engine.stages == 1
-        engine.forward_backward(
-            window,
-            lambda loss_sum: exchange.start(loss_sum, samples, reports, engine.carrier, changed, everywhere=everywhere),
-        )
+
+        def start_exchange(loss_sum: float | Tensor) -> None:
+            exchange.start(loss_sum, samples, reports, engine.carrier, changed, everywhere=everywhere)
+
+        try:
+            engine.forward_backward(window, start_exchange)
+        except Exception as error:  # of the user's model or loss: its own text stays first
+            error.add_note(_place_of(self.step + 1, window))
+            raise
         self._loss_parameters.check()
         loss, seen = exchange.finish()
         if exchange.num_changed:
@@ -668,6 +674,14 @@ class Trainer:
         if get_rank() == 0:
             _log.warning("stopped by %s after step %d: %s", signal.Signals(stop_signal).name, self.step, outcome)
         raise SystemExit(128 + stop_signal)
+
+
+def _place_of(step: int, window: list[Batch]) -> str:
+    """Return where in a run an error came."""
+    indices = [str(index) for batch in window for index in batch.indices or ()]
+    more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
+    samples = f", on the samples {', '.join(indices[:_LISTED])}{more}" if indices else ""
+    return f"This was in step {step}{samples} of rank {get_rank()}."
 
 
 def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

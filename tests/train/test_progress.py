@@ -172,3 +172,13 @@ def test_what_a_callback_may_have_beside_its_hooks():
     )  # fmt: skip
     mine.on_improvement = print  # a function of its user
     Trainer(nn.Linear(2, 2), callbacks=[mine])
+
+
+def test_an_error_of_the_loss_says_the_step_and_the_samples():
+    """A label that is out of range was torch's IndexError, without a word on where it is."""
+    x, labels = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
+    labels[13] = 7
+    trainer = Trainer(nn.Linear(8, 2), None, nn.CrossEntropyLoss(), TrainConfig(epochs=1, seed=0))
+    with pytest.raises(IndexError, match="Target 7 is out of bounds") as caught:
+        trainer.fit(DataLoader(TensorDataset(x, labels), 4))
+    assert caught.value.__notes__ == ["This was in step 4, on the samples 12, 13, 14, 15 of rank 0."]
