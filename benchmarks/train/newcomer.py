@@ -4,7 +4,7 @@ Most of such a run is the start of Python and torch in three processes. So the p
 measure: it hardly depends on what else runs on the machine, as the time on the clock does.
 """
 
-__all__ = ["README_SCRIPT", "run"]
+__all__ = ["LOOP_SCRIPT", "README_SCRIPT", "run"]
 
 import os
 import re
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, figure, main, print_table, write_csv
 
-_LOOP = """\
+LOOP_SCRIPT = """\
 import torch
 import torch.distributed as dist
 import panther as pr
@@ -87,7 +87,7 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
     }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("loop.py", _LOOP), ("train.py", README_SCRIPT)):
+        for name, text in (("loop.py", LOOP_SCRIPT), ("train.py", README_SCRIPT)):
             Path(folder, name).write_text(text, encoding="utf-8")
         for _ in range(rounds):
             for name, command in commands.items():

@@ -39,6 +39,15 @@ def test_a_subject_starts_itself_with_other_settings_of_the_allocator():
     assert all(column in heading for column in ("time_us", "x nn.Linear", "stored_bytes", "rms_error"))
 
 
+def test_the_first_run_of_a_newcomer_is_that_of_the_readme():
+    from benchmarks.train.newcomer import LOOP_SCRIPT, README_SCRIPT
+
+    compile(LOOP_SCRIPT, "loop.py", "exec")
+    compile(README_SCRIPT, "train.py", "exec")
+    assert README_SCRIPT.count("Trainer(") == 1
+    assert "for _ in range" not in README_SCRIPT
+
+
 @pytest.mark.distributed
 def test_bytes_sent_are_those_of_the_formulas():
     from benchmarks.distributed.bytes_sent import Sizes, data_parallel_bytes, tensor_parallel_bytes
