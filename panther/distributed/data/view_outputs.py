@@ -40,7 +40,7 @@ def _own_outputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not _is_trained_view(leaf):
             return leaf
         alone = uses[id(_whole(leaf))] == 1 and not _whole(leaf).is_leaf
-        return _Alias.apply(leaf) if alone else leaf.clone()  # type: ignore[no-untyped-call, no-any-return]
+        return _Alias.apply(leaf) if alone else leaf.clone()
 
     return tree_map_only(Tensor, own, output)
 

@@ -21,7 +21,7 @@ _PICKLING = 4  # frames from the warning to the caller of torch.save
 
 def warn_of_pickled_shards() -> None:
     """Let the first DTensor of several ranks that this process pickles be warned of. Sharding a model calls it."""
-    copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type] # the type is that of __reduce_ex__
+    copyreg.pickle(DTensor, _reduce)
 
 
 def _reduce(shard: DTensor) -> Any:
