@@ -692,7 +692,7 @@ def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
     if not workers or getattr(iterator, "_shutdown", True):
         return []
     iterator._shutdown = True
-    if iterator._worker_pids_set:  # else the end of a worker would raise an error in this process
+    if iterator._worker_pids_set:  # Otherwise the end of a worker would raise here.
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     if hasattr(iterator, "_pin_memory_thread"):
@@ -706,7 +706,7 @@ def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
     for queue in iterator._index_queues:
         queue.cancel_join_thread()
         queue.close()
-    if getattr(loader, "_iterator", None) is iterator:  # that of persistent workers, which the loader would use again
+    if getattr(loader, "_iterator", None) is iterator:  # The loader would reuse its persistent workers.
         loader._iterator = None
     return signals
 

@@ -127,7 +127,7 @@ def check_device(device: Any) -> None:
     if isinstance(device, str):
         try:
             torch.device(device)
-        except RuntimeError:  # whose text lists twenty types of devices
+        except RuntimeError:  # Its text lists twenty types of devices.
             raise ValueError(f"device={device!r} is not a device of torch: use for example 'cpu' or 'cuda:0'") from None
     if isinstance(device, int):
         # A number is the index of a GPU, and torch's error where there is none is about its own compilation.

@@ -24,7 +24,7 @@ from panther.nn.base import SketchedModule
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = 5
-_RMS = 0.2  # of the entries of an update at rate 1, as Adam's updates usually have it
+_RMS = 0.2  # root mean square of the entries of an update at rate 1, as for usual updates of Adam
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     # The product of the rounds is (level I + product): without I as a tensor, sharded matrices (DTensors) work too.
     level, product = 1.0, torch.zeros_like(gram)
     for left in range(_ROUNDS - 1, -1, -1):
-        p = _B * gram + _C * (gram @ gram)  # and _A I
+        p = _B * gram + _C * (gram @ gram)  # The term _A I is added below.
         product = level * p + _A * product + product @ p
         level *= _A
         if left:

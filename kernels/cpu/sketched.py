@@ -139,7 +139,7 @@ class JoinedProduct(torch.autograd.Function):
         R = S1.shape[1]
         left, right = inner[:, :R], inner[:, R:]
         outer = torch.cat((U1, S2), 0).mT
-        d_inner = torch.addmm(grad_inner, grad, outer, beta=ctx.scale, alpha=ctx.scale)  # of x [S1 | U2]
+        d_inner = torch.addmm(grad_inner, grad, outer, beta=ctx.scale, alpha=ctx.scale)  # gradient of x [S1 | U2]
         return (
             d_inner @ torch.cat((S1, U2), 1).mT if need_x else None,
             x.mT @ d_inner[:, :R] if need_S1 else None,

@@ -56,7 +56,7 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         >>> unpack_signs(torch.tensor([[6]], dtype=torch.int32), 3, torch.float32)
         tensor([[ 1., -1., -1.]])
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # which cannot view another dtype
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # no views of another dtype
         shift = torch.arange(_WORD, dtype=torch.int32, device=words.device)
         return (1 - 2 * (torch.bitwise_right_shift(words[:, :, None], shift) & 1)).to(dtype).flatten(1)[:, :n]
     if words.dtype is not torch.int32 or words.dim() != 2 or n < 0 or words.shape[1] != -(-n // _WORD):

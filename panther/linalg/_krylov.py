@@ -72,7 +72,7 @@ class KrylovSpace:
             if not bool(((torch.linalg.matrix_norm(gram - eye) <= 0.5) & (info == 0)).all()):
                 return self.triplets_by_qr(lambda _: k)
             U = torch.linalg.solve_triangular(R, U, upper=True, left=False)
-            if dtype == torch.float64:  # in float32, R S is S to rounding
+            if dtype == torch.float64:  # In float32, R S equals S to rounding.
                 left, S, right = torch.linalg.svd(R * S[..., None, :])
                 return _rotated(U, left), S, self.onto(W @ right.mT)
         if r < k:
@@ -243,7 +243,7 @@ def _rotated(Y: Tensor, W: Tensor) -> Tensor:  # (*batch, m, d), (*batch, d, k) 
 
 def _power_of_two(Y: Tensor) -> Tensor:  # (*batch, m, d) -> (*batch, 1, 1)
     """Return a power of two near the largest entry, in float64; 1 where Y is zero or float32."""
-    if not Y.numel() or Y.dtype == torch.float32:  # whose squares neither overflow nor vanish in float64
+    if not Y.numel() or Y.dtype == torch.float32:  # Squares of float32 fit float64.
         return Y.new_ones(*Y.shape[:-2], 1, 1, dtype=torch.float64)
     largest = Y.abs().amax((-2, -1), keepdim=True).double()
     return torch.where(largest > 0, torch.exp2(largest.clamp_min(1e-300).log2().floor()), 1.0)

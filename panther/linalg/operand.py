@@ -145,7 +145,7 @@ class Operand:
 
         Sketches here have no zero row, so NaN and infinity in A reach ``A @ S.T``, and A need not be read.
         """
-        if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # as in the function check_finite
+        if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # See the function check_finite.
             return
         check_finite("A", product if self.values is None else self.values)
         raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
@@ -248,7 +248,7 @@ class _Writable:
     """
 
     def __init__(self, A: np.ndarray[Any, Any]) -> None:
-        self.array = A  # which keeps the memory alive
+        self.array = A  # This keeps the memory alive.
         self.__array_interface__ = A.__array_interface__ | {"data": (A.__array_interface__["data"][0], False)}
 
 

@@ -138,10 +138,10 @@ def convolve(
         power = 2.0 ** -round(math.log2(rows // groups) / 2)
         S, U = S * (scale / power), U * power
     z = conv(x, S, None, stride, padding, dilation, groups)  # (N, rows, *size)
-    if groups > 1 or z.stride(1) == 1:  # channels_last, which a 1 x 1 convolution keeps,
+    if groups > 1 or z.stride(1) == 1:  # A 1 x 1 convolution keeps channels_last.
         mix = U.unflatten(0, (groups, -1)).mT.reshape(groups * out, rows // groups, *[1] * dim)
         y = conv(z, mix, bias, groups=groups)
-        # but in three dimensions torch's convolution does not keep it
+        # In three dimensions torch's convolution does not keep it.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if dim == 3 and z.stride(1) == 1 else y
     mix, flat = U.mT.expand(z.shape[0], -1, -1), z.flatten(2)
     y = torch.bmm(mix, flat) if bias is None else torch.baddbmm(bias[:, None], mix, flat)

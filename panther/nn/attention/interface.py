@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from panther._torch import version_of
 
-NAME = "panther_linear"  # in transformers' table of attention functions
+NAME = "panther_linear"  # key in transformers' table of attention functions
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _REFUSED = {
     "position_bias": "has a position bias for each pair, which features of one position cannot have",

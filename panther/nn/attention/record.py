@@ -54,7 +54,7 @@ def attention_records(model: nn.Module) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     first_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for wrapper in _WRAPPERS:  # as in the names of an inference file
+        for wrapper in _WRAPPERS:  # Inference files have no such prefixes.
             name = f"{name}.".replace(wrapper, "").removesuffix(".")
         if module in first_names:
             records[name] = {"alias_of": first_names[module]}

@@ -287,7 +287,7 @@ def inference_state(model: nn.Module) -> dict[str, Any]:
                 state.pop(prefix + logs_name, None)
                 scales = folded.setdefault((id(scales), id(logs)), fold_scales(scales, logs))
                 state[key] = scales
-            if scales.dtype is not STORED_SCALES and _is_stored_exactly(scales):  # also after a foreign cast
+            if scales.dtype is not STORED_SCALES and _is_stored_exactly(scales):  # Other code cast them.
                 state[key] = folded.setdefault((id(scales), 0), scales.to(STORED_SCALES))
     return state
 
