@@ -150,6 +150,7 @@ def test_mlflow_of_the_user_is_used(tmp_path, monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.setenv(name, "")
     uri = f"sqlite:///{tmp_path}/users.db"
+    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts into the working directory
     mlflow.set_tracking_uri(uri)
     try:
         mlflow.set_experiment("theirs")
