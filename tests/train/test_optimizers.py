@@ -137,7 +137,8 @@ def compare(strategies, makers, steps=4):
             for name in makers:
                 model = build()
                 optimizer = MAKERS[name](model)
-                trainer = train(model, optimizer, STRATEGIES[strategy], steps=steps)
+                settings = STRATEGIES.get(strategy, {"strategy": strategy})
+                trainer = train(model, optimizer, settings, steps=steps)
                 if strategy != "zero1":
                     assert trainer.optimizer is optimizer
                 outcomes[strategy, name] = weights(trainer)
@@ -154,6 +155,11 @@ def compare(strategies, makers, steps=4):
 def test_optimizers_with_groups_take_the_steps_of_one_process():
     """pykeen#1569: AdamW that was made again of its ``defaults`` refused a key of them."""
     compare(("zero1", "fsdp"), ("AdamW", "Adagrad", "copies in the constructor"), steps=2)
+
+
+@pytest.mark.slow
+def test_the_layout_that_auto_chooses_takes_the_steps_of_one_process():
+    compare(("auto",), ("AdamW", "Adagrad"))
 
 
 @pytest.mark.slow
@@ -308,3 +314,38 @@ def test_a_sharded_model_that_a_callback_copies_is_told_how_to_average():
     text = on_ranks(run, 2)[0]
     assert text.startswith("FSDP does not support deepcopy")
     assert "At.on_step copied a sharded model" in text
+
+
+class Embedded(nn.Module):
+    """Its first gradient is sparse, and has rows several times."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(10, 8, sparse=True, dtype=torch.float64)
+        self.head = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(self.rows((x[:, :3] * 2).long().clamp(0, 9)).mean(1))
+
+
+def test_sparse_gradients_are_averaged_and_clipped_or_refused():
+    settings = {"gradient_clipping": 0.2}
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+
+    def run():
+        trained = [train(Embedded(), sgd, STRATEGIES[name] | settings) for name in ("ddp", "zero1")]
+        with pytest.raises(ConfigError) as caught:
+            train(Embedded(), sgd, STRATEGIES["fsdp"])
+        return [weights(trainer) for trainer in trained], str(caught.value)
+
+    outcomes = on_ranks(run, 2)
+    assert outcomes[0][1].startswith("the Embedding 'rows' has sparse=True, and strategy='fsdp' cannot send sparse")
+    dense = Embedded()
+    dense.rows.sparse = False
+    optimizer = sgd(dense.parameters())
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(dense.parameters(), 0.2) and None)
+    expected = plain(dense, optimizer)
+    assert_equal([weights(train(Embedded(), sgd, settings))], expected, atol=1e-6)  # of the denominator of the factor
+    for number in range(2):
+        assert_equal([outcome[0][number] for outcome in outcomes], expected, atol=1e-6)

@@ -314,6 +314,58 @@ def test_unused_parameters_are_trained_as_on_one_process(only_rank):
         assert_equal([outcome[number] for outcome in outcomes], halves((2, 4), only_rank, 5))
 
 
+@pytest.mark.parametrize(
+    ("plan", "layouts"),
+    [
+        ("unfrozen", [("ddp", "fsdp")]),
+        pytest.param("unfrozen", [("fsdp", "zero1"), ("zero1", "tp"), ("tp", "ddp")], marks=pytest.mark.slow),
+        pytest.param("frozen", [("ddp", "pp"), ("pp", "zero1"), ("fsdp", "ddp, accumulated")], marks=pytest.mark.slow),
+    ],
+    ids=["one", "more", "frozen"],
+)
+def test_a_resumed_run_trains_what_the_stopped_one_did(tmp_path, plan, layouts):
+    """In another layout, and although its callback does not freeze or unfreeze anything again."""
+    at_start, changes = PLANS[plan]
+    ((step, trained),) = changes.items()
+
+    def run():
+        outcomes = []
+        for number, pair in enumerate(layouts):
+            for layout, callbacks in zip(pair, ([At(freeze("0", trained), step), At(breaks, 4)], []), strict=True):
+                model = build()
+                model[0].requires_grad_(not at_start)
+                settings = {**LAYOUTS[layout], "checkpoint_dir": str(tmp_path / str(number))}
+                micro = settings.pop("micro", 1)
+                try:
+                    trainer = train(
+                        model, SGD, settings | {"checkpoint_every_n_steps": 3}, callbacks, steps=6, micro=micro
+                    )
+                except KeyError:
+                    continue
+            outcomes.append(weights(trainer))
+        return outcomes
+
+    outcomes = on_ranks(run, 2)
+    model = build()
+    model[0].requires_grad_(not at_start)
+    expected = plain(model, SGD(model.parameters()), {step: partial(model[0].requires_grad_, trained)}, steps=6)
+    for number, _ in enumerate(layouts):
+        assert_equal([outcome[number] for outcome in outcomes], expected)
+
+
+def test_one_process_trains_what_is_unfrozen():
+    """The class of the optimizer was given the trainable parameters at the start only."""
+    for plan in PLANS:
+        at_start, changes = PLANS[plan]
+        models = build(), build()
+        for model in models:
+            model[0].requires_grad_(not at_start)
+        callbacks = [At(freeze("0", trained), step) for step, trained in changes.items()]
+        of_plan = {step: partial(models[1][0].requires_grad_, trained) for step, trained in changes.items()}
+        expected = plain(models[1], AdamW(models[1].parameters()), of_plan)
+        assert_equal([weights(train(models[0], AdamW, {}, callbacks))], expected)
+
+
 def to_be_added_by_function(parameters):
     return torch.optim.SGD(list(parameters), lr=0.1)
 

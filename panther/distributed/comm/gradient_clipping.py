@@ -54,7 +54,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
             # The norm is a plain tensor, by which torch does not multiply a DTensor.
             shard = parameter.grad.to_local()
             shard.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shard.device))
-    plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        elif parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(parameter.grad.device))
+    plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor) and not p.grad.is_sparse]
     clip_grads_with_norm_(plain, max_norm, norm)
 
 
@@ -68,7 +70,8 @@ def _sends_on(parameter: nn.Parameter) -> torch.device:
 def _local(gradient: Tensor) -> tuple[int, Tensor]:
     """Return the number of shards of a gradient, and this rank's."""
     if not isinstance(gradient, DTensor):
-        return 1, gradient
+        # Of an embedding with sparse=True. Rows that occur several times are added up first.
+        return 1, gradient.coalesce().values() if gradient.is_sparse else gradient
     if any(placement.is_partial() for placement in gradient.placements):  # of norms in a sharded sequence
         whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         gradient = gradient.redistribute(placements=whole)

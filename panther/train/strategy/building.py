@@ -69,6 +69,8 @@ def set_up(
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         device = torch.device("cpu") if is_empty else next(model.parameters()).device
+    if strategy not in ("single", "ddp", "zero1"):
+        _check_dense_gradients(model, strategy)
     noted = note_optimizer(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
     fills_shards = is_empty and (divided or strategy in ("fsdp", "replicate"))
@@ -143,6 +145,16 @@ def set_up(
         # Of groups that a callback adds without a rate of their own.
         trained.defaults["lr"] = float(config.learning_rate or trained.defaults.get("lr", rates[0] / scaling)) * scaling
     return engine, trained
+
+
+def _check_dense_gradients(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError if the gradients of an embedding are sparse, which FSDP2 cannot send."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"the {type(module).__name__} {name!r} has sparse=True, and strategy={strategy!r} cannot send sparse "
+                "gradients: make it with sparse=False, or use strategy='ddp'"
+            )
 
 
 def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: Optimizer) -> nn.Module:
