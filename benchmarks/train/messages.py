@@ -63,9 +63,9 @@ def _run(case: str, sent: str, rounds: int) -> Samples:
     turns, earlier = _Turns(turn), []
 
     class Exchange(StepExchange):
-        def start(self, *arguments: Any) -> None:
+        def start(self, *arguments: Any, **named: Any) -> None:
             device, self._device = self._device, None if turns.way == _WITHOUT else self._device
-            super().start(*arguments)
+            super().start(*arguments, **named)
             self._device = device
 
         def finish(self) -> tuple[float, float]:

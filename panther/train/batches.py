@@ -8,6 +8,8 @@ loss is weighted by its samples.
 
 __all__ = ["Batch", "Feed", "count_samples"]
 
+import logging
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -16,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from panther._random_state import preserved_generators, seed_cpu_generators
-from panther._torch import tree_leaves
-from panther.distributed import get_world_size
-from panther.errors import ConfigError, DistributedError
-from panther.train.coordination import sum_over_ranks
+from panther.distributed import get_rank
+from panther.errors import ConfigError
+from panther.train.agreement import agree_on_order
 from panther.train.loader_workers import WorkerSignals, closing_workers, signals_blocked
+from panther.train.streams import StreamWindows, count_samples
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Batch:
     """Share of this batch in the samples of the window, over all processes."""
     indices: list[int] | None
     """Indices of its samples in the dataset; None for a stream."""
+    largest: int = 0
+    """Number of samples of this batch on the process that has the most."""
 
 
 Windows = Generator[list[Batch], None, None]
@@ -47,6 +51,9 @@ _KEPT = (
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 """The settings of a user's DataLoader that are kept."""
+_ENDED = "panther_stream_has_ended"  # the key under which the state of a loader is saved that has ended before others
+
+_log = logging.getLogger(__name__)
 
 
 class _SeededDataset(Dataset[Any]):
@@ -81,7 +88,9 @@ class Feed:
         size: Number of processes that split the data.
         accumulation: Number of batches per window.
         factor: Number of the data's batches that make one of this process: of ranks that share theirs, for example.
-        even: Leave out the last samples if they do not fill a batch on every process.
+        even: Leave out the last samples if they do not fill a batch on every process, and of streams the batches that
+            do not have the same size on every process.
+        multiple: With ``even``, the divisor of the sizes of a stream's batches.
         shuffle: Whether the order of a Dataset is random.
 
     Raises:
@@ -99,6 +108,7 @@ class Feed:
         accumulation: int = 1,
         factor: int = 1,
         even: bool = False,
+        multiple: int = 1,
         shuffle: bool = True,
     ) -> None:
         if isinstance(data, nn.Module):  # it has a state, as a stream may have
@@ -110,7 +120,10 @@ class Feed:
             _check_samples(data, batch_size, "training" if shuffle else "validation")
             data = DataLoader(data, batch_size, shuffle=None if isinstance(data, IterableDataset) else shuffle)
         self.seed, self.rank, self.size, self.accumulation, self.even = seed, rank, size, accumulation, even
-        self.factor = factor
+        self.factor, self.shuffle = factor, shuffle
+        self._has_warned = False
+        self.left_out = 0
+        """Number of samples of the epoch that was planned last that no process has."""
         self.user_loader: Any = data
         own = getattr(data, "batch_size", None)
         if shuffle and batch_size is not None and own is not None and own != batch_size:
@@ -122,6 +135,8 @@ class Feed:
         self.loader: Any = data if self.is_stream else self._own_loader(data)
         self.keeps_own_state = self.is_stream and keeps_own_state
         self._positioned = False  # whether load_state_dict has set the loader's position
+        self._stream = StreamWindows(accumulation, rank, size, even, multiple)
+        self._has_ended = False  # whether load_state_dict has said that this process has read all of its stream
 
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
         if data.batch_size is None and data.batch_sampler is None:
@@ -141,9 +156,9 @@ class Feed:
         return (getattr(self.user_loader, "batch_size", None) or 1) * self.size * self.factor * self.accumulation
 
     def first_batch(self) -> Any:
-        """Return the first batch of an epoch; the random generators stay as they are."""
+        """Return the first batch of an epoch; the random generators stay as they are. One rank may call it alone."""
         with preserved_generators():
-            return next(self.windows(0))[0].data
+            return next(self.windows(0, is_alone=True))[0].data
 
     @property
     def has_batch_size(self) -> bool:
@@ -154,15 +169,36 @@ class Feed:
         """Return whether the samples of an epoch, or those that the loader keeps, are multiples of so many batches."""
         if not self.has_batch_size or self.user_loader.drop_last:
             return self.has_batch_size
-        samples = sum(len(batch) for window in self._plan(0) for batch in window)
+        samples = sum(len(indices) for window in self._plan(0) for batch in window for indices in batch)
         return samples % (self.user_loader.batch_size * count) == 0
 
     def windows_per_epoch(self) -> int | None:
         """Return the number of windows of an epoch, None for a stream."""
         return None if self.is_stream else len(self._plan(0))
 
-    def no_windows_error(self, name: str) -> ConfigError:
-        """Return the error to raise if there are no windows."""
+    def has_single_samples(self) -> bool:
+        """Return whether some process has a batch of one sample in the first epoch; False for a stream."""
+        plan = [] if self.is_stream else self._plan(0)
+        return any(len(indices) < 2 for window in plan for batch in window for indices in batch)
+
+    def warn_of_left_out(self, name: str) -> None:
+        """Log on the first rank, once, how many samples of an epoch no process has, unless the user asked for it."""
+        if self.is_stream or self._has_warned or get_rank() or (self.shuffle and self.user_loader.drop_last):
+            return
+        self._has_warned = True
+        self._plan(0)
+        if self.left_out:
+            reason = "its DataLoader has drop_last=True"
+            if self.even:
+                reason = "pipelines take batches of one size: choose a batch_size that divides their number"
+            _log.warning("%d samples of the %s data are left out, because %s", self.left_out, name, reason)
+
+    def no_windows_error(self, name: str, epoch: int = 0) -> ConfigError:
+        """Return the error to raise if there are no windows in an epoch."""
+        if epoch:
+            return ConfigError(
+                f"the {name} data is empty in epoch {epoch + 1}: __iter__ of a stream must begin anew in every epoch"
+            )
         if self.is_stream or not len(self.user_loader.dataset):
             return ConfigError(f"the {name} data is empty")
         return ConfigError(
@@ -171,81 +207,94 @@ class Feed:
             "or use neither drop_last nor a pipeline"
         )
 
-    def windows(self, epoch: int, start: int = 0) -> Windows:
+    def windows(self, epoch: int, start: int = 0, *, is_alone: bool = False) -> Windows:
         """Yield the windows of an epoch from the ``start``-th on. Closing the generator ends the loader's workers.
 
-        The random generators are unchanged until the first batch is fetched.
+        Ranks exchange the sizes of their batches of streams, unless this one ``is_alone``. The random generators are
+        unchanged until the first batch is fetched.
         """
-        plan = None if self.is_stream else self._plan(epoch)[start:]
+        plan = None if self.is_stream else self._plan(epoch)
+        if plan is not None and not is_alone and not _follows_from_seed(self.user_loader):
+            agree_on_order(epoch, plan)
         self._order[:] = [
             (
                 _mix(self.seed, epoch, step, number, self.rank) if self.loader.num_workers else None,
-                batch[self.rank :: self.size] or batch[:1],
+                batch[self.rank] or _first_of(batch),
             )
-            for step, window in enumerate(plan or (), start)
+            for step, window in enumerate((plan or [])[start:], start)
             for number, batch in enumerate(window)
         ]
+        if self._has_ended:  # in the epoch that is resumed
+            self._has_ended = False
+            return self._stream_windows(iter(()), 0, is_alone)
         with signals_blocked(self.loader):
             loaded = iter(self.loader)
         if plan is not None:
-            return self._planned_windows(plan, loaded)
+            return self._planned_windows(plan[start:], loaded)
         # Batches of an epoch that was resumed are fetched again and thrown away, unless the loader has been given a
         # state, from which it continues by itself.
-        if not self._positioned:
-            for _ in islice(loaded, start * self.accumulation):
-                pass
-        self._positioned = False
-        return self._counted_windows(loaded)
+        first_window, self._positioned = 0 if self._positioned else start, False
+        return self._stream_windows(loaded, first_window, is_alone)
 
-    def _planned_windows(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Windows:
+    def _planned_windows(self, plan: list[list[list[list[int]]]], loaded: Iterator[Any]) -> Windows:
         with closing_workers(self.loader, loaded):
             for window in plan:
-                total = sum(map(len, window))
-                own = [batch[self.rank :: self.size] for batch in window]
-                yield [Batch(next(loaded), len(indices), len(indices) / total, indices) for indices in own]
+                total = sum(len(indices) for batch in window for indices in batch)
+                yield [
+                    Batch(next(loaded), len(batch[self.rank]), len(batch[self.rank]) / total, batch[self.rank], largest)
+                    for batch, largest in ((batch, max(map(len, batch))) for batch in window)
+                ]
 
-    def _plan(self, epoch: int) -> list[list[list[int]]]:
-        """Return the indices of all processes: a list of windows of batches."""
+    def _plan(self, epoch: int) -> list[list[list[list[int]]]]:
+        """Return the indices of all processes: a list of windows of batches, each with a list for every process."""
         loader = self.user_loader
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
         # Drawing the order must not change what dropout or transforms draw next.
         with preserved_generators():
             seed_cpu_generators(_mix(self.seed, epoch))
             order = _order_of(sampler, epoch)
+        batches: list[list[list[int]]]
         if loader.batch_size is None:  # a batch_sampler gives whole batches, which the processes take in turn
-            groups = [order[i : i + self.size] for i in range(0, len(order), self.size)]
-            batches = [_interleaved(group, self.size) for group in groups if len(group) == self.size or not self.even]
+            samples = sum(map(len, order))
+            batches = [[*map(list, order[i : i + self.size])] for i in range(0, len(order), self.size)]
+            if self.even:
+                batches = _equal_batches(batches, self.size)
+            elif batches:
+                batches[-1] += [[] for _ in range(self.size - len(batches[-1]))]
         else:
-            per_step = loader.batch_size * self.size * self.factor
-            batches = [order[i : i + per_step] for i in range(0, len(order), per_step)]
-            if batches and len(batches[-1]) < per_step and (self.even or loader.drop_last):
-                batches.pop()
+            samples, per_step = len(order), loader.batch_size * self.size * self.factor
+            planned = samples - samples % per_step if self.even or loader.drop_last else samples
+            batches = [
+                [order[i : min(i + per_step, planned)][rank :: self.size] for rank in range(self.size)]
+                for i in range(0, planned, per_step)
+            ]
+        self.left_out = samples - sum(len(indices) for batch in batches for indices in batch)
         return [batches[i : i + self.accumulation] for i in range(0, len(batches), self.accumulation)]
 
-    def _counted_windows(self, loaded: Iterator[Any]) -> Windows:
-        """Yield windows as long as every rank has one."""
+    def _stream_windows(self, loaded: Iterator[Any], start: int, is_alone: bool) -> Windows:
         with closing_workers(self.loader, loaded):
-            while True:
-                window = list(islice(loaded, self.accumulation))
-                counts = [count_samples(data) for data in window]
-                total = float(sum(counts))
-                if self.size > 1:
-                    world = get_world_size()
-                    ranks_with_window, total = sum_over_ranks([bool(window), total])
-                    if ranks_with_window < world:
-                        return
-                    total /= world // self.size  # ranks that share layers count the same samples
-                elif not window:
-                    return
-                yield [Batch(data, count, count / total, None) for data, count in zip(window, counts, strict=True)]
+            batches = filter(count_samples, loaded)  # an empty batch is not the end
+            # Only the last one, which may become a filler, is needed of those before.
+            last = next(iter(deque(islice(batches, start * self.accumulation), maxlen=1)), None)
+            for window in self._stream.read(batches, last, is_alone):
+                yield [
+                    Batch(data, samples, samples / (total or 1), None, largest)
+                    for data, samples, total, largest in window
+                ]
 
     def state_dict(self) -> Any:
         """Return the state of the user's loader; None where the number of windows done is enough."""
-        return self.loader.state_dict() if self.keeps_own_state else None
+        if not self.keeps_own_state:
+            return None
+        state = self.loader.state_dict()
+        # A loader at its end would begin anew, while other ranks are still in the epoch.
+        return {_ENDED: state} if self._stream.has_ended else state
 
     def load_state_dict(self, state: Any) -> None:
         """Set the state that :meth:`state_dict` returned."""
         if state is not None and self.keeps_own_state:
+            if isinstance(state, Mapping) and set(state) == {_ENDED}:
+                self._has_ended, state = True, state[_ENDED]
             self.loader.load_state_dict(state)
             self._positioned = True
 
@@ -301,22 +350,27 @@ def _order_of(sampler: Any, epoch: int) -> list[Any]:
     return list(sampler)
 
 
-def _interleaved(group: list[list[int]], size: int) -> list[int]:
-    """Return a list whose elements r, r + size, ... are the r-th batch. The batches must have the same length."""
-    if len({len(batch) for batch in group}) > 1 or len(group) < size:
-        raise DistributedError(
-            f"a batch_sampler gave batches of {', '.join(str(len(batch)) for batch in group)} samples for {size} "
-            "processes: the batches of one step must all have the same size"
-        )
-    return [index for together in zip(*group, strict=True) for index in together]
+def _equal_batches(batches: list[list[list[int]]], size: int) -> list[list[list[int]]]:
+    """Return the steps in which every process has a batch. The batches of a step must have the same length."""
+    for group in batches:
+        if len({len(indices) for indices in group}) > 1:
+            raise ConfigError(
+                f"a batch_sampler gave batches of {', '.join(str(len(indices)) for indices in group)} samples for "
+                f"{size} processes: for a pipeline, the batches of one step must all have the same size"
+            )
+    return [group for group in batches if len(group) == size]
 
 
-def count_samples(data: Any) -> int:
-    """Return the number of samples of a batch: the length of its first tensor."""
-    for leaf in tree_leaves(data):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
-    raise ConfigError("a batch holds no tensor with samples along its first dimension")
+def _first_of(batch: list[list[int]]) -> list[int]:
+    """Return one index of another process's, as a filler for a process without samples."""
+    return next(indices for indices in batch if indices)[:1]
+
+
+def _follows_from_seed(loader: Any) -> bool:
+    """Return whether the order follows from the seed and the number of samples alone, and so is equal on all ranks."""
+    return loader.batch_size is not None and type(loader.sampler) in (
+        SequentialSampler, RandomSampler, DistributedSampler
+    )  # fmt: skip
 
 
 def _mix(*numbers: int) -> int:

@@ -1,6 +1,6 @@
 """The callbacks of a run: their base classes, checks of their methods, and the profiler of the steps."""
 
-__all__ = ["BuiltInCallback", "Callback", "StepProfiler", "check_callback"]
+__all__ = ["BuiltInCallback", "Callback", "StepProfiler", "check_callback", "may_stop"]
 
 import inspect
 import logging
@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import profiler
@@ -101,6 +102,17 @@ def check_callback(callback: Callback) -> None:
     if saves != loads:
         present, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise ConfigError(f"{kind} has {present} and no {missing}, so its state would not be saved: add the other one")
+
+
+def may_stop(kind: type[Callback]) -> bool:
+    """Return whether a method of a class names the attribute ``stop``, as the one that ends a run does."""
+
+    def names(code: CodeType) -> bool:
+        return "stop" in code.co_names or any(names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+    members = [member for base in kind.__mro__ for member in vars(base).values()]
+    functions = [inspect.unwrap(member) for member in members if callable(member)]
+    return any(names(function.__code__) for function in functions if isinstance(function, FunctionType))
 
 
 class BuiltInCallback(Callback):

@@ -1,11 +1,12 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments", "check_model", "knows_settings"]
+__all__ = ["check_arguments", "check_batches", "check_model", "knows_settings"]
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from panther._setting_names import name_hint
 from panther.errors import ConfigError
+from panther.train.batches import Feed
 from panther.train.callbacks import Callback, check_callback
 from panther.train.config import TrainConfig
 
@@ -70,6 +72,19 @@ def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, m
         raise ConfigError("metrics must be a mapping of names to functions of output and target")
     if metrics is not None and "loss" in metrics:
         raise ConfigError("a metric must not be named 'loss', which is the name of the loss: choose another name")
+
+
+def check_batches(modules: Iterable[nn.Module], feed: Feed) -> None:
+    """Warn before the first step if BatchNorm would get a batch of one sample, which torch refuses to train on."""
+    layers = [layer for part in modules for layer in part.modules()]
+    norms = [layer for layer in layers if isinstance(layer, nn.BatchNorm1d) and layer.training]
+    if norms and feed.has_single_samples():
+        warnings.warn(
+            "a last batch has one sample on some process, on which BatchNorm1d cannot be trained if its input is "
+            "(samples, channels): use DataLoader(..., drop_last=True), or another batch_size",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _kind(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
-__all__ = ["StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
+__all__ = ["StepExchange", "catch_signals", "gather_over_ranks", "join_process_group", "sum_over_ranks"]
 
 import atexit
 import math
@@ -27,7 +27,7 @@ from panther.distributed.comm.supervision.groups import apply_timeout
 from panther.errors import ConfigError, TrainingError
 
 _NAME = "_numbers_of_the_step"
-_NUMBERS = 7
+_NUMBERS = 10
 _NO_SIGNAL = [0.0, 0.0]
 _SHOWN = 16  # samples of a rank that an error message lists
 
@@ -103,11 +103,12 @@ class GradientCarrier:
 
 
 class StepExchange:
-    """Seven numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
+    """Ten numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
 
-    They are how many ranks received a signal, the numbers of these signals, whether a loss is not finite, the losses
-    and their samples, how many ranks have frozen or unfrozen parameters, and 1 from the first rank. With the gradients,
-    the last number shows whether they were summed at all: a rank that sums nothing does not get 1.
+    They are how many ranks received a signal, the numbers of these signals, whether a loss is not finite, the weighted
+    losses, the number of samples and their weight, whether some weight is not the number of samples, how many ranks are
+    to stop, how many have frozen or unfrozen parameters, and 1 from the first rank. With the gradients, the last number
+    shows whether they were summed at all: a rank that sums nothing does not get 1.
 
     Nothing waits for a GPU before the backward pass: the loss is read after it. It is not read a step later, because
     the parameters of a step that is to be stopped or skipped must not change; and that would save nothing, for the
@@ -121,6 +122,12 @@ class StepExchange:
         """The signal that some rank had received by the last step; 0 for none."""
         self.num_changed = 0
         """Number of ranks that passed names of changed parameters in the last step."""
+        self.stops = False
+        """Whether some rank had been asked to stop when the last step began."""
+        self.weight = 0.0
+        """The sum of the weights of all samples of the last step."""
+        self.gradient_factor = 1.0
+        """By which the gradients of the last step are to be multiplied: its samples divided by their weight."""
         self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
@@ -136,17 +143,21 @@ class StepExchange:
         changed: Sequence[str] = (),
         *,
         everywhere: bool = False,
+        weight: float | None = None,
+        stops: bool = False,
     ) -> None:
-        """Send the sum of this rank's losses over its samples; both are ignored where the rank does not report.
+        """Send the numbers of this rank. Those of the loss are ignored where the rank does not report.
 
         Args:
-            loss_sum: The sum of the losses.
-            samples: Their number.
+            loss_sum: The sum of the losses times their weights.
+            samples: Number of samples.
             reports_loss: Whether this rank's losses are counted.
             carrier: What sends the numbers with the gradients; None for a message.
             changed: Names of parameters that this rank has frozen or unfrozen since the last step.
             everywhere: Whether all ranks must have changed some before the backward pass. Ranks that reduce gradients
                 of different parameters end in torch, without a name.
+            weight: The sum of the weights; None if every sample weighs 1.
+            stops: Whether this rank is to stop.
 
         Raises:
             ConfigError: If this rank has changed some, and others that had to have not.
@@ -156,12 +167,14 @@ class StepExchange:
         self._own_loss, self._carrier = loss_sum, carrier
         # Whether there is a signal, and its number: their sums tell which it is, wherever all ranks received the same.
         signals = [1.0, float(self.received[0])] if self.received else _NO_SIGNAL
-        counted = float(samples if reports_loss else 0)
+        counted = float(samples) if reports_loss else 0.0
+        weighs = counted if weight is None else weight * reports_loss
+        totals = [counted, weighs, float(weight is not None and weight != samples), float(stops)]
         row: Tensor | list[float]
         if isinstance(loss_sum, Tensor):
             # Filled where it is: copying numbers from the host's memory would wait for all that the GPU has to do.
             row = loss_sum.new_zeros(_NUMBERS)
-            *signaled, nonfinite, losses, count, changes, first = row.unbind()
+            *signaled, nonfinite, losses, count, weighed, differs, stopped, changes, first = row.unbind()
             flags = (*signals, bool(changed), get_rank() == 0)
             for place, value in zip((*signaled, changes, first), flags, strict=True):
                 if value:
@@ -169,11 +182,13 @@ class StepExchange:
             nonfinite.copy_(loss_sum.isfinite().logical_not())
             if reports_loss:
                 losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # a NaN would hide which of the sums it came from
-            count.fill_(counted)
+            for place, number in zip((count, weighed, differs, stopped), totals, strict=True):
+                place.fill_(number)
         else:
             finite = math.isfinite(loss_sum)
             sent_loss = loss_sum if finite and reports_loss else 0.0
-            row = [*signals, float(not finite), sent_loss, counted, float(bool(changed)), float(get_rank() == 0)]
+            flags = (float(bool(changed)), float(get_rank() == 0))
+            row = [*signals, float(not finite), sent_loss, *totals, *flags]
         if carrier is not None:
             carrier.send(row)
         elif self._device is not None:
@@ -190,7 +205,9 @@ class StepExchange:
                 )
 
     def finish(self) -> tuple[float, float]:
-        """Return the mean loss over all samples of the step (NaN if a rank's is not finite) and their number.
+        """Return the mean loss of the step (NaN if a rank's is not finite) and the number of samples of all ranks.
+
+        After it, :attr:`gradient_factor` is known: 0 if nothing has a weight, and the loss is NaN then.
 
         Raises:
             TrainingError: If the numbers were not summed, and so neither were the gradients with which they were sent.
@@ -201,7 +218,7 @@ class StepExchange:
         if self._carrier is not None:
             self._sent = self._carrier.receive()
         sent = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        signaled, numbers, nonfinite, loss_sum, samples, num_changed, first = sent
+        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed, first = sent
         if self._device is not None and round(first) != 1:
             raise TrainingError(
                 "DistributedDataParallel has not averaged the gradients of this step, because the backward pass did "
@@ -214,7 +231,12 @@ class StepExchange:
             number = round(numbers) / ranks_with_signal
             # The mean of different signals need not be one.
             self.stop_signal = int(number) if number in SIGNALS else int(signal.SIGTERM)
-        return (float("nan") if nonfinite else loss_sum / max(samples, 1.0)), samples
+        self.stops, self.weight, self.gradient_factor = stops > 0.5, samples, 1.0
+        if differs > 0.5:
+            self.weight, self.gradient_factor = weight, samples / weight if weight else 0.0
+        if nonfinite or (samples and not self.weight):
+            return float("nan"), samples
+        return loss_sum / (self.weight or 1.0), samples
 
     def describe_nonfinite(self, indices: Sequence[int]) -> str:
         """Name the ranks whose loss is not finite, and their samples of the step. Every rank must call it."""
@@ -224,6 +246,8 @@ class StepExchange:
                 more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
                 samples = ", ".join(map(str, own[:_SHOWN])) + more
                 parts.append(f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if own else ""))
+        if not parts and not self.weight:
+            return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"
 
 
@@ -234,6 +258,14 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     row = torch.tensor(values, dtype=torch.float64, device=get_distributed_info().device)
     dist.all_reduce(row)
     return row.tolist()
+
+
+def gather_over_ranks(values: Sequence[int]) -> list[list[int]]:
+    """Return the values of every rank, by rank. All ranks must have as many."""
+    row = torch.tensor(values, dtype=torch.int64, device=get_distributed_info().device)
+    rows = [torch.empty_like(row) for _ in range(get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).tolist()
 
 
 def join_process_group(timeout_s: float | None) -> None:

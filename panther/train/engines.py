@@ -3,6 +3,7 @@
 __all__ = ["Engine", "ModelEngine", "PipelineEngine", "loss_of_output"]
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import buffers_of, tree_map_only, unreduced_positions, unsaved_buffers_of
+from panther._torch import buffers_of, tree_leaves, tree_map_only, unreduced_positions, unsaved_buffers_of
 from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.data.gradient_compression import hook_state
-from panther.distributed.pipeline.losses import DividedLoss, reduction_of
+from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
-from panther.train.coordination import GradientCarrier
+from panther.train.coordination import GradientCarrier, sum_over_ranks
+from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.trainable import list_names
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,6 +45,8 @@ class Engine(ABC):
     """Number of ranks that split the data."""
     stages: int = 1
     """Number of ranks of the pipeline."""
+    num_microbatches: int = 1
+    """Number of microbatches of a batch, with a pipeline."""
     batch_factor: int = 1
     """Number of the data's batches that make one of this rank's."""
     reports_loss: bool = True
@@ -55,24 +60,32 @@ class Engine(ABC):
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     """Scales the loss of fp16. Otherwise it is disabled: torch's does nothing then except to call the optimizer."""
+    loss_weight: Callable[[Any], Any] | str | int | None = None
+    """How much a batch counts; None is by what the loss function is known to divide by."""
 
     def __post_init__(self) -> None:
         """Read from the loss whether it is a sum, which is not divided by the number of samples."""
         self.loss_is_sum = reduction_of(self.loss_fn) == "sum"
+        self.weights = LossWeights(self.loss_fn, self.loss_weight)
+        self.weight_unit: float | None = 1.0 if self.weights.by_samples else None
+        """A power of two near the weight of a sample, the same on all ranks; None before the first step."""
+        self.weight: float | None = None
+        """What this rank's batches of the last step weigh, in units; None if every sample weighs 1."""
 
     @abstractmethod
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:
         """Add the gradients of the batches of one optimizer step to the parameters.
 
-        ``before_backward`` is called with the sum of this rank's losses over its samples, before the last backward; a
-        tensor on a GPU, which must not be waited for.
+        The gradients are those of ``sum(weight * loss) / samples``, with weights in units and the samples of all ranks;
+        :attr:`weight` is the sum of this rank's weights. ``before_backward`` is called with this rank's
+        ``sum(weight * loss)``, before the last backward; a tensor on a GPU, which must not be waited for.
         """
 
     def evaluate(self, batches: Iterable[Batch], metrics: Metrics) -> Tensor:
-        """Return the sums of loss and metrics over this rank's samples, and their number."""
+        """Return the weighted sum of the loss, the sums of metrics over samples, the weight and number of samples."""
         # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
         modes = [(module, module.training) for part in self.modules() for module in part.modules()]
-        totals = torch.zeros(len(metrics) + 2, dtype=torch.float64)
+        totals = torch.zeros(len(metrics) + 3, dtype=torch.float64)
         try:
             for part in self.modules():
                 part.eval()
@@ -86,7 +99,24 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:
-        """Return loss and metrics of a batch times its samples, and their number; zeros on a rank that reports none."""
+        """Return what :meth:`evaluate` sums up, of one batch; zeros on a rank that does not report its losses."""
+
+    def _weigh(self, window: list[Batch]) -> list[float]:
+        """Return the weights of the batches of a step in units, and note their sum."""
+        is_divided = self.size > 1 or len(window) > 1 or self.stages > 1
+        for batch in window:
+            if batch.samples and is_divided:
+                self.weights.warn_of_ignored_labels(batch.data)
+        weights = [self.weights.of(batch.data, batch.samples) for batch in window]
+        if self.weight_unit is None:
+            # Once. Weights far from 1 would take the gradients of fp16 out of its range. A power of two rounds nothing.
+            total, samples = sum_over_ranks([sum(weights), float(sum(batch.samples for batch in window))])
+            if total > 0:
+                self.weight_unit = 2.0 ** round(math.log2(total / samples))
+        unit = self.weight_unit or 1.0
+        weights = [weight / unit for weight in weights]
+        self.weight = None if self.weights.by_samples else sum(weights)
+        return weights
 
     def check_evaluation(self) -> None:  # noqa: B027 (most engines can evaluate)
         """Raise ConfigError if this layout cannot be evaluated."""
@@ -130,9 +160,11 @@ class Engine(ABC):
         dtype = self.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _totals(self, loss: Tensor, output: Any, target: Any, samples: int, metrics: Metrics) -> Tensor:
-        """Return loss and metrics of a batch times its samples, and their number."""
-        values = [(loss / (samples or 1) if self.loss_is_sum else loss).item()]
+    def _totals(self, loss: Tensor, output: Any, target: Any, samples: int, weight: float, metrics: Metrics) -> Tensor:
+        """Return the loss of a batch times its weight, metrics times its samples, the weight, and the samples."""
+        # The mean over no tokens is not a number.
+        loss_sum = loss.item() * (1.0 if self.loss_is_sum else weight) if weight else 0.0
+        values: list[float] = []
         for name, metric in metrics.items():
             result = metric(output, target)
             try:
@@ -146,7 +178,8 @@ class Engine(ABC):
                     f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean"
                 )
             values.append(value.item())
-        return torch.tensor([*values, 1.0], dtype=torch.float64) * samples
+        means = [value * samples for value in values]
+        return torch.tensor([loss_sum, *means, weight, samples], dtype=torch.float64)
 
 
 class ModelEngine(Engine):
@@ -193,25 +226,31 @@ class ModelEngine(Engine):
 
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         loss_sum: float | Tensor = 0.0
+        weights = self._weigh(window)
         if self.carrier is not None:
             self.carrier.begin()
-        for number, batch in enumerate(window):
+        statistics: list[tuple[Tensor, Tensor]] = []
+        for number, (batch, batch_weight) in enumerate(zip(window, weights, strict=True)):
             last = number == len(window) - 1
+            if not batch.samples and not statistics:
+                statistics = self._statistics()
             with self._gradient_exchange(last):
-                loss, _, _ = self._forward(batch.data)
+                loss, output, _ = self._forward(batch.data)
                 # On every batch: what a user function returns can change.
                 _check_loss(loss, self.loss_fn is not None)
-                if batch.samples:
-                    # A mean counts by its samples, a sum by itself.
-                    loss_sum += _value(loss) * (1 if self.loss_is_sum else batch.samples)
+                if batch_weight:
+                    # A mean counts by its weight, a sum by itself.
+                    loss_sum += _value(loss) * (1 if self.loss_is_sum else batch_weight)
                 # Ranks average gradients. With this weight, the average is the gradient of the mean over all samples of
                 # the window, or of their sum.
                 weight = self.size * (bool(batch.samples) if self.loss_is_sum else batch.share)
+                if batch_weight != batch.samples:
+                    weight *= batch_weight / batch.samples
                 weighted = loss
-                if not batch.samples:
-                    # This rank must still join the other ranks' collectives, with gradients of zero, although its
-                    # filler batch may give a loss that is not finite.
-                    weighted = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+                if not batch_weight:
+                    # This rank must still join the other ranks' collectives, with gradients of zero, although the loss
+                    # of a filler, or of a batch without labels, may not be finite.
+                    weighted = self._zero_of(loss, output)
                 elif weight != 1.0:
                     weighted = loss * weight
                 weighted = self.scaler.scale(weighted)
@@ -223,6 +262,8 @@ class ModelEngine(Engine):
                     weighted.backward()
         if isinstance(self.model, DistributedDataParallel):
             self._finish_reduction(self.model)
+        for buffer, value in statistics:
+            buffer.copy_(value)
         self.broadcast_buffers()
 
     def _finish_reduction(self, model: DistributedDataParallel) -> None:
@@ -252,6 +293,18 @@ class ModelEngine(Engine):
             if gradient is None:
                 parameter.grad = None  # as on one process, where the optimizer leaves it out
 
+    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the running statistics of BatchNorm and their values, which samples of a filler must not change."""
+        norms = [module for module in self.model.modules() if isinstance(module, _BATCH_NORMS) and module.training]
+        return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+
+    def _zero_of(self, loss: Tensor, output: Any) -> Tensor:
+        """Return 0 as a function of the parameters on which a loss depends, with gradients of zero."""
+        # A loss divided by nothing has no finite gradient, so not through the loss if there is another way.
+        if self.loss_fn is None and bool(loss.isfinite()):
+            return loss * 0.0
+        return zero_of_output(output, loss)
+
     def _gradient_exchange(self, last: bool) -> AbstractContextManager[Any]:
         """Let ranks average their gradients only in the last backward pass of a window."""
         if isinstance(self.model, DistributedDataParallel):
@@ -263,7 +316,8 @@ class ModelEngine(Engine):
 
     def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         loss, output, target = self._forward(batch.data)
-        totals = self._totals(loss, output, target, batch.samples, metrics)
+        weight = self.weights.of(batch.data, batch.samples)
+        totals = self._totals(loss, output, target, batch.samples, weight, metrics)
         # A filler batch may give a loss that is not finite.
         return totals if batch.samples and self.reports_loss else torch.zeros_like(totals)
 
@@ -278,9 +332,10 @@ class PipelineEngine(Engine):
     def __post_init__(self) -> None:
         """Make the schedule, which calls the loss on the last stage."""
         super().__post_init__()
-        self._divided_loss = DividedLoss(self.loss_fn, 1 / self.size)
+        self._scaled_loss = _MicrobatchLoss(self.loss_fn)
+        self.num_microbatches = self.parallel.num_microbatches
         name, stages = self.parallel.schedule_name, self.parallel.stages
-        self.schedule = make_schedule(name, stages, self.parallel.num_microbatches, self._divided_loss)
+        self.schedule = make_schedule(name, stages, self.num_microbatches, self._scaled_loss)
         self.reports_loss = self.reports_loss and self.schedule.is_last
         self._batch_size: int | None = None
 
@@ -288,21 +343,33 @@ class PipelineEngine(Engine):
         data = self._to_device(data)
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise ConfigError("a pipeline's batch must be (input, target), the input a tensor or a tuple of tensors")
-        return (tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)), data[1]
+        # Without gaps, so that a microbatch's place in the batch follows from where its memory begins.
+        return (tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)), data[1].contiguous()
 
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         total: float | Tensor = 0.0
-        if not self.loss_is_sum:
-            self._divided_loss.divisor = len(window)  # the last window of an epoch may have fewer batches
+        self._weigh(window)
         for batch in window:
             inputs, target = self._inputs_and_target(batch.data)
             self._batch_size = len(target)
+            # Data parallelism averages gradients over the ranks that split the data.
+            share = self.size * (1.0 if self.loss_is_sum else batch.share)
+            self._scaled_loss.begin(target, [share * part for part in self._parts(batch)])
             with self._autocast():
                 _, loss = self.schedule.step(inputs, target)
             if loss is not None:
-                total += _value(loss) * self._divided_loss.divisor * (1 if self.loss_is_sum else batch.samples)
+                total += _value(loss) * (1.0 if self.loss_is_sum else batch.samples) / share
         before_backward(total if self.reports_loss else 0.0)
         self.broadcast_buffers()
+
+    def _parts(self, batch: Batch) -> list[float]:
+        """Return what each microbatch weighs relative to its samples, in units."""
+        count = self.num_microbatches
+        if self.weights.by_samples or batch.samples % count:  # which the schedule refuses
+            return [1.0] * count
+        size = batch.samples // count
+        parts = [_rows(batch.data, begin, begin + size) for begin in range(0, batch.samples, size)]
+        return [self.weights.of(part, size) / (size * (self.weight_unit or 1.0)) for part in parts]
 
     def check_evaluation(self) -> None:  # noqa: D102 (documented in Engine)
         # torch 2.13: the eval of these schedules looks for gradients, which an evaluation does not compute.
@@ -316,16 +383,19 @@ class PipelineEngine(Engine):
     def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         inputs, target = self._inputs_and_target(batch.data)
         # torch's stages have buffers of the size of the first batch, so others are split or repeat their last sample.
-        size = self._batch_size or len(target)
-        row = torch.zeros(len(metrics) + 2, dtype=torch.float64)
-        for begin in range(0, len(target), size):
-            count = min(begin + size, len(target), batch.samples) - begin
+        count = self.num_microbatches
+        size = self._batch_size or -(-batch.largest // count) * count
+        row = torch.zeros(len(metrics) + 3, dtype=torch.float64)
+        # As often as the rank with the most samples, because stages that are sharded gather their parameters each time.
+        for begin in range(0, batch.largest, size):
+            end = min(begin + size, len(target), batch.samples)
             indices = torch.arange(begin, begin + size, device=target.device).clamp(max=len(target) - 1)
             with self._autocast():
                 output = self._outputs(tuple(x[indices] for x in inputs), target[indices])
-            if self.reports_loss and count > 0:
-                output, wanted = output[:count], target[begin : begin + count]
-                row += self._totals(self.loss_fn(output, wanted), output, wanted, count, metrics)
+            if self.reports_loss and end > begin:
+                output, labels = output[: end - begin], target[begin:end]
+                weight = self.weights.of(_rows(batch.data, begin, end), end - begin)
+                row += self._totals(self.loss_fn(output, labels), output, labels, end - begin, weight, metrics)
         return row
 
     def _outputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> Any:
@@ -333,6 +403,36 @@ class PipelineEngine(Engine):
         keywords = {"target": target, "losses": []} if self.schedule.is_last else {}
         # torch's own method, because PipelineSchedule can only train.
         return self.schedule.schedule.eval(*arguments, **keywords)
+
+
+class _MicrobatchLoss:
+    """A loss function whose values for the microbatches of a batch are multiplied by factors.
+
+    The schedule divides a mean by the number of microbatches; a sum it does not.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self.loss_fn, self.reduction = loss_fn, reduction_of(loss_fn)
+        self._target, self._factors = torch.empty(0), [1.0]
+
+    def begin(self, target: Tensor, factors: list[float]) -> None:
+        """Give the target of the whole batch and the factors of its microbatches."""
+        self._target, self._factors = target, factors
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """Return the loss of a microbatch times its factor; 0 without regard to the loss if the factor is 0."""
+        factor = self._factors[self._number_of(target) if len(set(self._factors)) > 1 else 0]
+        loss = self.loss_fn(output, target)
+        return loss * factor if factor else zero_of_output(output, loss)
+
+    def _number_of(self, target: Tensor) -> int:
+        """Return the number of a microbatch: its target is a view of the batch's, and begins at one of its rows."""
+        row = (target.storage_offset() - self._target.storage_offset()) // self._target.stride(0)
+        return row * len(self._factors) // len(self._target)
+
+
+def _rows(data: Any, begin: int, end: int) -> Any:
+    return tree_map_only(Tensor, lambda x: x[begin:end] if x.dim() else x, data)
 
 
 def loss_of_output(output: Any) -> Tensor:
@@ -346,6 +446,17 @@ def loss_of_output(output: Any) -> Tensor:
             "let the model return its loss"
         )
     return loss
+
+
+def zero_of_output(output: Any, loss: Tensor) -> Tensor:
+    """Return 0 as a function of a model's outputs, except for the loss if there are others."""
+    parts = output
+    if not isinstance(output, Tensor | Mapping | tuple | list):
+        parts = getattr(output, "__dict__", output)
+    leaves = [leaf for leaf in tree_leaves(dict(parts) if isinstance(parts, Mapping) else parts) if leaf is not loss]
+    trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad] or [loss]
+    # In this order no infinity is multiplied by 0, neither here nor in the gradient.
+    return torch.stack([(leaf * 0.0).nan_to_num(0.0, 0.0, 0.0).sum() for leaf in trained]).sum()
 
 
 def _value(loss: Tensor) -> float | Tensor:

@@ -28,18 +28,26 @@ from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
+from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
+from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
 from panther.train.batches import Batch, Feed
-from panther.train.callbacks import BuiltInCallback, Callback
-from panther.train.checks import check_arguments, check_model, knows_settings
+from panther.train.callbacks import BuiltInCallback, Callback, may_stop
+from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
+from panther.train.coordination import (
+    StepExchange,
+    catch_signals,
+    gather_over_ranks,
+    join_process_group,
+    sum_over_ranks,
+)
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loader_workers import workers_needed
+from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import (
     Optimizer,
     clear_gradients,
@@ -79,6 +87,10 @@ class Trainer:
         config: The settings.
         callbacks: Called at steps, records, epochs and checkpoints.
         metrics: Functions ``metric(output, target)`` by name, each a mean over a batch's samples, for validation.
+        loss_weight: How much the mean loss of a batch counts in the loss of a step, for example by its tokens: a
+            function of the batch, or the key or index of an entry of the batch, whose sum is taken. None is the number
+            of samples; for :class:`torch.nn.CrossEntropyLoss` and :class:`torch.nn.NLLLoss` it is the sum of the class
+            weights of the labels that are not ignored.
 
     Attributes:
         model: The model as the strategy wrapped it, once ``fit`` has begun; with a pipeline, the list of this rank's
@@ -88,7 +100,9 @@ class Trainer:
         step: Number of optimizer steps so far.
         total_steps: Number of optimizer steps when training ends, once ``fit`` has begun; None if that is unknown.
         epoch: Number of completed epochs.
-        stop: Set it to True, in a callback and on all ranks, to end training after the present step.
+        stop: Set it to True on any rank to end training on all ranks, with a checkpoint: after the present step if the
+            class of a callback does it. Where several ranks cannot know that it may be set (in a function that a
+            callback calls, in a loss), training ends at the latest after the next step.
 
     Example:
         >>> import torch, panther as pr
@@ -112,25 +126,31 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        loss_weight: Callable[[Any], Any] | str | int | None = None,
     ) -> None:
         model = built(model)
         check_model(model)
         check_arguments(optimizer, loss_fn, config, callbacks, metrics)
+        LossWeights(loss_fn, loss_weight)  # checks it
         self.config = config or TrainConfig()
         self.model: Any = model
         self.optimizer: Any = optimizer
         self.loss_fn, self.callbacks, self.metrics = loss_fn, list(callbacks), dict(metrics or {})
+        self.loss_weight = loss_weight
         self.history = History()
         self.step = self.epoch = 0
         self.total_steps: int | None = None
         self.stop = False
+        self._ends = False  # whether all ranks have agreed to stop
+        self._calls = self._votes = False  # whether some rank has callbacks, and callbacks that may stop the run
+        self._checked_at = 0  # the last step whose gradient is known to be finite
         self.skipped = 0
         """Number of steps that were skipped because a loss or gradient was not finite."""
         self._windows_done = 0  # in the present epoch
         self._windows_per_epoch: int | None = None  # None for streams, whose length is unknown
         self._engine: Engine = None  # type: ignore[assignment] # set by _start, which precedes everything
         self._built_in: list[BuiltInCallback] = []
-        self._sums = [0.0, 0.0]  # losses and samples since the last record
+        self._sums = [0.0, 0.0]  # weighted losses and weights since the last record
         self._utilization: DeviceUtilization | None = None
         self._peak_rates: list[float] = []
         self._rates_left: list[float | Tensor] = []  # by the last step
@@ -162,6 +182,7 @@ class Trainer:
 
         Raises:
             ConfigError: If the settings do not suit the model or the data.
+            DistributedError: On every rank, if settings, data, optimizers or versions differ between ranks.
             TrainingError: On every rank, if a loss is not finite (step, rank and samples are named), or another run
                 uses the checkpoint directory.
             CheckpointError: If a checkpoint cannot be written. Earlier ones stay.
@@ -172,7 +193,8 @@ class Trainer:
             join_process_group(self.config.timeout_s)
             if self.config.progress and get_rank() == 0:
                 stack.enter_context(logs_shown())
-            self.stop = False
+            self.stop = self._ends = False
+            self._agree("fit", {"training": train, "validation": validation})
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
             # After the lock in the stack, so the checkpoint is complete before another run may begin.
@@ -184,6 +206,8 @@ class Trainer:
             self._start(train)
             feed = self._feed(train)
             self._resume(feed)
+            self._agree_on_progress("the start")
+            check_batches(self._engine.modules(), feed)
             validation_feed = None if validation is None else self._feed(validation, False)
             self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
             if self.config.utilization:
@@ -199,6 +223,7 @@ class Trainer:
         """
         join_process_group(self.config.timeout_s)
         with watched(lambda: self._activity):
+            self._agree("evaluate", {"evaluation": data})
             self._start(data)
             return self._evaluate(self._feed(data, False))
 
@@ -209,6 +234,30 @@ class Trainer:
         return checkpoint.export(self.model, directory)
 
     # Starting and resuming
+
+    def _agree(self, call: str, data: Mapping[str, Any]) -> None:
+        """Compare what ranks have been given, before one of them waits for what others do not do."""
+        is_new = self._engine is None
+        loss = {"loss_fn": self.loss_fn, "loss_weight": self.loss_weight, "metrics": self.metrics}
+        agree_on_run(
+            call,
+            self.model if is_new else None,
+            self.optimizer if is_new else None,
+            loss,
+            self.config,
+            self.callbacks,
+            data,
+        )
+
+    def _agree_on_progress(self, moment: str) -> None:
+        progress = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "the number of records": len(self.history),
+            # Other spellings of one folder, which agree_on_run lets pass, could not be told from other folders later.
+            "checkpoint_dir": self.config.checkpoint_dir,
+        }
+        agree_on_progress(self.optimizer, progress, self._engine.stages, moment)
 
     def _start(self, data: Any) -> None:
         if self._engine is not None:
@@ -221,7 +270,9 @@ class Trainer:
 
         self._joins_by_default = is_extended_by_default(self.optimizer)
         self._loss_parameters = LossParameters(self.loss_fn, self.model)
-        self._engine, self.optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed)
+        self._engine, self.optimizer = set_up(
+            self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight
+        )
         self.model = self._engine.model
         self._trainable = TrainableSet(named_parameters(self._engine))
         self._note_groups()
@@ -238,6 +289,7 @@ class Trainer:
         engine, config = self._engine, self.config
         if not training:
             engine.check_evaluation()
+        compare_samples("training" if training else "validation", data, get_world_size() > engine.size)
         return Feed(
             data,
             batch_size=config.batch_size,
@@ -247,6 +299,7 @@ class Trainer:
             accumulation=config.gradient_accumulation_steps if training else 1,
             factor=engine.batch_factor if training else 1,
             even=training and engine.stages > 1,
+            multiple=engine.num_microbatches,
             shuffle=training,
         )
 
@@ -364,11 +417,14 @@ class Trainer:
     def _train(self, feed: Feed, validation: Feed | None, exchange: StepExchange) -> None:
         config = self.config
         windows_per_epoch = self._windows_per_epoch = feed.windows_per_epoch()
+        feed.warn_of_left_out("training")
         epochs = config.epochs or (math.inf if config.max_steps else 1)
         self.total_steps = config.max_steps or (windows_per_epoch and windows_per_epoch * int(epochs))
         if self.total_steps is None and config.schedule in ("linear", "cosine"):
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
         self._notify("on_start")
+        self._begin_votes()
+        self._checked_at = self.step
         self._clock, self._samples_seen = time.perf_counter(), 0.0
         self._counted_until = self._clock
         if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
@@ -390,10 +446,11 @@ class Trainer:
                     # The last step of an epoch is saved at its end, so that resuming does not repeat that.
                     if self._is_due(config.checkpoint_every_n_steps) and self._windows_done != windows_per_epoch:
                         self._save(feed)
+                    self._agree_to_stop(exchange)
                     if self._is_over():
                         break
             if self._windows_done == 0:
-                raise feed.no_windows_error("training")
+                raise feed.no_windows_error("training", self.epoch)
             if self._is_over() and self._windows_done != windows_per_epoch:
                 break
             self._end_epoch(feed, validation)
@@ -409,12 +466,36 @@ class Trainer:
         if validation is not None and self.config.validate_every_n_steps is None:
             self._validate(validation)
         self._notify("on_epoch")
+        if self._calls:
+            self._agree_on_progress("the end of an epoch")
+        if self._votes:
+            self._ends = self.stop = _any_rank(self.stop)
         every = self.config.checkpoint_every_n_epochs
         if self._is_due(self.config.checkpoint_every_n_steps) or (every and self.epoch % every == 0):
             self._save(feed)
 
     def _is_over(self) -> bool:
-        return self.stop or (self.config.max_steps is not None and self.step >= self.config.max_steps)
+        return self._ends or (self.config.max_steps is not None and self.step >= self.config.max_steps)
+
+    def _begin_votes(self) -> None:
+        """Find out whether some rank has callbacks, whether they may stop the run, and whether one has done so."""
+        kinds = {type(callback) for callback in self.callbacks}
+        answers = [[int(bool(kinds)), int(any(map(may_stop, kinds))), int(self.stop)]]
+        if get_world_size() > 1:
+            answers = gather_over_ranks(answers[0])
+        self._calls, self._votes, self._ends = (any(column) for column in zip(*answers, strict=True))
+        self.stop = self._ends
+
+    def _agree_to_stop(self, exchange: StepExchange) -> None:
+        """Stop on every rank at the same step if one is to stop; ranks that continued would wait for it."""
+        if get_world_size() == 1:
+            self._ends = self.stop
+        # A message of its own, which is 12 to 15 % of a step of 5 ms, only where a callback may have set it just now.
+        elif self._votes:
+            self._ends = _any_rank(self.stop)
+        else:
+            self._ends = exchange.stops
+        self.stop |= self._ends
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -435,12 +516,18 @@ class Trainer:
         reports, everywhere = engine.reports_loss, engine.stages == 1
 
         def start_exchange(loss_sum: float | Tensor) -> None:
-            exchange.start(loss_sum, samples, reports, engine.carrier, changed, everywhere=everywhere)
+            options: dict[str, Any] = {"everywhere": everywhere, "weight": engine.weight, "stops": self.stop}
+            exchange.start(loss_sum, samples, reports, engine.carrier, changed, **options)
 
         try:
             engine.forward_backward(window, start_exchange)
         except Exception as error:  # of the user's model or loss: its own text stays first
             error.add_note(_place_of(self.step + 1, window))
+            if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+                raise ConfigError(
+                    f"{error}: BatchNorm cannot be trained on one sample of a process, as a last batch may have: use "
+                    "DataLoader(..., drop_last=True), or another batch_size"
+                ) from error
             raise
         self._loss_parameters.check()
         loss, seen = exchange.finish()
@@ -460,11 +547,13 @@ class Trainer:
             or (config.checkpoint_every_n_steps is not None and step % config.checkpoint_every_n_steps == 0)
             or exchange.stop_signal
         )
+        # Others are neither unscaled nor cleared, and the optimizer's list is read in less time than the model.
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if exchange.gradient_factor != 1.0:
+            scale_gradients(trained, exchange.gradient_factor)
         scaler.unscale_(self.optimizer)
         norm_value = math.nan
         if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
-            # Others are neither unscaled nor cleared, and the optimizer's list is read in less time than the model.
-            trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             norm = gradient_norm(trained, stages=engine.stages)
             if logs or not scaler.is_enabled():  # which waits for a GPU
                 norm_value = norm.item()
@@ -472,6 +561,7 @@ class Trainer:
             if not scaler.is_enabled() and not math.isfinite(norm_value):
                 self._skip_or_stop(window, exchange)
                 return
+            self._checked_at = step
             if config.gradient_clipping is not None:
                 clip_gradients(trained, config.gradient_clipping, norm)
         overflowed = scaler.is_enabled() and _has_overflowed(scaler, self.optimizer)
@@ -486,7 +576,8 @@ class Trainer:
         scaler.update()
         self.step, self._windows_done = step, self._windows_done + 1
         self._samples_seen += seen
-        self._sums = [self._sums[0] + loss * seen, self._sums[1] + seen]
+        weight = exchange.weight * (engine.weight_unit or 1.0)
+        self._sums = [self._sums[0] + loss * weight, self._sums[1] + weight]
         if overflowed:  # which is how the scale is found, and so also no error with on_nonfinite="stop"
             self.skipped += 1
             self._notify("on_skip")
@@ -563,6 +654,7 @@ class Trainer:
             )
         self.skipped += 1
         self.step, self._windows_done = self.step + 1, self._windows_done + 1
+        self._checked_at = self.step
         self.optimizer.zero_grad()
         self._notify("on_skip")
 
@@ -587,10 +679,10 @@ class Trainer:
         return self._elapsed_s
 
     def _record(self, **more: float | None) -> None:
-        losses, samples = self._sums
+        losses, weight = self._sums
         seconds = max(time.perf_counter() - self._clock, 1e-9)
         quantities = {
-            "loss": losses / samples,
+            "loss": losses / weight,
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             **more,
             "samples_per_s": self._samples_seen / seconds,
@@ -622,17 +714,21 @@ class Trainer:
     def _evaluate(self, feed: Feed) -> dict[str, float]:
         self._activity = f"the evaluation after step {self.step}"
         with preserved_generators():
+            feed.warn_of_left_out("validation")
             totals = self._engine.evaluate(chain.from_iterable(feed.windows(0)), self.metrics)
-        *values, samples = sum_over_ranks(totals.tolist())
+        loss, *values, weight, samples = sum_over_ranks(totals.tolist())
         if not samples:
             raise feed.no_windows_error("validation")
-        return {name: value / samples for name, value in zip(("loss", *self.metrics), values, strict=True)}
+        means = {name: value / samples for name, value in zip(self.metrics, values, strict=True)}
+        return {"loss": loss / weight if weight else math.nan, **means}
 
     def _save(self, feed: Feed) -> None:
         state = (self.step, self.epoch, len(self.history))
         if self.config.checkpoint_dir is None or self._saved_at == state:
             return
         self._saved_at = state
+        self._agree_on_progress("a checkpoint")
+        self._check_last_gradient()
         self._count_time()
         text = json.dumps(list(self.history), default=float)  # of NumPy's numbers, and of tensors
         extra = {name: getattr(self, name) for name in _SAVED} | {
@@ -659,6 +755,19 @@ class Trainer:
         self._pending = None if isinstance(saved, Path) else saved
         self._notify("on_checkpoint")
 
+    def _check_last_gradient(self) -> None:
+        """Raise TrainingError before a step is saved that was not expected to be the last one, and is not finite."""
+        if self._checked_at == self.step or self._engine.scaler.is_enabled():
+            return
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = gradient_norm(trained, stages=self._engine.stages).item()
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the norm of the gradient of step {self.step} is {norm}, so the step is not saved: resume from the "
+                "last checkpoint with a lower learning rate, or with on_nonfinite='skip'"
+            )
+        self._checked_at = self.step
+
     def _finish_saving(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -682,6 +791,11 @@ def _place_of(step: int, window: list[Batch]) -> str:
     more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
     samples = f", on the samples {', '.join(indices[:_LISTED])}{more}" if indices else ""
     return f"This was in step {step}{samples} of rank {get_rank()}."
+
+
+def _any_rank(flag: bool) -> bool:
+    """Return whether a flag is set on some rank."""
+    return sum_over_ranks([flag])[0] > 0
 
 
 def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from panther.errors import ConfigError, DistributedError
+from panther.errors import ConfigError
 from panther.train import Callback, TrainConfig, Trainer
 from panther.train.batches import Feed
 from panther.train.loader_workers import workers_needed
@@ -117,8 +117,42 @@ def test_own_batches_go_to_the_ranks_in_turn():
     found = [[loaded for loaded, _ in window] for window in seen(loader, 2)]
     assert found[0] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     assert len(found) == 3
-    with pytest.raises(DistributedError, match="a batch_sampler gave batches of 4, 2 samples for 2 processes"):
-        list(feed(loader(22), 0, 2).windows(0))
+
+
+@pytest.mark.parametrize(("n", "size"), [(20, 2), (22, 2), (22, 4), (3, 2)])
+def test_an_odd_number_of_own_batches_and_batches_of_several_sizes_are_used_once(n, size):
+    """The last step has fewer batches than processes, and the last batch fewer samples."""
+
+    def loader():
+        return DataLoader(numbers(n), batch_sampler=BatchSampler(range(n), 4, drop_last=False))
+
+    steps = seen(loader, size)
+    samples = [i for window in steps for loaded, _ in window for batch in loaded for i in batch]
+    assert samples == list(range(n))
+    for window in steps:
+        sizes = [len(loaded[0]) for loaded, _ in window]
+        assert [shares[0] for _, shares in window] == [count / sum(sizes) for count in sizes]
+
+
+def test_pipelines_are_told_which_batches_they_cannot_take(caplog):
+    """Batches of one step must have one size; a step that has not a batch for every process is left out, and said."""
+
+    def loader(n):
+        return DataLoader(numbers(n), batch_sampler=BatchSampler(range(n), 4, drop_last=False))
+
+    with pytest.raises(ConfigError, match="a batch_sampler gave batches of 4, 2 samples for 2 processes: for a pipel"):
+        list(feed(loader(22), 0, 2, even=True).windows(0))
+    odd = feed(loader(20), 0, 2, even=True)
+    assert [[batch.indices for batch in window] for window in odd.windows(0)] == [[[0, 1, 2, 3]], [[8, 9, 10, 11]]]
+    odd.warn_of_left_out("training")
+    short = feed(DataLoader(numbers(10), 4, drop_last=True), shuffle=False)
+    short.warn_of_left_out("validation")
+    short.warn_of_left_out("validation")
+    assert [record.getMessage() for record in caplog.records] == [
+        "4 samples of the training data are left out, because pipelines take batches of one size: choose a batch_size "
+        "that divides their number",
+        "2 samples of the validation data are left out, because its DataLoader has drop_last=True",
+    ]
 
 
 def test_persistent_workers_read_every_epoch():

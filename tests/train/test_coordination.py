@@ -64,7 +64,7 @@ def test_a_step_of_ddp_sends_one_message(accumulated):
     (steps, sent, losses, buckets), other = on_ranks(lambda: messages(torch.float32, settings), 2)
     assert steps == (6 if accumulated == 1 else 2)
     gradients = 6 * 9 + 9 + 9 * 2 + 2
-    assert (sent, buckets) == ([], str(4 * (gradients + 7)))
+    assert (sent, buckets) == ([], str(4 * (gradients + 10)))
     assert losses == other[2]
     _, expected = trained(gradient_accumulation_steps=2 * accumulated)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -80,7 +80,7 @@ def test_a_step_of_ddp_sends_one_message(accumulated):
 )
 def test_where_gradients_are_rounded_or_sharded_the_numbers_go_alone(dtype, settings):
     steps, sent, losses, _ = on_ranks(lambda: messages(dtype, settings), 2)[0]
-    assert [count for count in sent if count == 7] == [7] * steps
+    assert [count for count in sent if count == 10] == [10] * steps
     _, expected = trained(dtype, gradient_accumulation_steps=2)
     assert losses == pytest.approx(expected, rel=0.03)
 
@@ -88,7 +88,7 @@ def test_where_gradients_are_rounded_or_sharded_the_numbers_go_alone(dtype, sett
 def test_numbers_of_half_precision_gradients_are_not_rounded():
     _, sent, losses, buckets = on_ranks(lambda: messages(torch.bfloat16, {"strategy": "ddp"}), 2)[0]
     assert sent == []
-    assert sorted(buckets.split(", ")) == sorted([str(2 * (6 * 9 + 9 + 9 * 2 + 2)), str(4 * 7)])
+    assert sorted(buckets.split(", ")) == sorted([str(2 * (6 * 9 + 9 + 9 * 2 + 2)), str(4 * 10)])
     _, expected = trained(torch.bfloat16, gradient_accumulation_steps=2)
     assert losses == pytest.approx(expected, rel=0.03)
 
@@ -190,13 +190,13 @@ def test_a_carrier_sums_over_any_number_of_buckets_and_ranks():
             parallel.zero_grad()
             carrier.begin()
             loss = parallel(torch.full((2, 64), 1.0 + get_rank(), dtype=torch.float64)).sum()
-            carrier.send([1.0 + get_rank(), 0.1, 0.0, 0.0, 7.0, 0.0, 0.0])
+            carrier.send([1.0 + get_rank(), 0.1, 0.0, 0.0, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0])
             carrier.backward(loss)
             sums = carrier.receive()
         return sums, [parameter.grad.clone() for parameter in model.parameters()]
 
     (sums, gradients), _, _ = on_ranks(run, 3)
-    assert sums == pytest.approx([6.0, 0.3, 0.0, 0.0, 21.0, 0.0, 0.0])
+    assert sums == pytest.approx([6.0, 0.3, 0.0, 0.0, 21.0, 21.0, 0.0, 0.0, 0.0, 0.0])
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float64) for _ in range(4)))
     (sum(model(torch.full((2, 64), 1.0 + rank, dtype=torch.float64)).sum() for rank in range(3)) / 3).backward()
@@ -235,5 +235,6 @@ def test_a_loss_on_a_gpu_gives_the_numbers_of_one_on_the_cpu(monkeypatch, loss, 
         exchange.start(value, 7, reports, kept)
         found.append(kept.row.tolist())
     finite = loss == 2.5
-    loss_sent = loss * reports if finite else 0.0
-    assert found[0] == found[1] == [1.0, 2.0, float(not finite), loss_sent, 7.0 * reports, 0.0, 1.0]
+    samples, loss_sent = 7.0 * reports, loss * reports if finite else 0.0
+    numbers = [1.0, 2.0, float(not finite), loss_sent, samples, samples, 0.0, 0.0, 0.0, 1.0]
+    assert found[0] == found[1] == numbers

@@ -64,7 +64,7 @@ def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatc
     if carries:
         group = SimpleNamespace(size=lambda: 2)
         parallel = SimpleNamespace(process_group=group, register_forward_hook=lambda hook: None)
-        carrier = GradientCarrier(nn.Parameter(torch.zeros(7, device=device)), parallel)
+        carrier = GradientCarrier(nn.Parameter(torch.zeros(10, device=device)), parallel)
     engine = ModelEngine(model=model_of(device), loss_fn=nn.MSELoss(), device=device, size=2, carrier=carrier)
 
     def before_backward(loss_sum):
@@ -75,7 +75,7 @@ def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatc
     with NoCopies(), pytest.raises(ReachedError):
         engine.forward_backward(given, before_backward)
     row = carrier._row if carries else sent[0]
-    assert (row.device, row.shape) == (device, (7,))
+    assert (row.device, row.shape) == (device, (10,))
     with NoCopies(), pytest.raises(AssertionError, match="copies between devices"):
         torch.tensor([1.0]).to(device)
     with pytest.raises(RuntimeError, match="cannot be called on meta tensors"):

@@ -1,6 +1,6 @@
 """The norm of a gradient that is sharded over ranks, for one number sent."""
 
-__all__ = ["clip_gradients", "gradient_norm"]
+__all__ = ["clip_gradients", "gradient_norm", "scale_gradients"]
 
 import math
 from collections import defaultdict
@@ -58,6 +58,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
             parameter.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(parameter.grad.device))
     plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor) and not p.grad.is_sparse]
     clip_grads_with_norm_(plain, max_norm, norm)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply gradients, sharded or not, by a number that is equal on all ranks; nothing is sent."""
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
 
 def _sends_on(parameter: nn.Parameter) -> torch.device:

@@ -43,6 +43,7 @@ def set_up(
     loss_fn: Callable[..., Tensor] | None,
     config: TrainConfig,
     feed: Callable[[], Feed],
+    loss_weight: Callable[[Any], Any] | str | int | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer]:
     """Distribute a model over the ranks, and make its optimizer.
 
@@ -83,6 +84,7 @@ def set_up(
         checkpoint_blocks_(model, fsdp_blocks(model), config.activation_checkpointing)
     common: dict[str, Any] = {
         "loss_fn": loss_fn,
+        "loss_weight": loss_weight,
         "device": device,
         "autocast_dtype": compute_dtype(config.mixed_precision),
         "batch_factor": batch_factor,

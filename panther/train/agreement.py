@@ -1,0 +1,336 @@
+"""What the ranks of a run must have in common, in a form that is compared before the first step.
+
+A difference is an error that names the setting, its values and the ranks. Without the comparison, ranks with different
+settings train different models, or wait for one another until ``timeout_s`` has passed.
+"""
+
+__all__ = [
+    "agree_on_order",
+    "agree_on_progress",
+    "agree_on_run",
+    "compare_samples",
+    "describe_value",
+    "digest_of_tensors",
+]
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import platform
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from panther._torch import tree_leaves
+from panther._version import __version__
+from panther.distributed import get_rank, get_world_size
+from panther.distributed.comm._agreement import agree
+from panther.distributed.comm._ranks import name_ranks
+from panther.errors import DistributedError
+from panther.train.callbacks import Callback
+from panther.train.config import TrainConfig
+from panther.train.coordination import gather_over_ranks
+from panther.train.optimization.optimizer import Optimizer
+
+_log = logging.getLogger(__name__)
+_FIX = "start every rank with the same script, arguments, data and versions"
+# The first rank alone reads these, or they change nothing that ranks exchange.
+_OF_A_RANK = ("cluster_file", "profile", "progress", "run_name", "timeout_s", "trackers")
+# Nodes may have copies of weights in other places. Whether checkpoint_dir is one folder is tested by writing to it.
+_PATHS = ("checkpoint_dir", "initial_weights")
+_RANK_NAMES = ("device", "rank", "local_rank", "training")  # attributes that are a rank's own, or of no effect
+_PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.Size)
+_ROWS = 4  # of a dataset in memory, at both ends, which are compared
+_DEPTH = 3  # of objects in objects
+_ITEMS = 16  # of a long list, at both ends
+_BYTES = 1 << 16  # of a large tensor, at both ends
+
+
+def agree_on_run(
+    call: str,
+    model: nn.Module | None,
+    optimizer: Optimizer,
+    loss: Mapping[str, Any],
+    config: TrainConfig,
+    callbacks: Sequence[Callback],
+    data: Mapping[str, Any],
+) -> None:
+    """Raise DistributedError on every rank unless all of them start the same run. It costs one exchange.
+
+    Settings of one rank alone may differ: progress bars, trackers, profiles, the path of ``initial_weights``,
+    ``timeout_s``, callbacks without a state, devices, and how loaders fetch (workers, pinned memory).
+
+    Args:
+        call: The method of the Trainer that every rank calls.
+        model: The model before it is distributed, when its tensors are compared; None if that has been done.
+        optimizer: What the Trainer was given.
+        loss: The loss function, its weights and the metrics, by the names of the arguments.
+        config: The settings.
+        callbacks: The callbacks of the user.
+        data: What the method was given, by the names of the arguments.
+    """
+    if get_world_size() == 1:
+        return
+
+    def describe() -> dict[str, str]:
+        described = {
+            "Panther's version": __version__,
+            "torch's version": torch.__version__,
+            "Python's version": ".".join(platform.python_version_tuple()[:2]),
+        }
+        described |= _describe_config(config)
+        described |= {f"{name}=": describe_value(value) for name, value in loss.items()}
+        described |= _describe_optimizer(optimizer, model)
+        stateful = [type(callback).__qualname__ for callback in callbacks if hasattr(callback, "state_dict")]
+        described["the list of callbacks with a state"] = str(stateful)
+        for name, value in data.items():
+            described |= _describe_data(name, value)
+        for name, module in model.named_modules() if model is not None else ():
+            # Settings of torch's own modules, such as the probability of a dropout. Other modules may describe the
+            # seed of a sketch, which is sent by the first rank, or the rank itself.
+            settings = module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
+            mode = "training" if module.training else "evaluation"
+            described[f"module {name!r}"] = f"{type(module).__qualname__}({settings}) in {mode} mode"
+        return described
+
+    agree(f"Trainer.{call}", describe, None, _FIX, "settings or data")
+
+
+def agree_on_progress(optimizer: torch.optim.Optimizer, progress: Mapping[str, Any], stages: int, moment: str) -> None:
+    """Raise DistributedError on every rank unless all have the same optimizer and are at the same step.
+
+    A function that makes an optimizer is called on each rank, and callbacks may change settings of the optimizer.
+
+    Args:
+        optimizer: The optimizer of the distributed model.
+        progress: The numbers that say how far the run is, by name.
+        stages: Number of pipeline stages, whose optimizers have different parameters, and so may have other groups.
+        moment: When this is compared, for the message.
+    """
+    if get_world_size() == 1:
+        return
+
+    def describe() -> dict[str, str]:
+        described = {"the optimizer": type(optimizer).__qualname__}
+        described |= {name: describe_value(value) for name, value in progress.items()}
+        if stages == 1:
+            described |= _describe_groups(optimizer.param_groups)
+        else:
+            described |= {f"{name} of the optimizer": describe_value(x) for name, x in optimizer.defaults.items()}
+        return described
+
+    fix = "make and change the optimizer on every rank alike, and resume all from one checkpoint"
+    agree(f"Trainer, at {moment},", describe, None, fix, "optimizers or steps")
+
+
+def compare_samples(name: str, data: Any, is_shared: bool) -> None:
+    """Compare samples at both ends of data in memory: raise if ranks must have the same ones, or else log a warning.
+
+    Args:
+        name: What the data is for.
+        data: The data. Only TensorDatasets and lists are compared: others may draw random numbers, read files or count
+            when a sample is fetched.
+        is_shared: Whether some ranks share layers or stages. They compute one loss of the samples that both have.
+
+    Raises:
+        DistributedError: On every rank, if the samples differ and some must be the same.
+    """
+    if get_world_size() == 1:
+        return
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    rows: list[Any] = []
+    if isinstance(dataset, TensorDataset):
+        rows = [_ends(tensor) for tensor in dataset.tensors]
+    elif type(dataset) is list:
+        rows = tree_leaves(_ends(dataset))
+    digests = [digest for (digest,) in gather_over_ranks([digest_of_tensors(rows)])]
+    differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not differing_ranks:
+        return
+    has = "has" if len(differing_ranks) == 1 else "have"
+    fault = f"{name_ranks(differing_ranks)} {has} different samples in the {name} data than rank 0"
+    fix = "give all the same dataset, seeded alike, or pass a stream of each rank's own samples"
+    if is_shared:
+        raise DistributedError(f"{fault}, and ranks that share layers or stages must have the same ones: {fix}")
+    if get_rank() == 0:
+        _log.warning("%s, and each rank takes only its part of its own, so that samples are left out: %s", fault, fix)
+
+
+def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
+    """Raise DistributedError on every rank unless a sampler gave the same order on all of them.
+
+    Args:
+        epoch: Number of the epoch.
+        plan: The indices of all ranks: windows of batches of lists, one for each rank.
+    """
+    if get_world_size() == 1:
+        return
+
+    def describe() -> dict[str, str]:
+        batches = [indices for window in plan for batch in window for indices in batch]
+        order = np.array([index for indices in batches for index in (len(indices), *indices)], dtype=np.int64)
+        samples = sum(map(len, batches))
+        return {f"the order of epoch {epoch}": f"{samples} samples with the digest {_digest(order.tobytes())}"}
+
+    fix = (
+        "a sampler must give all samples in the same order on every rank, because the Trainer divides them itself: "
+        "seed its generator alike on all ranks"
+    )
+    agree("Trainer, at the start of an epoch,", describe, None, fix, "orders of samples")
+
+
+def _describe_config(config: TrainConfig) -> dict[str, str]:
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name in _OF_A_RANK:
+        del settings[name]
+    for name in _PATHS:
+        settings[name] = settings[name] and "a path"
+    if config.resume not in ("auto", "never"):
+        settings["resume"] = "a path"
+    return {f"{name}=": describe_value(value) for name, value in settings.items()}
+
+
+def _describe_optimizer(optimizer: Optimizer, model: nn.Module | None) -> dict[str, str]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return {"the optimizer": describe_value(optimizer)}
+    names = {} if model is None else {parameter: name for name, parameter in model.named_parameters()}
+    described = {"the optimizer": type(optimizer).__qualname__, **_describe_groups(optimizer.param_groups)}
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = ", ".join(names.get(parameter, "another one") for parameter in group["params"])
+        described[f"the list of parameters of the optimizer's group {number}"] = parameters
+    return described
+
+
+def _describe_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {
+        f"{name} of the optimizer's group {number}": describe_value(value)
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def _describe_data(name: str, data: Any) -> dict[str, str]:
+    """Describe what can be compared of data: of a stream only its type, because its length is not known."""
+    subject = f"the {name} data"
+    described = {subject: type(data).__qualname__}
+    dataset = data
+    if isinstance(data, DataLoader):
+        dataset = data.dataset
+        described[f"the dataset of {subject}"] = type(dataset).__qualname__
+        described[f"batch_size of {subject}"] = str(data.batch_size)
+        described[f"drop_last of {subject}"] = str(data.drop_last)
+        for kind in ("sampler", "batch_sampler"):
+            described[f"the {kind} of {subject}"] = type(getattr(data, kind)).__qualname__
+        described[f"the collate_fn of {subject}"] = describe_value(data.collate_fn, 1)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return described
+    described[f"the number of samples of {subject}"] = str(len(dataset))
+    return described
+
+
+def _ends(rows: Any) -> Any:
+    if len(rows) <= 2 * _ROWS:
+        return rows
+    ends = rows[:_ROWS], rows[-_ROWS:]
+    return torch.cat(ends) if isinstance(rows, Tensor) else ends[0] + ends[1]
+
+
+def describe_value(value: Any, depth: int = _DEPTH) -> str:
+    """Return a text that is equal for equal settings, in every process: of plain values, functions and objects.
+
+    Args:
+        value: The setting. Of an object, the type and the public attributes count; of a function, its name, code,
+            defaults and what it has enclosed; of a tensor, a digest.
+        depth: Number of levels of objects in objects. What lies deeper is described by its type.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor | np.ndarray):
+        shape = tuple(value.shape)
+        return f"{value.dtype} {shape} with the digest {_digest_of(value)}"
+    if isinstance(value, type):
+        return value.__qualname__
+    name = type(value).__qualname__
+    if depth == 0:
+        return name
+    inner = functools.partial(describe_value, depth=depth - 1)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {inner(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        items = value if len(value) <= 2 * _ITEMS else (*value[:_ITEMS], len(value), *value[-_ITEMS:])
+        return "[" + ", ".join(map(inner, items)) + "]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(inner, value))) + "}"
+    if isinstance(value, functools.partial):
+        keywords = [f"{key}={inner(item)}" for key, item in value.keywords.items()]
+        return f"partial({', '.join([inner(value.func), *map(inner, value.args), *keywords])})"
+    if isinstance(value, types.FunctionType):
+        return _describe_function(value, inner)
+    if isinstance(value, types.MethodType):
+        return f"{inner(value.__func__)} of {inner(value.__self__)}"
+    if isinstance(value, nn.Module) and depth < _DEPTH:
+        return name  # perhaps the model, whose buffers may differ before it is distributed
+    attributes = {key: item for key, item in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+    if isinstance(value, nn.Module):
+        attributes |= dict(value.named_buffers())
+        attributes |= {key: f"{p.dtype} {tuple(p.shape)}" for key, p in value.named_parameters()}
+    elif callable(value) and not attributes:
+        name = getattr(value, "__qualname__", name)  # of a function that is built in
+    settings = [f"{key}={inner(item)}" for key, item in attributes.items() if key not in _RANK_NAMES]
+    return f"{name}({', '.join(settings)})" if settings else name
+
+
+def _describe_function(function: types.FunctionType, inner: Callable[[Any], str]) -> str:
+    """Describe a function by its name and a digest of its code, which may be of another version on another node."""
+    digest = _digest(_code_in_words(function.__code__).encode())
+    settings = [f"default {inner(value)}" for value in function.__defaults__ or ()]
+    settings += [f"{key}={inner(value)}" for key, value in (function.__kwdefaults__ or {}).items()]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            settings.append(f"{name}={inner(cell.cell_contents)}")
+        except ValueError:  # not assigned yet
+            settings.append(name)
+    text = f"{function.__qualname__} with the digest {digest}"
+    return f"{text} and {', '.join(settings)}" if settings else text
+
+
+def _code_in_words(code: types.CodeType) -> str:
+    """Return the instructions and constants of a function, without file names and line numbers."""
+    constants = []
+    for item in code.co_consts:
+        # The order of a set of strings differs between processes.
+        plain = sorted(map(repr, item)) if isinstance(item, frozenset) else repr(item)
+        constants.append(_code_in_words(item) if isinstance(item, types.CodeType) else plain)
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def digest_of_tensors(values: Iterable[Any]) -> int:
+    """Return a digest of the tensors among some values, of large ones of both ends. Other values do not count."""
+    digests = [_digest_of(value) for value in values if isinstance(value, Tensor)]
+    return int(_digest("".join(digests).encode()), 16)
+
+
+def _digest_of(array: Any) -> str:
+    if isinstance(array, Tensor):
+        if array.is_meta or array.layout != torch.strided or array.is_quantized:
+            return "unknown"
+        flat = array.detach().reshape(-1)
+        count = _BYTES // array.element_size()
+        # The ends are taken before they are copied from a GPU.
+        flat = flat if len(flat) <= 2 * count else torch.cat([flat[:count], flat[-count:]])
+        return _digest(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    if array.dtype.hasobject:
+        return "unknown"
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return _digest((data if len(data) <= 2 * _BYTES else np.concatenate([data[:_BYTES], data[-_BYTES:]])).tobytes())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=4).hexdigest()

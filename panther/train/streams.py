@@ -1,0 +1,179 @@
+"""Windows of streams of unknown length. Every process reads its own stream.
+
+The forward passes of ranks may wait for one another, so that all must have the same number of batches in a step. In
+every step the ranks tell how many they have. A rank that has fewer repeats its last batch as a *filler*, whose
+samples do not count, until the streams of all ranks have ended. So every sample of every stream is used once.
+"""
+
+__all__ = ["StreamWindows", "count_samples"]
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from panther._torch import tree_leaves
+from panther.distributed import get_rank, get_world_size
+from panther.distributed.comm._ranks import name_ranks
+from panther.errors import ConfigError, DistributedError
+from panther.train.agreement import digest_of_tensors
+from panther.train.coordination import gather_over_ranks
+
+_log = logging.getLogger(__name__)
+
+
+class StreamBatch(NamedTuple):
+    """A batch of this process, or a filler."""
+
+    data: Any
+    samples: int
+    """Number of samples that count: 0 of a filler."""
+    total: int
+    """Number of samples of the window, over all processes."""
+    largest: int
+    """Number of samples of this batch on the process that has the most."""
+
+
+class _Answer(NamedTuple):
+    """What a rank says of its next window."""
+
+    data_rank: int
+    """The place of the rank among those that split the data. Ranks that share layers have the same place."""
+    can_fill: bool
+    digest: int
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class StreamWindows:
+    """Reads the windows of one process's stream.
+
+    Args:
+        accumulation: Number of batches per window.
+        rank: The rank of this process among those that split the data.
+        size: Number of processes that split the data.
+        even: Leave out batches that do not have the same size on every process.
+        multiple: With ``even``, the divisor of all sizes.
+    """
+
+    accumulation: int
+    rank: int
+    size: int
+    even: bool = False
+    multiple: int = 1
+    left_out: int = 0
+    """Number of samples of this epoch, over all processes, that were left out so far."""
+    has_ended: bool = False
+    """Whether this process has read all of its stream, while others have not."""
+    _is_compared: bool = field(default=False, init=False)
+
+    def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[StreamBatch]]:
+        """Yield the windows of an epoch.
+
+        Args:
+            loaded: Yields the batches of this process.
+            last: The batch before the first one, None if there is none.
+            is_alone: Whether other ranks do not read their windows at the same time.
+
+        Raises:
+            ConfigError: On every rank, if all batches of the first window have to be left out.
+            DistributedError: On every rank, if ranks that share layers have different batches.
+        """
+        self.left_out, is_first = 0, True
+        while True:
+            window = list(islice(loaded, self.accumulation))
+            self.has_ended = len(window) < self.accumulation
+            last = window[-1] if window else last
+            counts = [count_samples(data) for data in window]
+            if is_alone or get_world_size() == 1:
+                sizes, self._lacks_filler = [[count] for count in counts], False
+            else:
+                sizes = self._exchange(window, counts, last is not None)
+            if not sizes:
+                self.has_ended = False
+                break
+            if not self.even and self._lacks_filler:
+                last = self._take_filler(last)
+            is_taken = [not self.even or self._is_even(batch) for batch in sizes]
+            self.left_out += sum(sum(batch) for batch, is_used in zip(sizes, is_taken, strict=True) if not is_used)
+            if is_first and not any(is_taken):
+                raise ConfigError(
+                    "stages of a pipeline take batches of the same size on every process, a multiple of "
+                    f"num_microbatches ({self.multiple}), and the first batches of the stream have "
+                    f"{', '.join(map(str, sizes[0]))} samples: change the stream's batch size, and use drop_last"
+                )
+            is_first = False
+            total = sum(sum(batch) for batch, is_used in zip(sizes, is_taken, strict=True) if is_used)
+            window += [last] * (len(sizes) - len(window))
+            batches = [
+                StreamBatch(data, batch[self.rank], total, max(batch))
+                for data, batch, is_used in zip(window, sizes, is_taken, strict=True)
+                if is_used
+            ]
+            if batches:
+                yield batches
+        if self.left_out and get_rank() == 0:
+            _log.warning(
+                "%d samples of the stream were left out in this epoch, because a pipeline takes batches of the same "
+                "size on every process, a multiple of num_microbatches",
+                self.left_out,
+            )
+
+    def _is_even(self, sizes: list[int]) -> bool:
+        return len(set(sizes)) == 1 and sizes[0] > 0 and sizes[0] % self.multiple == 0
+
+    def _exchange(self, window: list[Any], counts: list[int], can_fill: bool) -> list[list[int]]:
+        """Return the sizes of the batches of a window: for each batch those of all processes that split the data."""
+        is_shared = get_world_size() > self.size
+        digest = digest_of_tensors(tree_leaves(window)) if is_shared or not self._is_compared else 0
+        row = [self.rank, int(can_fill), digest, *counts, *[0] * (self.accumulation - len(counts))]
+        answers = [_Answer(rank, bool(fills), number, tuple(n)) for rank, fills, number, *n in gather_over_ranks(row)]
+        by_rank: dict[int, _Answer] = {}
+        for rank, answer in enumerate(answers):
+            if (first := by_rank.setdefault(answer.data_rank, answer))[2:] != answer[2:]:
+                sharing = [other for other, also in enumerate(answers) if also.data_rank == answer.data_rank]
+                raise DistributedError(
+                    f"{name_ranks(sharing)} share layers or stages and must read the same batches, and their streams "
+                    f"differ ({answers.index(first)} has sizes {first.sizes}, {rank} has {answer.sizes}): divide the "
+                    f"stream among the {self.size} data-parallel ranks only, or use a dataset with a length"
+                )
+        if not self._is_compared and self.size > 1:
+            self._warn_of_copies([by_rank[rank] for rank in sorted(by_rank)])
+        self._is_compared = True
+        self._answers = answers
+        self._lacks_filler = not all(answer.can_fill for answer in answers)
+        sizes = [by_rank[rank].sizes for rank in sorted(by_rank)]
+        batches = [[of_rank[number] for of_rank in sizes] for number in range(self.accumulation)]
+        return [batch for batch in batches if any(batch)]
+
+    def _warn_of_copies(self, answers: list[_Answer]) -> None:
+        if len({answer[2:] for answer in answers}) == 1 and any(answers[0].sizes):
+            warnings.warn(
+                f"the streams of all {self.size} data-parallel ranks begin with the same batch, so that samples may "
+                "count several times: each rank reads its own stream, which must give the rank's share of the samples",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _take_filler(self, last: Any) -> Any:
+        """Return a batch that a rank without one can repeat, from the first rank that has one."""
+        source = next(rank for rank, answer in enumerate(self._answers) if answer.can_fill)
+        empty = [rank for rank, answer in enumerate(self._answers) if not answer.can_fill]
+        if get_rank() == 0:
+            _log.warning("the stream of %s is empty, and others have samples: divide it evenly", name_ranks(empty))
+        fillers = [last if get_rank() == source else None]
+        dist.broadcast_object_list(fillers, src=source)
+        return fillers[0] if last is None else last
+
+
+def count_samples(data: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ConfigError("a batch holds no tensor with samples along its first dimension")
