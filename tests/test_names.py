@@ -22,7 +22,7 @@ VAGUE = {
 LIMITS = {
     "panther/cli": 64,
     "panther/distributed": 66,
-    "panther/train": 36,
+    "panther/train": 33,
 }
 
 

@@ -25,8 +25,8 @@ from panther._random_state import preserved_generators, seed_cpu_generators
 from panther.distributed import get_rank
 from panther.errors import ConfigError
 from panther.train.agreement import agree_on_order
-from panther.train.loader_workers import WorkerSignals, closing_workers, signals_blocked
-from panther.train.streams import StreamWindows, count_samples
+from panther.train.loading.loader_workers import WorkerSignals, closing_workers, signals_blocked
+from panther.train.loading.streams import StreamWindows, count_samples
 
 
 @dataclass

@@ -46,7 +46,7 @@ from panther.train.coordination import (
 )
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
-from panther.train.loader_workers import workers_needed
+from panther.train.loading.loader_workers import workers_needed
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import (
     Optimizer,

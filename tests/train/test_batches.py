@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from panther.errors import ConfigError
 from panther.train import Callback, TrainConfig, Trainer
 from panther.train.batches import Feed
-from panther.train.loader_workers import workers_needed
+from panther.train.loading.loader_workers import workers_needed
 
 
 def numbers(n):
