@@ -2,18 +2,24 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import waits
-from faults import FAULTS, STEPS, processes_of, recover, start, steps
+from faults import FAULTS, STEPS, Samples, fail, processes_of, recover, start, steps
 from launchers import Launcher, until
 from ranks import on_ranks
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from panther.distributed import checkpoint
+from panther.distributed import all_reduce, checkpoint, init
 from panther.distributed.comm.supervision.ending import begin_to_end, is_free
 from panther.distributed.launcher.guardian import Guardian
+from panther.errors import DistributedError
+from panther.train import TrainConfig, Trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +106,38 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_that_hosts_the_store_keeps_nobody_waiting(tmp_path):
+    """The other rank cannot ask it where it is."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                init("gloo", waits.scaled(3), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+                (tmp_path / f"ready-{rank}").touch()
+                if rank == 0:
+                    waits.until((tmp_path / "ready-1").exists, "rank 1 is not ready")
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                all_reduce(torch.ones(1))
+            except DistributedError as error:
+                (tmp_path / "error").write_text(str(error))
+            finally:
+                os._exit(0)
+    try:
+        assert waits.join(pids[1:]) == [0]
+    finally:
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitpid(pids[0], 0)
+    assert (
+        "the process that hosts the store, rank 0 or the launcher, has ended or does not answer"
+        in (tmp_path / "error").read_text()
+    )
+
+
 # One process
 
 
@@ -107,6 +145,38 @@ def is_running(pid):
 def test_a_fault_of_a_loaders_worker_ends_a_run_of_one_process(tmp_path, name):
     assert waits.join([start(tmp_path, name, nproc=0)]) == [1]
     assert CAUSES[name][0] in (tmp_path / "error").read_text()
+
+
+class Stream(IterableDataset):
+    """Samples without numbers, of which a late one cannot be read."""
+
+    def __iter__(self):
+        for _ in range(40):
+            yield torch.randn(8), torch.tensor(1)
+        fail()
+
+
+def loaders_of(kind, directory):
+    """Return loaders for training and validation, one of which fails in a worker."""
+    bad = Samples(directory, fail)
+    if kind == "stream":
+        return DataLoader(Stream(), 4, num_workers=1), None
+    if kind == "validation":
+        return DataLoader(Samples(directory, None), 4, num_workers=1), DataLoader(bad, 4, num_workers=1)
+    settings = {"persistent": {"persistent_workers": True}, "spawned": {"multiprocessing_context": "spawn"}}
+    return DataLoader(bad, 4, num_workers=2, **settings[kind]), None
+
+
+@pytest.mark.parametrize(
+    "kind", ["persistent", "stream", "validation", pytest.param("spawned", marks=pytest.mark.slow)]
+)
+def test_every_kind_of_loader_ends_with_the_error_of_its_worker(tmp_path, kind):
+    def work():
+        trainer = Trainer(nn.Linear(8, 3), None, nn.CrossEntropyLoss(), TrainConfig(epochs=1))
+        trainer.fit(*loaders_of(kind, tmp_path))
+
+    assert waits.join([start(tmp_path, "", nproc=0, work=work)]) == [1]
+    assert "OSError: this file is corrupt" in (tmp_path / "error").read_text()
 
 
 def run_until_fault(directory, name):

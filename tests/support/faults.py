@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,10 +46,14 @@ def _hang():
 
 
 def _hang_with_the_lock():
-    ctypes.PyDLL(None).sleep(_FOREVER_S)  # PyDLL keeps the lock of the interpreter, as a faulty extension does
+    """Wait for a mutex of C in a function that keeps the lock of the interpreter, as a faulty extension may."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros are a mutex that is free
+    while True:
+        library.pthread_mutex_lock(mutex)  # no signal interrupts the second call
 
 
-def _raise():
+def fail():
+    """Raise the error of a sample that cannot be read."""
     raise OSError("this file is corrupt")
 
 
@@ -78,7 +83,7 @@ class Fault:
 
 FAULTS = {
     "a rank is killed": Fault(_kill),
-    "a rank raises": Fault(_raise),
+    "a rank raises": Fault(fail),
     "a rank leaves": Fault(_leave),
     "a rank is stopped": Fault(_stop),
     "a rank hangs": Fault(_hang),
@@ -91,7 +96,7 @@ FAULTS = {
     ),
     "all processes of the node are killed": Fault(_kill_node, ends_launcher=True),
     "a loader's worker is killed": Fault(_kill, "loader"),
-    "a loader's worker raises": Fault(_raise, "loader"),
+    "a loader's worker raises": Fault(fail, "loader"),
     "a loader's worker hangs": Fault(_hang, "loader"),
 }
 
@@ -132,7 +137,7 @@ class _Causes(Callback):
         time.sleep(self.pause_s)
         if rank == 0:
             with open(self.directory / "steps", "a") as file:
-                file.write(json.dumps([trainer.step, time.time()]) + "\n")
+                file.write(json.dumps([trainer.step, time.time(), os.getpid()]) + "\n")
         is_victim = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
         if self.cause is not None and is_victim and trainer.step >= FAULT_STEP and _happens(self.directory):
             self.cause()
@@ -165,10 +170,10 @@ def train(directory, name, timeout_s, grace_period_s, waits_for_lock_s=60.0, max
             return trainer.step
 
 
-def start(directory, name, *, nproc=2, max_restarts=0, timeout_s=10.0, grace_period_s=15.0):
+def start(directory, name, *, nproc=2, max_restarts=0, timeout_s=10.0, grace_period_s=15.0, work=None):
     """Fork a process that trains, by ``launch`` or alone with ``nproc=0``, and return its id.
 
-    It writes its error to the file ``error``, and leads a process group.
+    It writes its error to the file ``error``, and leads a process group. Alone, it calls ``work()`` if that is given.
     """
     pid = os.fork()
     if pid:
@@ -184,7 +189,7 @@ def start(directory, name, *, nproc=2, max_restarts=0, timeout_s=10.0, grace_per
             launch(train, str(directory), name, timeout_s, grace_period_s, grace_period_s=grace_period_s, **settings)
         else:
             torch.set_num_threads(1)
-            train(directory, name, timeout_s, grace_period_s)
+            (work or partial(train, directory, name, timeout_s, grace_period_s))()
         code = 0
     except BaseException as error:
         (directory / "error").write_text(f"{type(error).__name__}: {error}")
@@ -203,10 +208,16 @@ def recover(directory, name, **settings):
         (code,) = waits.join([start(directory, name, max_restarts=1, **settings)], 600)
         if code == 0:
             break
-    fault = float((directory / "fault").read_text())
-    times = [at for _, at in steps(directory) if at > fault]
     assert code == 0, (directory / "error").read_text()
-    return times[0] - fault
+    return _seconds_to_next_step(directory, float((directory / "fault").read_text()))
+
+
+def _seconds_to_next_step(directory, fault):
+    """Return the seconds from a fault to the first step of a process that had taken none before; None without one."""
+    earlier = {pid for _, at, pid in steps(directory) if at <= fault}
+    # Rank 0 may finish a step or two while the fault happens, also the first one of its process.
+    earlier.add(next(pid for _, _, pid in steps(directory)))
+    return next((at - fault for _, at, pid in steps(directory) if at > fault and pid not in earlier), None)
 
 
 NODE_FAULT = "all processes of one of two nodes are killed"
@@ -220,9 +231,8 @@ def recover_nodes(directory, timeout_s):
     script = directory / "node.py"
     # The fault of this run comes from outside.
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport os, pathlib, faults\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport pathlib, faults\n"
         f"directory = pathlib.Path({str(directory)!r})\n"
-        "(directory / f\"rank-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}\").touch()\n"
         f"faults.train(directory, None, {timeout_s}, 15.0, max_steps=400, pause_s=0.2)\n"
     )
     with socket.socket() as probe:
@@ -245,14 +255,8 @@ def recover_nodes(directory, timeout_s):
         nodes[1].wait()
         nodes[1] = node(1)
 
-        def after_the_fault():
-            # Steps that rank 0 took while the other rank was dying have no restart between them and the fault.
-            restarted = list(directory.glob("rank-0-[1-9]"))
-            since = restarted[0].stat().st_mtime if restarted else time.time()
-            return [at for _, at in steps(directory) if at > max(fault, since)]
-
-        waits.until(after_the_fault, "no step after the fault", 600)
-        return after_the_fault()[0] - fault
+        waits.until(lambda: _seconds_to_next_step(directory, fault), "no step after the fault", 600)
+        return _seconds_to_next_step(directory, fault)
     finally:
         for process in nodes:
             for pid in waits.descendants(process.pid)[::-1] if process.poll() is None else ():

@@ -7,10 +7,10 @@ note in the store in which the ranks met, and those that leave none within a mom
 __all__ = ["explain_transport_error", "gather_all", "watched"]
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from panther.errors import DistributedError, PantherError
 
 _GRACE_S = 2.0  # ranks that time out do so within this time of one another
 _POLL_S = 0.02
-_STORE_S = 4.0  # for one answer of the store
+_STORE_S = 1.5  # for a store that answers slowly
 _SIGNS = (
     "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout",
     "Broken pipe",
@@ -109,32 +109,41 @@ def _explain(
 
 
 def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]] | None:
-    """Return what each rank that also failed was doing, and where the other ones are; None if the store is gone."""
+    """Return what each rank that also failed was doing, and where the other ones are; None if the store is gone.
+
+    The process that hosts the store may be the one that is stopped, and torch's store waits for it without a limit. So
+    a thread asks, and this one waits no longer than for the answers.
+    """
+    answers: list[tuple[dict[int, str], dict[int, Position]]] = []
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            answers.append(_call_roll(doing, rank, ranks))
+
+    thread = threading.Thread(target=call, name="panther-roll-call", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S + _STORE_S)
+    return answers[0] if answers else None
+
+
+def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]]:
+    """Leave a note in the store, and return what :func:`_roll_call` does; RuntimeError if the store is gone."""
     assert dist.group.WORLD is not None
     # Only the latest note of a rank is in the store. Its number tells whether this process has seen it before.
     seen = _failed_calls.setdefault(dist.group.WORLD, {})
     seen[rank] = seen.get(rank, 0) + 1
     notes = {rank: doing}
     begun = time.monotonic()
-    try:
-        store = default_store()
-        # The process that hosts the store may be the one that is stopped.
-        store.set_timeout(timedelta(seconds=_STORE_S))
-        request = ask(store)
-        store.set(f"panther/fault/{rank}", json.dumps([seen[rank], doing]))
-        while len(notes) < len(ranks) and time.monotonic() < begun + _GRACE_S:
-            for other in ranks:
-                if other not in notes and store.check([f"panther/fault/{other}"]):
-                    number, note = json.loads(store.get(f"panther/fault/{other}"))
-                    if number > seen.get(other, 0):
-                        seen[other], notes[other] = number, note
-            time.sleep(_POLL_S)
-        missing = [other for other in ranks if other not in notes]
-        return {other: notes[other] for other in ranks if other in notes}, positions_of(
-            missing, store, request, begun + ANSWER_S
-        )
-    except RuntimeError:
-        return None
-    finally:
-        with suppress(RuntimeError):
-            default_store().set_timeout(group_timeout(dist.group.WORLD, transport(None)))
+    store = default_store()
+    request = ask(store)
+    store.set(f"panther/fault/{rank}", json.dumps([seen[rank], doing]))
+    while len(notes) < len(ranks) and time.monotonic() < begun + _GRACE_S:
+        for other in ranks:
+            if other not in notes and store.check([f"panther/fault/{other}"]):
+                number, note = json.loads(store.get(f"panther/fault/{other}"))
+                if number > seen.get(other, 0):
+                    seen[other], notes[other] = number, note
+        time.sleep(_POLL_S)
+    missing = [other for other in ranks if other not in notes]
+    positions = positions_of(missing, store, request, begun + ANSWER_S)
+    return {other: notes[other] for other in ranks if other in notes}, positions

@@ -32,12 +32,13 @@ from panther.distributed.comm._handshake import Agreement, check_in, meet, own_g
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.distributed.comm.nodes import forget_nodes, note_nodes
-from panther.distributed.comm.supervision.ending import check_parent, watch_parent
+from panther.distributed.comm.supervision.ending import check_parent, start_limited, watch_parent
 from panther.distributed.comm.supervision.positions import answer_requests, stop_answering
 from panther.errors import DistributedError, ShapeError, check_size
 
 DEFAULT_TIMEOUT_S = 300.0
 _FAREWELL_S = 5.0
+_STUCK_S = 10.0  # after the timeout, at which a start that is not stuck has raised an error
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -58,6 +59,14 @@ def start_group(
     """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
     _check_request(rank, world_size, backend, timeout_s)
     watch_parent()
+    with start_limited(timeout_s + _STUCK_S):
+        _join(rank, world_size, backend, timeout_s, store)
+
+
+def _join(
+    rank: int, world_size: int, backend: str | None, timeout_s: float, store: dist.Store | Meeting | None
+) -> None:
+    """Join the process group, for valid arguments."""
     if isinstance(store, Meeting):
         meeting = store
     elif store is None:

@@ -199,6 +199,8 @@ def _set_addresses(args: argparse.Namespace, host: str, port: int, option: str) 
             conf.setdefault("is_host", "False")
         elif not _is_host_for_torch(host):
             conf.setdefault("is_host", "True")
+        # Three of these intervals pass until the launchers of the other nodes take a launcher for dead; torch has 5 s.
+        conf.setdefault("keep_alive_interval", "3")
         args.rdzv_conf = ",".join(f"{key}={value}" for key, value in conf.items())
     elif hosts:
         try:

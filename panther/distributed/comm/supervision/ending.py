@@ -15,6 +15,7 @@ __all__ = [
     "grace_period",
     "is_free",
     "signals_counted",
+    "start_limited",
     "watch_parent",
 ]
 
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from panther.distributed._error_file import record_failure
 from panther.errors import DistributedError
 
 DEFAULT_GRACE_PERIOD_S = 15.0
@@ -130,6 +132,32 @@ def begin_to_end(reason: str) -> None:
     with suppress(OSError, RuntimeError, ValueError):
         # A thread in C, which needs no lock of the interpreter. It leaves with exit code 1.
         faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+@contextmanager
+def start_limited(limit_s: float) -> Iterator[None]:
+    """End this process, if a launcher started it, if the block has not ended after ``limit_s``.
+
+    The start of a rank raises an error at its own deadline, unless the process that hosts the store is stopped: torch's
+    store then waits without a limit, in code that no exception reaches.
+    """
+    timer = threading.Timer(limit_s, _give_up, [limit_s])
+    timer.daemon = True
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(limit_s: float) -> None:
+    text = f"the store in which ranks meet has not answered for {limit_s:g} s: the process that hosts it may be stopped"
+    record_failure(DistributedError(text))
+    with suppress(OSError):
+        os.write(_STDERR, f"panther: {text}\n".encode())
+        faulthandler.dump_traceback(file=_STDERR)
+    os._exit(1)
 
 
 def _continue() -> None:
