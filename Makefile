@@ -48,6 +48,7 @@ torture: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'torture and not gpu' --timeout 3000 $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_files
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_survival
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_faults
 
 lint: .venv/.all-stamp
 	.venv/bin/ruff format --check .

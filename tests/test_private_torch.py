@@ -32,7 +32,7 @@ OTHER_LIBRARIES = {
     "collections.namedtuple": {"_asdict", "_fields", "_make", "_replace"},
     "multiprocessing": {"_inheriting"},
     "os": {"_exit"},
-    "sys": {"_current_frames"},
+    "sys": {"_current_frames", "_getframe"},
     "peft": {"_check_target_module_exists", "_maybe_include_all_linear_layers", "_register_custom_module"},
     "transformers": {
         "_attn_implementation", "_attn_implementation_internal", "_hf_peft_config_loaded", "_init_weights",

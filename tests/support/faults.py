@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from panther.distributed import launch
+from panther.distributed.comm._store import listens
 from panther.errors import TrainingError
 from panther.train import Callback, TrainConfig, Trainer
 
@@ -153,6 +154,7 @@ def train(directory, name, timeout_s, grace_period_s, waits_for_lock_s=60.0, max
         checkpoint_every_n_steps=EVERY,
         timeout_s=timeout_s,
         grace_period_s=grace_period_s,
+        progress=False,
     )
     deadline = time.monotonic() + waits_for_lock_s
     while True:  # an earlier run may still be ending, as after the death of a launcher
@@ -245,8 +247,11 @@ def recover_nodes(directory, timeout_s):
         with open(directory / f"node-{number}.txt", "a") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
 
-    nodes = [node(0), node(1)]
+    nodes = [node(0)]
     try:
+        # The first node hosts the rendezvous, without which a run cannot continue.
+        waits.until(lambda: listens("127.0.0.1", port), "the first node does not listen")
+        nodes.append(node(1))
         waits.until(lambda: (directory / "steps").exists() and len(steps(directory)) >= FAULT_STEP, "no step", 600)
         fault = time.time()
         for pid in [*reversed(waits.descendants(nodes[1].pid))]:
