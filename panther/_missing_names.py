@@ -7,7 +7,7 @@ The table is for the modules in which people look for these names: ``panther``, 
 __all__ = ["missing_name"]
 
 import dis
-import sys
+import inspect
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from types import FrameType
@@ -95,12 +95,17 @@ def missing_name(module: str, name: str, names: Collection[str], hint: str | Non
         near = get_close_matches(name, names, 1, cutoff=_CLOSE)
         hint = _BY_NAME.get(name) or (f"did you mean {near[0]!r}?" if near else None)
     end = "" if hint is None else f": {hint}"
-    if hint is not None and _is_from_import(sys._getframe(2)):
+    if hint is not None and _is_in_from_import():
         return ImportError(f"cannot import name {name!r} from {module!r}{end}", name=module)
     return AttributeError(f"{module} has no attribute {name!r}{end}", name=name)
 
 
-def _is_from_import(frame: FrameType) -> bool:
-    """Return whether a frame is in ``from module import name``, after the module has been imported."""
+def _is_in_from_import() -> bool:
+    """Return whether the code that asked ``__getattr__`` is ``from module import name``."""
+    frame: FrameType | None = inspect.currentframe()
+    for _ in range(3):  # this function, missing_name and __getattr__
+        frame = None if frame is None else frame.f_back
+    if frame is None:
+        return False
     code = frame.f_code.co_code
     return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"

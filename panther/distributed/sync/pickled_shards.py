@@ -8,7 +8,7 @@ write shards as plain tensors and pickle no DTensor, so that pickling one is the
 __all__ = ["warn_of_pickled_shards"]
 
 import copyreg
-import sys
+import inspect
 import threading
 import warnings
 from typing import Any
@@ -42,9 +42,8 @@ def _reduce(shard: DTensor) -> Any:
 
 def _is_moved_by_torch() -> bool:
     """Return whether torch.distributed.checkpoint pickles, which hands a state to a process that writes it."""
-    frame = sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame = outer
+    frame = inspect.currentframe()
+    while frame is not None and (frame := frame.f_back) is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
             return True
     return False
