@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import buffers_of, tree_leaves, tree_map_only, unreduced_positions, unsaved_buffers_of
-from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
@@ -25,6 +24,9 @@ from panther.train.batches import Batch
 from panther.train.coordination import GradientCarrier, sum_over_ranks
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.trainable import list_names
+
+if TYPE_CHECKING:
+    from panther.distributed import HybridParallelTrainer
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]
@@ -327,10 +329,12 @@ class PipelineEngine(Engine):
     """Runs stages on the ranks of an axis. All batches have the same size."""
 
     loss_fn: Callable[..., Tensor]
-    parallel: HybridParallelTrainer
+    parallel: "HybridParallelTrainer"
 
     def __post_init__(self) -> None:
         """Make the schedule, which calls the loss on the last stage."""
+        from panther.distributed import make_schedule  # here, because torch's pipelines are slow to import
+
         super().__post_init__()
         self._scaled_loss = _MicrobatchLoss(self.loss_fn)
         self.num_microbatches = self.parallel.num_microbatches

@@ -1,7 +1,9 @@
 """Work on several ranks, and steps of training whose losses and weights are compared with those of one process."""
 
 import pool
-import torch._dynamo  # noqa: F401 (the first optimizer imports it, and else that of every forked process does)
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.pipelining  # noqa: F401 (as for the compiler: Panther imports both when it needs them)
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -6,9 +6,26 @@ them for a reader with a different layout. A folder gets its name when it is com
 process does not damage earlier checkpoints. All ranks must see the same directory.
 """
 
-from ._folders import checkpoints, latest
-from ._load import LoadedCheckpoint, export, load, restore_architecture
-from ._save import PendingSave, async_save, save
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._folders import checkpoints, latest
+    from ._load import LoadedCheckpoint, export, load, restore_architecture
+    from ._save import PendingSave, async_save, save
+
+# PEP 562: torch's DCP takes a quarter of a second to import, and a run without checkpoints does not need it.
+_HOME = {
+    "LoadedCheckpoint": "_load",
+    "PendingSave": "_save",
+    "async_save": "_save",
+    "checkpoints": "_folders",
+    "export": "_load",
+    "latest": "_folders",
+    "load": "_load",
+    "restore_architecture": "_load",
+    "save": "_save",
+}
 
 __all__ = [
     "LoadedCheckpoint",
@@ -21,3 +38,13 @@ __all__ = [
     "restore_architecture",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"{__name__} has no attribute {name!r}", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,22 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from panther._torch import has_hooks, tree_leaves
-from panther.distributed import (
-    ClusterSpec,
-    ModelStats,
-    ParallelismPlan,
-    get_distributed_info,
-    get_rank,
-    get_world_size,
-    plan_parallelism,
-)
-from panther.distributed.advisor.cost_model import Layout
+from panther.distributed import ClusterSpec, get_distributed_info, get_rank, get_world_size
+from panther.distributed.advisor.cost.layout import Layout
 from panther.distributed.advisor.preference import UNCALIBRATED, memory_clause
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
@@ -33,6 +25,9 @@ from panther.train.batches import Feed, count_samples
 from panther.train.config import TrainConfig
 from panther.train.engines import loss_of_output
 from panther.train.strategy.rules import is_model_parallel, possible_strategies
+
+if TYPE_CHECKING:
+    from panther.distributed import ParallelismPlan
 
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 _STATES = 5  # parameters, gradients, two states of Adam, and DDP's buckets
@@ -135,7 +130,10 @@ def _plan(
     batch: Any,
     cluster: ClusterSpec,
     refuse: Callable[[Layout], str | None],
-) -> ParallelismPlan:
+) -> "ParallelismPlan":
+    # Here, because most runs are replicated without a plan.
+    from panther.distributed import ModelStats, plan_parallelism
+
     def stats(loss: Any) -> ModelStats:
         return ModelStats.of(
             model,

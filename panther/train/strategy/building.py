@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed import (
-    HybridParallelTrainer,
     checkpoint,
     data_parallel,
     get_distributed_info,
     get_rank,
     get_world_size,
     make_mesh,
-    materialize_,
 )
 from panther.distributed.comm._agreement import run_on_all_ranks
 from panther.distributed.data.blocks import fsdp_blocks
@@ -75,7 +73,7 @@ def set_up(
     noted = note_optimizer(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
     fills_shards = is_empty and (divided or strategy in ("fsdp", "replicate"))
-    fill = partial(materialize_, weights=config.initial_weights, seed=config.seed)
+    fill = partial(_materialize, weights=config.initial_weights, seed=config.seed)
     if not is_empty:
         model.to(device)
     elif not fills_shards:
@@ -159,6 +157,12 @@ def _check_dense_gradients(model: nn.Module, strategy: str) -> None:
             )
 
 
+def _materialize(model: nn.Module, **settings: Any) -> None:
+    from panther.distributed import materialize_  # here, because what reads checkpoints is slow to import
+
+    materialize_(model, **settings)
+
+
 def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: Optimizer) -> nn.Module:
     """Return the model with the compressed layers of a folder, which are sharded as those of the model are."""
     if not is_empty:
@@ -211,6 +215,8 @@ def _model_parallel_engine(
             settings["pipeline_layers"] = config.pipeline_layers
             # A stage is traced on one microbatch, the shape that it will run on.
             settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(common["device"]) for x in inputs)
+    from panther.distributed import HybridParallelTrainer  # here, because torch's pipelines are slow to import
+
     parallel = HybridParallelTrainer(model, settings)
     if fill is not None:
         fill(parallel.model, device="cpu" if config.cpu_offload else common["device"])
