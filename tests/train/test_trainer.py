@@ -352,7 +352,7 @@ class Signals(Callback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_and_the_same_call_continues(tmp_path, number, caplog):
     expected = run("shuffled")
     before = signal.getsignal(number)
