@@ -53,6 +53,7 @@ __all__ = [
     "is_forked_from_cuda",
     "is_mutable_operator",
     "is_this_host",
+    "is_transformed",
     "is_view",
     "kill_loader_workers",
     "limit_closing",
@@ -202,6 +203,14 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
 def is_view(x: Tensor) -> bool:
     """Return whether autograd regards a tensor as a view. The public fallback is a copy in every case."""
     return x._is_view()
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a tensor is one of vmap, grad or another transform of torch.func, which has no memory of its own.
+
+    The public fallback is the RuntimeError that ``data_ptr()`` raises.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def storage_key(x: Tensor) -> int:

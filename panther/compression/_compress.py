@@ -206,7 +206,7 @@ def compress(
                 allow_slower=allow_slower, output=runner.output_name,
             )  # fmt: skip
             notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
-            if calibration_notes := _calibration_notes(outcome):
+            if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):
                 warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=2)
         healed, write_ = None, None
         outcome = outcome.without_fits()  # healing needs the memory
@@ -308,13 +308,22 @@ def _model_notes(runner: Runner) -> list[str]:
     return notes
 
 
-def _calibration_notes(outcome: Outcome) -> list[str]:
-    """Return the reasons, for the report and a warning, why the calibration batches may not suffice."""
+def _calibration_notes(outcome: Outcome, difference: float) -> list[str]:
+    """Return the reasons, for the report and a warning, why the calibration batches may not suffice.
+
+    ``difference`` is the relative difference of two outputs of the original model for one batch.
+    """
     notes = list(outcome.fits.calibration_notes)
     predicted, error = outcome.predicted_error, outcome.measured.error
     if predicted is not None and error is not None and error > max(SUSPICIOUS_ERROR, _SUSPICIOUS_RATIO * predicted):
+        advice = "give more batches, in random order"
+        if 2 * difference > error:
+            advice = (
+                f"most of it is the difference of {difference:.2g} between two outputs of the original model for one "
+                "batch, which more batches do not change"
+            )
         notes.append(
             f"the error of the output is {error:.2g} on the held-out batches, and {predicted:.2g} was predicted from "
-            "the remaining batches: give more batches, in random order"
+            f"the remaining batches: {advice}"
         )
     return notes

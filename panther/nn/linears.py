@@ -99,8 +99,9 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     :class:`~panther.nn.QuantizedLinear` the nn.Linear of its weight, or the pair of its factors if it has no codes; a
     :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. An
     :class:`~panther.nn.InterpolativeLinear` becomes two of its rank, which together take more numbers than it.
-    Nothing else is changed, and outputs are equal up to rounding. Signs of seeded layers become weights like any other:
-    they are stored, and would be trained; to continue training a seeded layer, keep it.
+    Nothing else is changed, and outputs are equal up to rounding. A pair has no ``weight``: leave layers whose weight
+    the model reads, if only for its dtype, out with ``filter_fn``. Signs of seeded layers become weights like any
+    other: they are stored, and would be trained; to continue training a seeded layer, keep it.
 
     Args:
         model: A model, changed in place. Wrap a single compressed layer, as in ``nn.Sequential(layer)``.

@@ -1,6 +1,9 @@
 """Check calibration batches, move them to a device, and copy them for each forward, which may change its arguments."""
 
-__all__ = ["check_calibration", "copy_batch", "describe_batch", "entries_of", "place_batch", "read_batches"]
+__all__ = [
+    "SHARED", "check_calibration", "copy_batch", "describe_batch", "entries_of", "is_empty", "place_batch",
+    "read_batches",
+]  # fmt: skip
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +19,7 @@ from panther._torch import tree_leaves
 from panther.errors import CompressionError
 
 # Types that are not copied: a forward cannot change them, or they are not a part of the batch that refers to them.
-_SHARED = (
+SHARED = (
     str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module, torch.Size, torch.dtype,
     torch.device,
 )  # fmt: skip
@@ -72,7 +75,7 @@ def copy_batch(batch: Any, device: torch.device | None = None) -> Any:
 
 def _rebuilt(value: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any], *, top: bool = False) -> Any:
     """Return a value in which ``convert`` was applied to each tensor; ``copies`` are the results by address."""
-    if value is None or isinstance(value, _SHARED):
+    if value is None or isinstance(value, SHARED):
         return value
     if id(value) in copies:
         return copies[id(value)]
@@ -117,11 +120,24 @@ def _rebuilt_object(value: Any, convert: Callable[[Tensor], Tensor], copies: dic
 
 def entries_of(batch: Any) -> int:
     """Return the number of entries of all tensors of a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() for tensor in _tensors_of(batch))
+
+
+def is_empty(batch: Any) -> bool:
+    """Return whether a batch has tensors, and none of them has entries."""
+    tensors = _tensors_of(batch)
+    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    entries = [*batch.values()] if isinstance(batch, Mapping) else batch
+    return [leaf for leaf in tree_leaves(entries) if isinstance(leaf, Tensor)]
 
 
 def describe_batch(batch: Any) -> str:
     """Return a description of a batch for messages."""
+    if isinstance(batch, Tensor) and batch.is_nested:
+        return f"a nested tensor of {batch.size(0)} tensors"
     if isinstance(batch, Tensor):
         return f"a tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, Mapping):

@@ -6,11 +6,9 @@ forward of a calibration starts from the same state, and the model is unchanged 
 
 __all__ = ["ModelState", "deferred_interrupts", "without_compiled_blocks"]
 
-import copy
 import signal
 import threading
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -28,12 +26,12 @@ from panther._torch import (
     version_of,
     without_inner_wrappers,
 )
+from panther.compression.calibration.attribute_state import AttributeState, refill
 from panther.nn.base import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
 # torch derives from the parameters. Calibration changes them on purpose from one forward to the next.
 _OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
-_MISSING = object()
 
 
 class _Contents:
@@ -91,30 +89,27 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 class ModelState:
     """The buffers, attributes and generators of a model's modules at the time when this object is made.
 
-    The entries of attributes that are lists, dictionaries, sets or deques are saved too. Parameters are not copied, and
-    neither are the codes of compressed layers, which no forward writes. While this object is in use, parameters and
-    buffers that were made in inference mode are replaced by normal tensors of the same memory, because autograd refuses
-    tensors of inference mode.
+    The contents of attributes are saved too: of containers, and of objects with their attributes, at any depth within
+    the limits of :class:`AttributeState`. Parameters are not copied, and neither are the codes of compressed layers,
+    which no forward writes. While this object is in use, parameters and buffers that were made in inference mode are
+    replaced by normal tensors of the same memory, because autograd refuses tensors of inference mode.
 
-    Cost: a copy of all buffers, and of tensors that are plain attributes.
+    Cost: a copy of all buffers, and of tensors and arrays that are attributes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = {module: dict(vars(module)) for module in model.modules()}
-        self._containers: list[tuple[str, Any, Any]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        values: list[Any] = []
+        values_of_modules: list[Any] = []
         tensors: dict[int, Tensor] = {}
         for module, attributes in self._attributes.items():
             writable = [] if isinstance(module, CompressedModule) else [*buffers_of(module).values()]
-            for name, value in attributes.items():
-                entries = [value]
-                if isinstance(value, (list, dict, set, deque)):
-                    self._containers.append((name, value, copy.copy(value)))
-                    entries = [*value.values()] if isinstance(value, dict) else [*value]
-                if name not in _OF_MODULES:
-                    writable += [entry for entry in entries if isinstance(entry, Tensor)]
-                    self._generators += [(e, e.get_state()) for e in entries if isinstance(e, torch.Generator)]
             tensors |= {id(tensor): tensor for tensor in writable if tensor is not None and _is_written(tensor)}
+            for name, value in attributes.items():
+                (values_of_modules if name in _OF_MODULES else values).append(value)
+        self._held = AttributeState(values, self._attributes)
+        self._held_by_torch = AttributeState(values_of_modules, self._attributes, is_deep=False)
+        tensors |= {id(tensor): tensor for tensor in self._held.tensors if _is_written(tensor)}
         aliases = self._use_normal_tensors()
         self._contents = [_Contents(aliases.get(key, tensor)) for key, tensor in tensors.items()]
         self._writes = [
@@ -122,7 +117,12 @@ class ModelState:
             for name, parameter in model.named_parameters()
             if not is_lazy(parameter) and not parameter.is_inference()
         ]
-        self._present_buffers = {module: dict(buffers_of(module)) for module in self._attributes}
+        # A ScriptModule has no dictionary of its buffers: only the values of its buffers are put back.
+        self._present_buffers = {
+            module: dict(buffers_of(module))
+            for module in self._attributes
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
 
     def _use_normal_tensors(self) -> dict[int, Tensor]:
         """Replace parameters and buffers of inference mode by normal tensors; return them by the old ids."""
@@ -147,27 +147,20 @@ class ModelState:
     def restore_before_forward(self) -> None:
         """Undo changes of the last forward, except for hooks and flags, which calibration itself changes."""
         for module, attributes in self._attributes.items():
-            _refill(buffers_of(module), self._present_buffers[module])
-            _refill(vars(module), attributes, leave=_OF_MODULES)
+            if module in self._present_buffers:
+                refill(buffers_of(module), self._present_buffers[module])
+            refill(vars(module), attributes, leave=_OF_MODULES)
         self._restore_values(thorough=False)
 
     def restore(self) -> None:
         """Restore the state of the time when this object was made."""
         for module, attributes in self._attributes.items():
-            _refill(vars(module), attributes)
+            refill(vars(module), attributes)
+        self._held_by_torch.restore()
         self._restore_values(thorough=True)
 
     def _restore_values(self, *, thorough: bool) -> None:
-        for name, container, saved in self._containers:
-            if not thorough and name in _OF_MODULES:
-                continue
-            if isinstance(container, dict):
-                _refill(container, saved)
-            elif len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(saved)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        self._held.restore()
         for contents in self._contents:
             contents.restore(thorough=thorough)
 
@@ -175,17 +168,6 @@ class ModelState:
 def _is_written(x: Tensor) -> bool:
     """Return whether a forward could write to a tensor."""
     return not (x.is_meta or is_lazy(x) or isinstance(x, nn.Parameter))
-
-
-def _refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[str] = frozenset()) -> None:
-    """Restore the saved entries of a dictionary, in their order; entries with a key in ``leave`` do not change."""
-    same = all(present.get(key, _MISSING) is value for key, value in saved.items() if key not in leave)
-    if same and all(key in saved or key in leave for key in present):
-        return
-    entries = {key: present[key] if key in leave and key in present else value for key, value in saved.items()}
-    entries |= {key: value for key, value in present.items() if key in leave}
-    present.clear()
-    present.update(entries)
 
 
 @contextmanager

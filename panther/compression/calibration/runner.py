@@ -30,7 +30,13 @@ from torch.nn.parameter import is_lazy
 from panther._logs import logged_items
 from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import is_dynamo_loaded
-from panther.compression.calibration.batches import check_calibration, copy_batch, describe_batch, read_batches
+from panther.compression.calibration.batches import (
+    check_calibration,
+    copy_batch,
+    describe_batch,
+    is_empty,
+    read_batches,
+)
 from panther.compression.calibration.masks import MASK_NAMES, Masks, Places, Shapes, counted, find_places, positions_of
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.errors import CompressionError
@@ -153,9 +159,13 @@ class Runner:
         check_calibration(calibration)
         # All batches are moved to the device now, because each pass reads them again.
         batches = read_batches(calibration, self.device)
+        number_read = len(batches)
+        # The last batch of a loader that filters its samples can be empty. It says nothing, least of all if held out.
+        batches = [batch for batch in batches if not is_empty(batch)]
         if len(batches) < 2:
+            empty = f" ({number_read - len(batches)} more without entries)" if len(batches) < number_read else ""
             raise CompressionError(
-                f"calibration has {len(batches)} batch{'' if len(batches) == 1 else 'es'} and needs at least 2, "
+                f"calibration has {len(batches)} batch{'' if len(batches) == 1 else 'es'}{empty} and needs at least 2, "
                 "because one is held out: give more, or split it into smaller ones"
             )
         count = max(1, len(batches) // _HELD_OUT)
@@ -262,7 +272,12 @@ class Runner:
         return self.model(batch)
 
     def _advice(self, batch: Any, error: Exception) -> str:
-        """Return advice for a message if the model has no parameter, or the batch does not fit the arguments."""
+        """Return advice for a message if the cause of the error of a forward is certain."""
+        if self._state is not None and "does not require grad" in str(error):
+            return (
+                ", whose forward computes gradients: no parameter requires one during a calibration, so call "
+                "requires_grad_(True) of those parameters in forward_fn"
+            )
         if isinstance(error, StopIteration) and not any(True for _ in self.model.parameters()):
             return (
                 ", and the compressed model has no parameter left, because quantized layers have buffers: read dtype "
@@ -395,23 +410,41 @@ class Runner:
         with self.fast_paths():
             for batch in self.over(batches or self.held_out, description):
                 mask = self.mask(batch)
-                exact = counted(self.output(batch), mask)
+                # A copy, because the model may write its next output into the same memory.
+                exact = counted(self.output(batch), mask).clone()
                 if self.difference is None:
                     repeated = counted(self.output(batch), mask)
+                    _check_shapes(repeated, exact, "a second output of the original model")
                     self.difference = relative_error(squares(repeated - exact), squares(exact))
                 sums[-1] += squares(exact)
                 for index, variant in enumerate(variants):
                     with variant():
-                        sums[index] += squares(counted(self.output(batch), mask) - exact)
+                        output = counted(self.output(batch), mask)
+                    _check_shapes(output, exact, "the output of the compressed model")
+                    sums[index] += squares(output - exact)
         self.sum_([sums])
         *lost, total = sums.tolist()
+        place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"
         if not isfinite(total):
-            place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"
             raise CompressionError(
                 f"the model's output is NaN or infinite on {place}: check the batches and the model, or return a "
                 "finite part of the output in forward_fn"
             )
+        if total == 0:
+            raise CompressionError(
+                f"the model's output is zero, or empty, on {place}, so that no relative error can be measured: give "
+                "batches with another output, or return another tensor in forward_fn"
+            )
         return [relative_error(each, total) for each in lost]
+
+
+def _check_shapes(output: Tensor, exact: Tensor, name: str) -> None:
+    if output.shape != exact.shape:
+        raise CompressionError(
+            f"{name} has {tuple(output.shape)} rows and columns that count, where the original has "
+            f"{tuple(exact.shape)}: return in forward_fn a tensor whose shape does not depend on values, such as the "
+            "scores before a threshold"
+        )
 
 
 def free_bytes(device: torch.device) -> int | None:

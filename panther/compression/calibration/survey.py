@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther._torch import children_of, version_of
+from panther._torch import children_of, is_transformed, parameters_of, version_of
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
@@ -30,16 +30,19 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
     """
     keys: dict[Target, list[Any]] = {}  # keys of the inputs of a target's calls, in the first batch that calls it
     reached: set[Target] = set()
+    unreadable: dict[Target, str] = {}  # targets whose calls cannot be read, with the reason
     notes = list(survey.notes)
     for number, batch in enumerate(runner.batches):
-        pending = [target for target in survey.targets if target not in keys]
+        pending = [target for target in survey.targets if target not in keys and target not in unreadable]
         if not pending:
             break
         if number and not _calls_any(runner, batch, pending):
             continue
-        batch_keys, has_gradient = _survey_batch(runner, batch, pending, reached, gradients=gradients)
+        batch_keys, has_gradient = _survey_batch(runner, batch, pending, reached, unreadable, gradients=gradients)
         keys |= {target: [(number, *key) for key in places] for target, places in batch_keys.items()}
-        if number == 0 and gradients and not has_gradient:
+        # The first batch that calls a layer tells. Without such a call nothing has a gradient.
+        is_first = bool(batch_keys) and len(batch_keys) == len(keys)
+        if is_first and gradients and not has_gradient:
             gradients = False
             notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
             warnings.warn(f"method='two_sided' is not possible: {notes[-1]}", NumericalWarning, stacklevel=3)
@@ -47,7 +50,9 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
     reasons: dict[Target, str] = {}
     inputs: dict[Any, list[Target]] = {}
     for target, (group, is_reached) in groups.items():
-        if group is None:
+        if target in unreadable:
+            reasons[target] = f"{unreadable[target]}: kept as it is"
+        elif group is None:
             reasons[target] = "is not called on any calibration batch"
         elif not is_reached:
             reasons[target] = (
@@ -67,11 +72,18 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
 
 
 def _survey_batch(
-    runner: Runner, batch: Any, targets: Sequence[Target], reached: set[Target], *, gradients: bool
+    runner: Runner,
+    batch: Any,
+    targets: Sequence[Target],
+    reached: set[Target],
+    unreadable: dict[Target, str],
+    *,
+    gradients: bool,
 ) -> tuple[dict[Target, list[Any]], bool]:
     """Run one batch: return the keys of the inputs of the targets' calls, and whether the output has a gradient.
 
-    Targets with a gradient that is not zero are added to ``reached``.
+    Targets with a gradient that is not zero are added to ``reached``, and targets with a call that cannot be read to
+    ``unreadable``, with the reason.
     """
     keys: dict[Target, list[Any]] = {}  # in the order of the first calls
     alive = []  # inputs, kept so that no address is used twice within a forward
@@ -81,7 +93,7 @@ def _survey_batch(
         keys.setdefault(target, []).append(input_key(module, x))
         return lambda gradient: reached.update([target] if gradient.any() else [])
 
-    with watched(targets, note, runner.model) as watch, torch.set_grad_enabled(gradients):
+    with watched(targets, note, runner.model, unreadable) as watch, torch.set_grad_enabled(gradients):
         output = runner.output(batch)
         alive.clear()
         if gradients and output.requires_grad:
@@ -92,7 +104,7 @@ def _survey_batch(
 def _calls_any(runner: Runner, batch: Any, targets: Sequence[Target]) -> bool:
     """Return whether a batch calls one of the targets."""
     called = []
-    with torch.no_grad(), watched(targets, lambda target, module, x: called.append(target)):
+    with torch.no_grad(), watched(targets, lambda target, module, x: called.append(target), unreadable={}):
         runner.output(batch)
     return bool(called)
 
@@ -169,6 +181,13 @@ class Watch:
     is_backward: bool = False
     untracked: list[tuple[nn.Module, Tensor, Receive]] = field(default_factory=list)
 
+    def after_forward(self, receive: Receive) -> Receive:
+        """Return what receives a gradient only after the forward.
+
+        A forward can compute gradients itself, as of an energy by positions, and these are not the output's gradients.
+        """
+        return lambda gradient: receive(gradient) if self.is_backward else None
+
     def receive_again(self, module: nn.Module, x: Tensor) -> Receive:
         """Return the receiver of the gradient of a recomputed call; nothing is received if the first call had one."""
         for index, (called, first, receive) in enumerate(self.untracked):
@@ -187,11 +206,13 @@ def watched(
     targets: Sequence[Target],
     note: Callable[[Target, nn.Module, Tensor], Receive | None],
     model: nn.Module | None = None,
+    unreadable: dict[Target, str] | None = None,
 ) -> Iterator[Watch]:
     """Call ``note`` with every input of the targets, and its result with the gradient at the layer's output.
 
     With ``model``, the outputs of its embeddings require gradients, as in training. Parameters do not require gradients
-    here, and reentrant checkpointing computes no gradients for a block whose input does not require one.
+    here, and reentrant checkpointing computes no gradients for a block whose input does not require one. For
+    ``unreadable`` see :func:`hooked`.
     """
     watch = Watch()
 
@@ -208,14 +229,14 @@ def watched(
             watch.untracked.append((module, x.detach().clone(), receive))
             return None
         watch.tapped = True
-        return _Tap.apply(output, watch.anchor, receive)
+        return _Tap.apply(output, watch.anchor, watch.after_forward(receive))
 
     def start(module: nn.Module, args: Any, output: Any) -> Tensor | None:
         tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
         return _Tap.apply(output, watch.anchor, _ignore) if tracked else None
 
     embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    with hooked(targets, hook), ExitStack() as hooks:
+    with hooked(targets, hook, unreadable), ExitStack() as hooks:
         for embedding in embeddings:
             hooks.callback(embedding.register_forward_hook(start).remove)
         yield watch
@@ -223,14 +244,28 @@ def watched(
 
 @contextmanager
 def hooked(
-    targets: Sequence[Target], hook: Callable[[Target, nn.Module, Tensor, Tensor], Tensor | None]
+    targets: Sequence[Target],
+    hook: Callable[[Target, nn.Module, Tensor, Tensor], Tensor | None],
+    unreadable: dict[Target, str] | None = None,
 ) -> Iterator[None]:
-    """Call ``hook`` with target, layer, input and output of every call; a tensor that it returns is the new output."""
+    """Call ``hook`` with target, layer, input and output of every call; a tensor that it returns is the new output.
+
+    A target with a call that cannot be read is added to ``unreadable``, with the reason; without this argument such a
+    call is an error.
+    """
     with ExitStack() as hooks:
         for target in targets:
             for module in target.modules:
+                weight = parameters_of(module).get("weight")
 
-                def call(module: nn.Module, args: Any, kwargs: Any, output: Any, target: Target = target) -> Any:
+                def call(
+                    module: nn.Module,
+                    args: Any,
+                    kwargs: Any,
+                    output: Any,
+                    target: Target = target,
+                    weight: Tensor | None = weight,
+                ) -> Any:
                     x = next(iter((*args, *kwargs.values())), None)
                     if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                         kind = type(x if isinstance(output, Tensor) else output).__name__
@@ -239,10 +274,26 @@ def hooked(
                             f"layer {target.name!r} ({target.kind}) {verb} a {kind}, and a new layer takes and returns "
                             "one tensor: exclude the layer"
                         )
+                    if reason := _unreadable_reason(module, x, weight):
+                        if unreadable is None:
+                            raise CompressionError(f"layer {target.name!r} {reason}: exclude the layer")
+                        unreadable.setdefault(target, reason)
+                        return None
                     return hook(target, module, x, output)
 
                 hooks.callback(module.register_forward_hook(call, with_kwargs=True).remove)
         yield
+
+
+def _unreadable_reason(module: nn.Module, x: Tensor, weight: Tensor | None) -> str:
+    """Return why the input of a call says nothing about the layer's weight; nothing where it does."""
+    if is_transformed(x):
+        return "is called within vmap or grad of torch.func, where its input has no values to read"
+    if x.is_nested:
+        return "reads nested tensors, whose rows cannot be read here"
+    if parameters_of(module).get("weight") is not weight:
+        return "is called with a weight that is not its own, as by torch.func.functional_call"
+    return ""
 
 
 def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, seed: int) -> None:
@@ -268,12 +319,21 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
 
 
 def _send(output: Tensor, direction: Tensor | None, watch: Watch) -> None:
-    if watch.untracked:
-        # Reentrant checkpointing refuses torch.autograd.grad. backward() accumulates nothing in parameters, because
-        # none of them requires a gradient here.
-        output.backward(direction)
-    else:
-        torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
+    try:
+        if watch.untracked:
+            # Reentrant checkpointing refuses torch.autograd.grad. backward() accumulates nothing in parameters, because
+            # none of them requires a gradient here.
+            output.backward(direction)
+        else:
+            torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
+    except (CompressionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Some models can compute gradients in training mode only: their forward writes in place what backward reads.
+        raise CompressionError(
+            f"{type(error).__name__}: {error}: the backward pass of the model raised this, in eval mode; "
+            "method='activation' needs no backward pass"
+        ) from error
 
 
 def input_key(module: nn.Module, x: Tensor) -> Any:

@@ -37,7 +37,8 @@ _WIDTHS = ("head_dim", "attention_head_size", "head_size")
 
 def attention_record(module: nn.Module) -> dict[str, Any] | None:
     """Return the record of a converted attention module; None of all other modules."""
-    attention: Any = children_of(module).get(CHILD)
+    children = children_of(module)  # the children of a ScriptModule have no get()
+    attention: Any = children[CHILD] if CHILD in children else None  # noqa: SIM401
     if not isinstance(attention, LearnedLinearAttention | RandomFeatureAttention):
         return None
     kind = type(attention).__name__

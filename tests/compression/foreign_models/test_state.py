@@ -193,7 +193,7 @@ def test_an_interruption_at_any_line(number, call, monkeypatch):
 
     model, before = Stateful(), signal.signal(number, end)
     objects = {module: dict(vars(module)) for module in model.modules()}
-    refill, left = model_state._refill, call
+    refill, left = model_state.refill, call
 
     def interrupted(*arguments, **options):
         nonlocal left
@@ -202,7 +202,7 @@ def test_an_interruption_at_any_line(number, call, monkeypatch):
             signal.raise_signal(number)
         return refill(*arguments, **options)
 
-    monkeypatch.setattr(model_state, "_refill", interrupted)
+    monkeypatch.setattr(model_state, "refill", interrupted)
     try:
         with pytest.raises(Ended):
             pr.compress(model, 0.3, inputs(), **low_rank)
