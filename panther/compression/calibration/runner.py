@@ -406,7 +406,8 @@ class Runner:
 
         The errors are measured on ``batches``, by default on the held-out batches.
         """
-        sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
+        # Of each variant the squared difference, then the squares and the number of entries of the exact outputs.
+        sums = torch.zeros(len(variants) + 2, dtype=torch.float64)
         with self.fast_paths():
             for batch in self.over(batches or self.held_out, description):
                 mask = self.mask(batch)
@@ -416,24 +417,25 @@ class Runner:
                     repeated = counted(self.output(batch), mask)
                     _check_shapes(repeated, exact, "a second output of the original model")
                     self.difference = relative_error(squares(repeated - exact), squares(exact))
-                sums[-1] += squares(exact)
+                sums[-2] += squares(exact)
+                sums[-1] += exact.numel()
                 for index, variant in enumerate(variants):
                     with variant():
                         output = counted(self.output(batch), mask)
                     _check_shapes(output, exact, "the output of the compressed model")
                     sums[index] += squares(output - exact)
         self.sum_([sums])
-        *lost, total = sums.tolist()
+        *lost, total, num_entries = sums.tolist()
         place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"
         if not isfinite(total):
             raise CompressionError(
                 f"the model's output is NaN or infinite on {place}: check the batches and the model, or return a "
                 "finite part of the output in forward_fn"
             )
-        if total == 0:
+        if num_entries == 0:
             raise CompressionError(
-                f"the model's output is zero, or empty, on {place}, so that no relative error can be measured: give "
-                "batches with another output, or return another tensor in forward_fn"
+                f"the model's output has no entries on {place}, so that no error can be measured: give other batches, "
+                "or return another tensor in forward_fn"
             )
         return [relative_error(each, total) for each in lost]
 
