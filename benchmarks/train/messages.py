@@ -8,6 +8,8 @@ loss that is not finite change the parameters.
 __all__ = ["SENT_ALONE", "message_rows"]
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -63,9 +65,15 @@ def _run(case: str, sent: str, rounds: int) -> Samples:
     turns, earlier = _Turns(turn), []
 
     class Exchange(StepExchange):
-        def start(self, *arguments: Any, **named: Any) -> None:
+        def start(self, *arguments: Any, **options: Any) -> None:
+            with self._alone():
+                super().start(*arguments, **options)
+
+        @contextmanager
+        def _alone(self) -> Iterator[None]:
+            """Send nothing, and expect nothing, in the turns without messages."""
             device, self._device = self._device, None if turns.way == _WITHOUT else self._device
-            super().start(*arguments, **named)
+            yield
             self._device = device
 
         def finish(self) -> tuple[float, float]:
@@ -74,7 +82,8 @@ def _run(case: str, sent: str, rounds: int) -> Samples:
                 self._work, self._sent = earlier.pop(0) if len(earlier) > 1 else earlier[0]
             elif earlier:  # the last one of a turn
                 earlier.pop()[0].wait()
-            return super().finish()
+            with self._alone():
+                return super().finish()
 
     torch.manual_seed(0)
     model, data = model_and_data(case)
