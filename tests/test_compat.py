@@ -134,7 +134,7 @@ def test_a_model_with_other_layers():
         ),
         (linear_state(8, 9, 1, 2) | {"S1s": 3}, TypeError, "S1s must be a tensor, not int"),
         (linear_state(8, 9, 1, 2) | {"S1s": torch.zeros(1, 7, 2)}, ShapeError, r"the layer .* S1s \(1, 7, 2\)"),
-        ({"c.S1s": torch.zeros(9, 5, 3, 2), "c.U1s": torch.zeros(3, 3, 4)}, ShapeError, "tensors of c are not"),
+        ({"c.S1s": torch.zeros(9, 5, 3, 2), "c.U1s": torch.zeros(3, 3, 4)}, ShapeError, "tensors of c do not fit"),
         (attention_state(24, 3, 40) | {"projection_matrix": torch.zeros(40, 7)}, ShapeError, "projection_matrix"),
     ],
 )

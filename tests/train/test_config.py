@@ -70,6 +70,7 @@ VALUES = {
     "comm_hook": ("fp16", ["int8"]),
     "timeout_s": (60.0, [0]),
     "grace_period_s": (5.0, [0]),
+    "price_per_device_hour": (2.5, [0, -1.0, "2.5", float("nan")]),
 }
 
 

@@ -217,7 +217,9 @@ def test_auto_plans_with_measured_speeds(capfd, tmp_path):
     assert (sharded["kind"], replicated["kind"]) == ("fsdp", "ddp")
     assert "absent.json" in refused
     assert "cannot be read (No such file or directory): write it with `panther advise --measure" in refused
-    assert "the advisor's choice: dp=2 fsdp\n" in capfd.readouterr().err
+    lines = capfd.readouterr().err
+    assert "strategy='auto' uses 'fsdp' (dp=2 fsdp): by measured speeds it is" in lines
+    assert "strategy='auto' uses 'ddp' (dp=2 ddp): " in lines
     with pytest.raises(ConfigError, match=r"cluster_file=speeds\.json needs strategy='auto', not 'ddp'"):
         TrainConfig(strategy="ddp", cluster_file="speeds.json")
 
