@@ -92,8 +92,7 @@ class MuonAdamW(torch.optim.Optimizer):
         ShapeError: If an orthogonalised group has a parameter that is not a matrix.
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
-        parameters.
-    :func:`orthogonalize` runs once for all matrices of a shape.
+    parameters. :func:`orthogonalize` runs once for all matrices of a shape.
 
     Example:
         >>> import torch, panther as pr

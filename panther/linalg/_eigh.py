@@ -101,9 +101,8 @@ def randomized_eigh(
         ShapeError: If A is not square.
         ValueError: If A is not symmetric.
 
-    Cost: products of A with d columns and one more block, where d is the dimension of the search space: ``2.4 (k +
-        oversample)``
-    columns by default.
+    Cost: products of A with d columns and one more block, where d is the dimension of the search space, by default
+    ``2.4 (k + oversample)``.
 
     Example:
         >>> A = torch.tensor([[0.0, 2.0], [2.0, -3.0]])

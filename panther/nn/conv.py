@@ -131,8 +131,7 @@ class _SKConv(ConvGeometry, SketchedModule):
             TypeError: If ``conv`` is not a convolution with the same number of dimensions.
 
         Cost: for each group an SVD, or :func:`~panther.linalg.randomized_svd` if both sizes are 256 or more and the
-            rows are
-        at most an eighth of both; for ``"lstsq"`` and ``"random"`` a product.
+        rows are at most an eighth of both; for ``"lstsq"`` and ``"random"`` a product.
 
         Example:
             >>> import torch

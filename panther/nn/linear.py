@@ -260,8 +260,7 @@ class SKLinear(FusibleModule):
             TypeError: If ``linear`` is not an nn.Linear.
 
         Cost: ``"svd"`` O(R in out), by :func:`~panther.linalg.randomized_svd`, if both sizes are 256 or more and 2R is
-            at
-        most an eighth of both, else O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
+        at most an eighth of both, else O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
 
         Example:
             >>> import torch

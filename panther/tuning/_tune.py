@@ -101,9 +101,8 @@ def tune(
 
             - ``"form"``: a form of :func:`panther.compress`, ``"low_rank"`` if it is left out; or ``"bits"``, a width.
             - ``"rank"``: the matrix's rank, or ``"share"``, a share of the layer's bytes, for forms that have a rank.
-            It is
-              rounded down to a rank or share that the layer can have. ``"low_rank"``, and ``"num_terms"``,
-              of :class:`panther.nn.SKLinear` stand for a rank of twice their product.
+              It is rounded down to a rank or share that the layer can have. ``"low_rank"``, and ``"num_terms"``, of
+              :class:`panther.nn.SKLinear` stand for a rank of twice their product.
             - ``"kernel_fn"`` and ``"num_random_features"`` of attention modules, which become
               :class:`panther.nn.RandMultiHeadAttention`, fitted to the first batch; ``"exact"`` is a kernel for modules
               that do not change.

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -95,7 +96,10 @@ def heal(
         lines = [] if runner.show else [ProgressLines("healing: ", every_s=10.0)]
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress, *lines])
         try:
-            trainer.fit(batches, checked)
+            with warnings.catch_warnings():
+                # The stream has numbers of batches, which are equal on all ranks. Each rank has batches of its own.
+                warnings.filterwarnings("ignore", "the streams of all", UserWarning)
+                trainer.fit(batches, checked)
         finally:
             distillation.place(student=False)
         progress.restore_()

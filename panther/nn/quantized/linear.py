@@ -80,9 +80,8 @@ class QuantizedLinear(QuantizedMatrix):
         DTypeError: If ``dtype`` is not floating.
 
     Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
-        matters
-    if the batch is small: on a CPU, most layers with codes are then slower than nn.Linear and only save memory; for few
-    rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by block,
+    matters if the batch is small: on a CPU, most layers with codes are then slower than nn.Linear and only save memory;
+    for few rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by block,
     otherwise at once. If the scales are not trained, the gradient of the input expands the weight again and does not
     keep it. On CUDA a Triton kernel, which no GPU has run yet, multiplies up to 256 rows. With ``activations="int8"``
     integers are multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded
