@@ -1,4 +1,4 @@
-"""What the Trainer's message of 40 bytes costs where it cannot travel with the gradients, and what waiting later saves.
+"""What the Trainer's message costs where it cannot travel with the gradients, and what waiting later saves.
 
 In one run, turns of some steps follow each other: without the message, which no real run can leave out, since ranks
 would not know of each other's losses; with it; and with it, but waiting for that of the step before, which would let a
