@@ -259,8 +259,8 @@ def test_demo_end_to_end(tmp_path, capfd):
         if line.startswith(("param", "grad", "sketch "))
     }
     assert lines["parameters"] == ["42,634", "11,914", "11,914"]
-    # Every parameter's gradient is sent once, in float32, and with them seven numbers of the step.
-    assert lines["gradient bytes per step"] == ["170,564", "47,684", "47,684"]
+    # Every parameter's gradient is sent once, in float32, and with them ten numbers of the step.
+    assert lines["gradient bytes per step"] == ["170,576", "47,696", "47,696"]
     assert lines["sketch bytes, once"] == ["0", "32", "0"]
     assert text.count("identical") == 3
 
