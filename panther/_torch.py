@@ -706,7 +706,10 @@ def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
         iterator._worker_pids_set = False
     if hasattr(iterator, "_pin_memory_thread"):
         iterator._pin_memory_thread_done_event.set()
-    connection.wait([worker.sentinel for worker in workers], wait_s)
+    ended = connection.wait([worker.sentinel for worker in workers], wait_s)
+    for worker in workers:
+        if worker.sentinel in ended:  # The system closes a process's files before it says how the process ended.
+            worker.join()
     signals = [-worker.exitcode for worker in workers if not worker.is_alive() and worker.exitcode < 0]
     for worker in workers:
         worker.kill()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from measuring import assert_holds_one_checkpointed_call
 from panther.kernels.cpu.sketched import JoinedProduct
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import panther as pr
 from panther import kernels
@@ -158,24 +158,7 @@ def test_a_checkpointed_function_holds_one_call_at_a_time(name, monkeypatch):
     def block(x):
         return function(x.tanh()).tanh()  # which saves what is computed anew, too
 
-    def peak_and_rest(calls):
-        with LiveBytes() as live:
-            total = sum(checkpoint(block, x, use_reentrant=False).square().mean() for _ in range(calls))
-            before = live.now
-            total.backward()
-            del total
-            x.grad = None
-        return live.peak - before, live.now
-
-    peak_and_rest(1)  # caches of the first call
-    gc.disable()
-    try:
-        (few, rest), (many, rest_of_many) = peak_and_rest(2), peak_and_rest(8)
-    finally:
-        gc.enable()
-    assert rest_of_many <= rest
-    # The output of a call is held until its backward pass.
-    assert many <= few + 2 * x.nbytes
+    assert_holds_one_checkpointed_call(block, x)
 
 
 class Block(nn.Module):

@@ -45,6 +45,7 @@ CAUSES = {
     "a rank hangs": ["rank 1 did not take part", "rank 1 is in _hang (", "time.sleep(_FOREVER_S)"],
     "a rank hangs with the interpreter's lock": ["rank 1 did not take part", "the lock of the Python interpreter"],
     "a loader's worker is killed": ["a worker process of the DataLoader was ended by SIGKILL"],
+    "a loader's worker is killed slowly": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker raises": ["OSError: this file is corrupt"],
     "a loader's worker hangs": ["did not take part", "in _planned_windows", "next(loaded)"],
 }
@@ -141,7 +142,9 @@ def test_a_stopped_rank_that_hosts_the_store_keeps_nobody_waiting(tmp_path):
 # One process
 
 
-@pytest.mark.parametrize("name", ["a loader's worker raises", "a loader's worker is killed"])
+@pytest.mark.parametrize(
+    "name", ["a loader's worker raises", "a loader's worker is killed", "a loader's worker is killed slowly"]
+)
 def test_a_fault_of_a_loaders_worker_ends_a_run_of_one_process(tmp_path, name):
     assert waits.join([start(tmp_path, name, nproc=0)]) == [1]
     assert CAUSES[name][0] in (tmp_path / "error").read_text()

@@ -1,18 +1,17 @@
 """What every compressed layer computes under what users do to a layer of torch: one contract suite."""
 
 import copy
-import gc
 import shutil
 
 import pytest
 import torch
 from compressed_layers import LAYERS, every_layer, exact_twin, kinds_with
 from covering import all_pairs
+from measuring import assert_holds_one_checkpointed_call
 from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from panther.compression.memory import LiveBytes
 from panther.errors import DTypeError, ShapeError
 
 # A warning of torch about its own convolution, which the exact twin of conv1d is.
@@ -332,22 +331,4 @@ def test_checkpointing_holds_one_call_at_a_time(kind):
     layer = kind.trained()
     x = kind.x(20 if len(kind.sample) == 1 else 3, requires_grad=True)
 
-    def peak_and_rest(calls):
-        with LiveBytes() as live:
-            total = sum(checkpoint(layer, x, use_reentrant=False).square().mean() for _ in range(calls))
-            before = live.now
-            total.backward()
-            del total
-            x.grad = None
-            layer.zero_grad()
-        return live.peak - before, live.now
-
-    peak_and_rest(1)  # caches of the first call
-    gc.disable()
-    try:
-        (few, rest), (many, rest_of_many) = peak_and_rest(2), peak_and_rest(8)
-    finally:
-        gc.enable()
-    assert rest_of_many <= rest
-    # The output of a call is held until its backward, and its gradient until the next one.
-    assert many <= few + 2 * layer(x).nbytes
+    assert_holds_one_checkpointed_call(layer, x, list(layer.parameters()))

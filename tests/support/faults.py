@@ -38,6 +38,13 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_slowly():
+    """Die as under load: the files of the process are closed some time before it has ended."""
+    os.closerange(3, 1024)
+    time.sleep(0.5)
+    _kill()
+
+
 def _stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -97,6 +104,7 @@ FAULTS = {
     ),
     "all processes of the node are killed": Fault(_kill_node, ends_launcher=True),
     "a loader's worker is killed": Fault(_kill, "loader"),
+    "a loader's worker is killed slowly": Fault(_kill_slowly, "loader"),
     "a loader's worker raises": Fault(fail, "loader"),
     "a loader's worker hangs": Fault(_hang, "loader"),
 }

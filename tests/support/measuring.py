@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+from panther.compression.memory import LiveBytes
 from panther.distributed import CommunicationCounter
 from panther.nn.base import SketchedModule
 
@@ -44,6 +46,32 @@ def rise_of(work):
 def _resident_peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def assert_holds_one_checkpointed_call(function, x, parameters=()):
+    """Fail if backward keeps what it computes anew for later calls, or for the garbage collector.
+
+    Eight calls may rise above two by two outputs of ``function(x)``: each is held until its backward pass.
+    """
+
+    def peak_and_rest(calls):
+        with LiveBytes() as live:
+            total = sum(checkpoint(function, x, use_reentrant=False).square().mean() for _ in range(calls))
+            before = live.now
+            total.backward()
+            del total
+            for tensor in (x, *parameters):
+                tensor.grad = None
+        return live.peak - before, live.now
+
+    peak_and_rest(1)  # caches of the first call
+    gc.disable()
+    try:
+        (few, rest), (many, rest_of_many) = peak_and_rest(2), peak_and_rest(8)
+    finally:
+        gc.enable()
+    assert rest_of_many <= rest
+    assert many <= few + 2 * function(x).nbytes
 
 
 class Kept:

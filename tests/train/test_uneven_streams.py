@@ -339,47 +339,45 @@ class StopsInLoss(nn.CrossEntropyLoss):
         return super().forward(output, target)
 
 
-def test_a_stop_on_one_rank_ends_the_run_on_all_at_the_same_step(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_stop_on_one_rank_ends_the_run_on_all_at_the_same_step(tmp_path, strategy):
     x, y = samples(48)
 
     def run():
-        steps = {}
-        for strategy in ("ddp", "fsdp"):
-            for name, callback in {
-                "step": Stops(1, "step", 3),
-                "first rank": Stops(0, "step", 3),
-                "record": Stops(1, "record", 4),
-                "checkpoint": Stops(1, "checkpoint", 2),
-                "epoch": StopsInEpoch(),
-                "start": StopsAtStart(),
-                "function": Asks(),
-                "loss": None,
-            }.items():
-                folder = tmp_path / f"{strategy}-{name}"
-                loss_fn = StopsInLoss() if callback is None else nn.CrossEntropyLoss()
-                config = TrainConfig(
-                    epochs=3,
-                    strategy=strategy,
-                    checkpoint_dir=str(folder),
-                    checkpoint_every_n_steps=2,
-                    log_every_n_steps=4,
-                )
-                trainer = Trainer(build(), torch.optim.SGD, loss_fn, config, [] if callback is None else [callback])
-                if callback is None:
-                    loss_fn._trainer = trainer
-                trainer.fit(DataLoader(TensorDataset(x, y), 4), DataLoader(TensorDataset(x, y), 4))
-                latest = checkpoint.latest(str(folder))
-                steps[strategy, name] = trainer.step, trainer.stop, latest and latest.name
-        return steps
+        ends = {}
+        for name, callback in {
+            "step": Stops(1, "step", 3),
+            "first rank": Stops(0, "step", 3),
+            "record": Stops(1, "record", 4),
+            "checkpoint": Stops(1, "checkpoint", 2),
+            "epoch": StopsInEpoch(),
+            "start": StopsAtStart(),
+            "function": Asks(),
+            "loss": None,
+        }.items():
+            folder = tmp_path / name
+            loss_fn = StopsInLoss() if callback is None else nn.CrossEntropyLoss()
+            config = TrainConfig(
+                epochs=2,
+                strategy=strategy,
+                checkpoint_dir=str(folder),
+                checkpoint_every_n_steps=2,
+                log_every_n_steps=4,
+            )
+            trainer = Trainer(build(), torch.optim.SGD, loss_fn, config, [] if callback is None else [callback])
+            if callback is None:
+                loss_fn._trainer = trainer
+            trainer.fit(DataLoader(TensorDataset(x, y), 4), DataLoader(TensorDataset(x[:8], y[:8]), 4))
+            latest = checkpoint.latest(str(folder))
+            ends[name] = trainer.step, trainer.stop, latest and latest.name
+        return ends
 
     first, second = on_ranks(run, 2)
     assert first == second
-    for (_, name), (step, stops, latest) in first.items():
+    for name, (step, stops, latest) in first.items():
         assert stops
-        wanted = {"step": 3, "first rank": 3, "record": 4, "checkpoint": 2, "epoch": 6, "start": 0, "loss": 2}.get(
-            name, 3
-        )
-        assert step == wanted, name
+        wanted = {"step": 3, "first rank": 3, "record": 4, "checkpoint": 2, "epoch": 6, "start": 0, "loss": 2}
+        assert step == wanted.get(name, 3), name
         assert latest.startswith(f"step-{step:08d}"), name
 
 

@@ -148,16 +148,17 @@ def _current_position() -> tuple[str, str]:
     return describe_frame(frame), "".join(traceback.format_stack(frame))
 
 
+def _is_of_a_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARIES) or name.startswith("<")
+
+
 def describe_frame(frame: FrameType) -> str:
     """Return in words where a stack is: in its innermost function that is not of Python's library or of torch."""
-    innermost, own = frame, None
     position: FrameType | None = frame
-    while position is not None and own is None:
-        name = position.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            own = position
+    while position is not None and _is_of_a_library(position):
         position = position.f_back
-    at = own or innermost
-    name, line = at.f_code.co_filename, at.f_lineno
+    described = position or frame
+    name, line = described.f_code.co_filename, described.f_lineno
     source = linecache.getline(name, line).strip()[:_LONGEST_LINE]
-    return f"is in {at.f_code.co_name} ({name}:{line})" + (f": {source}" if source else "")
+    return f"is in {described.f_code.co_name} ({name}:{line})" + (f": {source}" if source else "")
