@@ -75,10 +75,17 @@ def _matching(x: Tensor, mask: Tensor, axis: int | None) -> Tensor | None:
     return mask.flatten() if is_flat and axis in (None, 0) else None
 
 
-def positions_of(mask: Tensor) -> Tensor:
-    """Return which positions a mask keeps, as booleans; a mask that is added to scores has zeros there."""
+def positions_of(mask: Any) -> Tensor | None:
+    """Return which positions a mask keeps, (N, T) of booleans, or None for what is no mask.
+
+    A mask that is added to scores has zeros there. A mask (N, ..., T) of pairs, queries by keys, keeps the positions
+    that any query of any head reads.
+    """
+    if not _is_mask(mask):
+        return None
     is_added = mask.is_floating_point() and not bool((mask > 0).any())
-    return mask == 0 if is_added else mask != 0
+    positions = mask == 0 if is_added else mask != 0
+    return positions.flatten(1, -2).any(1) if positions.dim() > 2 else positions
 
 
 def counted(x: Tensor, masks: Masks | None, module: nn.Module | None = None) -> Tensor:  # (*, n) -> (rows, n)
@@ -121,7 +128,7 @@ def _shorter_shapes(
     batch: Mapping[str, Any], keys: list[str], shapes: Shapes, shapes_of: Callable[[Any], Shapes]
 ) -> Shapes | None:
     """Return the shapes where as few of the tensors as possible are shortened; None where the model does not run."""
-    flat = [key for key in keys if batch[key].dim() == 2]
+    flat = [key for key in keys if batch[key].dim() == 2 or key in MASK_NAMES]
     deep = [key for key in keys if key not in flat]
     shorter = None
     for attempt in dict.fromkeys(map(tuple, [flat, *([*flat, key] for key in deep), keys])):
@@ -134,7 +141,7 @@ def _shorter_shapes(
 
 
 def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 2
+    return isinstance(x, Tensor) and x.dim() in (2, 3, 4)
 
 
 def _sides(batch: Mapping[str, Any], shapes_of: Callable[[Any], Shapes]) -> tuple[list[str], list[str]]:
@@ -142,6 +149,8 @@ def _sides(batch: Mapping[str, Any], shapes_of: Callable[[Any], Shapes]) -> tupl
     decoder = _alike(batch, [key for key in batch if key.startswith("decoder_")])
     labels = _alike(batch, ["labels"])
     encoder = [key for key in _alike(batch, [MASK_NAMES[0], "input_ids", *batch]) if key not in (*decoder, *labels)]
+    masks_of_pairs = [[name] if _is_mask(batch.get(name)) and batch[name].dim() > 2 else [] for name in MASK_NAMES]
+    encoder, decoder = encoder + masks_of_pairs[0], decoder + masks_of_pairs[1]
     if labels and not decoder:
         # Labels of a decoder alone are as long as its input, and a model that gets them shorter refuses.
         return (encoder, labels) if _shapes_or_none(_shortened(batch, labels), shapes_of) else ([*encoder, *labels], [])
@@ -149,8 +158,14 @@ def _sides(batch: Mapping[str, Any], shapes_of: Callable[[Any], Shapes]) -> tupl
 
 
 def _alike(batch: Mapping[str, Any], keys: list[str]) -> list[str]:
-    """Return the keys of the tensors that begin with the same (N, T) as the first of them."""
-    tensors = {key: batch[key] for key in keys if isinstance(batch.get(key), Tensor) and batch[key].dim() > 1}
+    """Return the keys of the tensors that begin with the same (N, T) as the first of them, without masks of pairs."""
+    tensors = {
+        key: batch[key]
+        for key in keys
+        if isinstance(batch.get(key), Tensor)
+        and batch[key].dim() > 1
+        and not (key in MASK_NAMES and batch[key].dim() > 2)
+    }
     first = next(iter(tensors.values()), None)
     return [] if first is None else [key for key, x in tensors.items() if x.shape[:2] == first.shape[:2]]
 
@@ -161,10 +176,18 @@ def _shortened(batch: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
     One position could be broadcast, and a model would run with tensors of different lengths.
     """
 
-    def changed(x: Tensor) -> Tensor:
-        return x[:, :-1] if x.shape[1] > 2 else torch.cat([x, x[:, -1:]], 1)
+    def changed(x: Tensor, axis: int) -> Tensor:
+        length = x.shape[axis]
+        return x.narrow(axis, 0, length - 1) if length > 2 else torch.cat([x, x.narrow(axis, length - 1, 1)], axis)
 
-    return {key: changed(value) if key in keys else value for key, value in batch.items()}
+    shorter = dict(batch)
+    for key in keys:
+        x = batch[key]
+        if key in MASK_NAMES and x.dim() > 2:
+            shorter[key] = changed(changed(x, -1), -2) if x.shape[-2] == x.shape[-1] else changed(x, -1)
+        else:
+            shorter[key] = changed(x, 1)
+    return shorter
 
 
 def _shapes_or_none(batch: Any, shapes_of: Callable[[Any], Shapes]) -> Shapes | None:

@@ -37,8 +37,17 @@ from panther.compression.calibration.batches import (
     is_empty,
     read_batches,
 )
-from panther.compression.calibration.masks import MASK_NAMES, Masks, Places, Shapes, counted, find_places, positions_of
+from panther.compression.calibration.masks import (
+    MASK_NAMES,
+    Masks,
+    Places,
+    Shapes,
+    counted,
+    find_places,
+    positions_of,
+)
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
+from panther.compression.calibration.scores import ScoreFill
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
@@ -314,10 +323,8 @@ class Runner:
                 )
             return Masks((None if mask is None else mask.to(self.device, torch.bool),))
         values = [batch.get(name) if isinstance(batch, Mapping) else None for name in MASK_NAMES]
-        masks = [
-            positions_of(mask).to(self.device) if isinstance(mask, Tensor) and mask.dim() == 2 else None
-            for mask in values
-        ]
+        positions = [positions_of(mask) for mask in values]
+        masks = [None if mask is None else mask.to(self.device) for mask in positions]
         if all(mask is None or bool(mask.all()) for mask in masks):
             return Masks(())
         if self._places is None:
@@ -413,17 +420,19 @@ class Runner:
                 mask = self.mask(batch)
                 # A copy, because the model may write its next output into the same memory.
                 exact = counted(self.output(batch), mask).clone()
+                fill = ScoreFill.of(exact)
+                scores, exact = fill.scores(exact), fill.replaced(exact)
                 if self.difference is None:
                     repeated = counted(self.output(batch), mask)
                     _check_shapes(repeated, exact, "a second output of the original model")
-                    self.difference = relative_error(squares(repeated - exact), squares(exact))
-                sums[-2] += squares(exact)
-                sums[-1] += exact.numel()
+                    self.difference = relative_error(squares(fill.replaced(repeated) - exact), squares(scores))
+                sums[-2] += squares(scores)
+                sums[-1] += scores.numel()
                 for index, variant in enumerate(variants):
                     with variant():
                         output = counted(self.output(batch), mask)
                     _check_shapes(output, exact, "the output of the compressed model")
-                    sums[index] += squares(output - exact)
+                    sums[index] += squares(fill.replaced(output) - exact)
         self.sum_([sums])
         *lost, total, num_entries = sums.tolist()
         place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from panther._torch import children_of, is_transformed, parameters_of, version_of
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
 
@@ -315,6 +316,9 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
     rows = runner.mask(batch).rows(output)
     if rows is not None:
         direction[~rows] = 0
+    fill = ScoreFill.of(output)
+    if fill.threshold is not None:
+        direction[output <= fill.threshold] = 0
     _send(output, direction, watch)
 
 

@@ -23,6 +23,7 @@ from panther._torch import parameters_of, refresh_flat_weights
 from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, floating_tensor
+from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import replace_modules, swap_modules
 from panther.compression.config import HealConfig
@@ -194,6 +195,9 @@ def lost_variance(state: Tensor, original: Tensor, masks: Masks | None, module: 
         counted(state, masks, module).to(dtype),
         counted(original, masks, module).to(dtype),
     )  # (positions, features)
+    if module is None:
+        fill = ScoreFill.of(original)
+        state, original = fill.replaced(state), fill.replaced(original)
     positions, features = original.shape
     count = max(positions * features, 1)
     centred = original - (original.mean(0) if positions > 1 else original.mean())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, squares
+from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import Receive, input_key, send_gradients, watched
 from panther.compression.calibration.targets import Target
 from panther.compression.moments.sums import is_finite
@@ -98,7 +99,8 @@ def run_batch(
         output = runner.output(batch)
         alive.clear()
         copies.clear()
-        size = squares(counted(output.detach(), masks))
+        rows = counted(output.detach(), masks)
+        size = squares(ScoreFill.of(rows).scores(rows))
         if not isfinite(size):
             raise CompressionError(
                 f"the model's output is NaN or infinite in calibration batch {number}: check the batch and the model, "

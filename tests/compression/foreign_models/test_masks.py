@@ -15,6 +15,16 @@ def test_masks_of_every_kind(kind):
     assert torch.equal(positions_of(mask), kept)
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1, 6), (4, 6), (4, 1, 6), (4, 3, 6, 6), (4, 6, 6)])
+@pytest.mark.parametrize("kind", [torch.bool, "added"])
+def test_masks_of_pairs_keep_what_any_query_reads(shape, kind):
+    kept = torch.arange(6) < torch.tensor([[6], [1], [4], [3]])
+    pairs = kept.view(4, *(1 for _ in shape[2:]), 6).expand(shape)
+    if shape[-2] == 6:
+        pairs = pairs & torch.ones(6, 6, dtype=torch.bool).tril()
+    assert torch.equal(positions_of(torch.where(pairs, 0.0, -1e9) if kind == "added" else pairs), kept)
+
+
 class Translator(nn.Module):
     """An encoder whose masked mean is added to the decoder; the sequence can come first."""
 
@@ -148,3 +158,35 @@ def test_attention_runs_as_the_user_runs_it():
     assert report.measured_error < 0.4
     assert model.encoder.use_nested_tensor
     assert any("use_nested_tensor=False of encoder" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sequence_first", [False, True])
+def test_a_mask_of_pairs_leaves_padding_out(is_causal, sequence_first):
+    """As many sentences as positions, so that shapes alone do not say which dimension is which."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.project, self.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, 100)
+
+        def forward(self, input_ids, attention_mask):
+            x = self.project(self.embedding(input_ids))
+            x = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attention_mask)[:, 0]
+            return self.head(x.movedim(0, 1) if sequence_first else x)
+
+    model, batches = Attends(), []
+    for seed in range(6):
+        ids = torch.randint(100, (12, 12), generator=torch.Generator().manual_seed(seed))
+        kept = torch.arange(12) < 1 + torch.arange(12)[:, None] % 4
+        ids[~kept] = 7
+        mask = kept[:, None, None].expand(12, 1, 12, 12)
+        batches.append({"input_ids": ids, "attention_mask": mask.tril() if is_causal else mask})
+    report, exact, last = compressed(model, batches, 0.35)
+
+    def call(model, batch):
+        output = model(**batch)
+        return (output.movedim(0, 1) if sequence_first else output)[kept]
+
+    assert report.measured_error == pytest.approx(true_error(model, exact, last, call), rel=1e-4)

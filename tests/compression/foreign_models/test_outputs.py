@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from compressing import low_rank
-from foreign_models import WIDTH, Model, compressed, inputs
+from foreign_models import WIDTH, Model, compressed, inputs, relative_error
 from torch import nn
 
 import panther as pr
+from panther.compression.calibration.scores import ScoreFill
 from panther.errors import CompressionError
 
 
@@ -108,3 +109,56 @@ def test_advice_where_the_batch_does_not_fit():
         pr.compress(Model(), 0.5, [(x, x) for x in inputs()], **low_rank)
     with pytest.raises(CompressionError, match=r"missing a required argument: 'x'.*pass batches that hold only these"):
         pr.compress(Model(), 0.5, [{"y": x} for x in inputs()], **low_rank)
+
+
+def masked(y, value):
+    return y.masked_fill(torch.arange(WIDTH) % 3 == 0, value)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda y: masked(y, -torch.inf),
+        lambda y: masked(y, torch.finfo(y.dtype).min),
+        lambda y: masked(y, -1e4),
+        lambda y: y - 1e9 * (torch.arange(WIDTH) % 3 == 0),
+        lambda y: masked(masked(y, -1e9), -torch.inf).where(torch.arange(WIDTH) != 3, -torch.inf),
+    ],
+    ids=["-inf", "smallest", "-1e4", "added", "two numbers"],
+)
+def test_scores_that_a_mask_has_filled_hide_no_error(fill):
+    class Filled(Model):
+        def forward(self, x):
+            return fill(self.network(x))
+
+    model = Filled()
+    report, exact, held_out = compressed(model, inputs(), heal=pr.HealConfig(max_steps=20))
+    scores = [each.network(held_out)[..., torch.arange(WIDTH) % 3 != 0] for each in (model, exact)]
+    assert report.healed_error == pytest.approx(relative_error(*scores), rel=1e-3)
+    assert 0.01 < report.healed_error < report.measured_error
+    assert 0.5 < report.predicted_error / report.measured_error < 2
+
+
+def test_a_choice_that_is_filled_in_one_output_only_counts_as_the_smallest_score():
+    exact, output = torch.tensor([[3.0, -torch.inf, 1.0, -2.0]]), torch.tensor([[3.0, 0.5, -torch.inf, -2.0]])
+    fill = ScoreFill.of(exact)
+    assert fill.scores(exact).tolist() == [3.0, 1.0, -2.0]
+    assert (fill.replaced(output) - fill.replaced(exact)).tolist() == [[0.0, 2.5, -3.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, -2e4, -9e3],
+        [1.0, -2e4, -2e4, -400.0],
+        [0.5, -3e5, -2.9e5],
+        [-1e9, -1e9],
+        [1.0, torch.nan, -1e9],
+        [1.0, torch.inf, -1e9],
+        [],
+    ],
+)
+def test_large_outputs_that_are_no_fill_count(values):
+    output = torch.tensor(values)
+    assert ScoreFill.of(output).threshold is None
+    assert ScoreFill.of(output).scores(output) is output
