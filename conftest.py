@@ -6,6 +6,7 @@ This file is at the root because pytest does not read tests/conftest.py for docs
 import importlib
 import json
 import os
+import signal
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,12 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 # Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.
 if find_spec("tensorflow") and find_spec("triton"):
     importlib.import_module("triton")
+
+# A program that ignores a signal, as nohup and background jobs of a shell do, passes that on to the runs under test, which
+# then ignore it too.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # For property tests without the decorator too: hypothesis' deadline of 200 ms fails tests on a busy machine.
 settings.register_profile("panther", fuzz)
