@@ -29,8 +29,8 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 if find_spec("tensorflow") and find_spec("triton"):
     importlib.import_module("triton")
 
-# A program that ignores a signal, as nohup and background jobs of a shell do, passes that on to the runs under test, which
-# then ignore it too.
+# A program that ignores a signal, as nohup and background jobs of a shell do, passes that on to the runs under test,
+# which then ignore it too.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
