@@ -24,6 +24,7 @@ from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import RankInfo, decide, own_gpu
 from panther.distributed.comm._store import alone_in, find_route, interface_of
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
+from panther.distributed.launcher._failures import describe, explain
 from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
 
@@ -580,6 +581,13 @@ def test_failures_name_the_rank_and_end_the_others(how, message, capfd):
         assert "return f" not in str(caught.value)
         assert "in <lambda>" in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_aborted_rank_is_told_what_gloo_aborts_for(tmp_path):
+    """FSDP's reduction sends fewer bytes from a rank on which a parameter has no gradient."""
+    failure = describe(1, -signal.SIGABRT, str(tmp_path / "no error file"))
+    assert explain([failure], 2, 1).startswith("rank 1 of 2 was ended by SIGABRT (exit code -6): a library aborted the")
+    assert "a parameter or a block takes part in the step on some ranks only" in failure.text
 
 
 def test_all_ranks_wait_for_one_that_was_killed():

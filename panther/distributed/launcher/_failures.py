@@ -33,6 +33,13 @@ class Failure:
     """What it wrote to standard error."""
 
 
+_ABORTED = (
+    ": a library aborted the process, as gloo does where the ranks call a collective with different sizes, under fsdp "
+    "for example where a parameter or a block takes part in the step on some ranks only; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL names such a call, except under ddp"
+)
+
+
 def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", stopped: bool = False) -> Failure | None:
     """Describe how a worker ended; None if the launcher ended it, or it is still there.
 
@@ -63,7 +70,7 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
             return Failure(
                 rank, (_LOST_ANOTHER, written), f"{_waited_or_lost(details)} another rank and {text}", details
             )
-        return Failure(rank, (0, 0.0), text, details, path)
+        return Failure(rank, (0, 0.0), text + _ABORTED * (exit_code == -signal.SIGABRT), details, path)
     if exit_code == 0:  # a function with a result waits until the launcher has read it
         return Failure(rank, (0, 0.0), "left with exit code 0 before its function returned, as by os._exit")
     order = _LOST_ANOTHER if _LOST.search(details) else _RAISED
