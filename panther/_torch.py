@@ -229,6 +229,14 @@ def untracked_shard(x: Tensor) -> Tensor:
     return getattr(x, "_local_tensor", x)
 
 
+def stored_entries(coo: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a COO tensor, in any order and with repeated indices.
+
+    The public ``indices()`` and ``values()`` need a coalesced tensor, which takes a sort; they are the fallback.
+    """
+    return coo._indices(), coo._values()
+
+
 def number_of_entries(A: Tensor) -> int:
     """Return the number of stored entries of a sparse tensor. The public ``values()`` needs a coalesced one."""
     return A._nnz()

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from panther._torch import number_of_entries
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
@@ -178,15 +177,10 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
 
 
 def _explicit(operand: Operand) -> Operand:
-    """Return the operand in COO layout if A is sparse, for scipy too."""
+    """Return the operand in COO layout if A is a sparse tensor."""
     A = operand.A
-    if isinstance(A, Tensor):
-        return operand if A.layout in (torch.strided, torch.sparse_coo) else _like(operand, A.to_sparse_coo())
-    if not hasattr(A, "tocoo"):
-        return operand
-    coo = A.tocoo()
-    index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
-    return _like(operand, torch.sparse_coo_tensor(index, tensor_of(coo.data), coo.shape, check_invariants=False))
+    is_other_layout = isinstance(A, Tensor) and A.layout not in (torch.strided, torch.sparse_coo)
+    return _like(operand, A.to_sparse_coo()) if is_other_layout else operand
 
 
 def _like(operand: Operand, A: Any) -> Operand:
@@ -247,9 +241,8 @@ def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
 
 def _sketch_size(operand: Operand) -> int:
     """Return the number of rows of the sketch, such that its QR costs about as much as the passes over A."""
-    (m, n), A = operand.shape, operand.A
-    entries = m * n if operand.dense is not None else number_of_entries(A) if isinstance(A, Tensor) else 0
-    return max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries)))
+    entries = operand.num_entries if operand.has_entries else 0
+    return max(4 * operand.shape[1] + 64, math.ceil(1.1 * math.sqrt(entries)))
 
 
 def _densified(operand: Operand) -> Operand:
@@ -259,6 +252,8 @@ def _densified(operand: Operand) -> Operand:
     _check_memory("A is solved as a dense matrix where it is not tall", m, n, operand)
     if isinstance(operand.A, Tensor):
         return _like(operand, operand.A.to_dense())
+    if operand.has_entries:
+        return _like(operand, tensor_of(operand.A.toarray()))
     return _like(operand, operand.matmul(torch.eye(n, dtype=operand.dtype, device=operand.device)))
 
 
@@ -274,13 +269,20 @@ def _sketch(operand: Operand, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:  #
     (m, n), d, A = operand.shape, _sketch_size(operand), operand.A
     if operand.dense is None:
         _check_memory("its sketch is dense", d, n, operand)
-    if isinstance(A, Tensor):
+    if operand.has_entries:
         S = SparseSketch(d, m, seed=seed, dtype=b.dtype, device=b.device)
-        return S @ A, S @ b
+        return S @ (A if isinstance(A, Tensor) else _coo_tensor(A).to(b.device, b.dtype)), S @ b
     signs = SignSketch(d, m, seed=seed, dtype=b.dtype, device=b.device)
     rows = max(1, _BLOCK // m)
     blocks = [signs.block(range(start, min(start + rows, d)), range(m)) for start in range(0, d, rows)]
     return torch.cat([operand.rmatmul(block.mT).mT for block in blocks]), torch.cat([block @ b for block in blocks])
+
+
+def _coo_tensor(A: Any) -> Tensor:
+    """Return a matrix of scipy as a COO tensor, whose entries are in any order: sorting them would take longer."""
+    coo = A.tocoo()
+    index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
+    return torch.sparse_coo_tensor(index, tensor_of(coo.data), coo.shape, check_invariants=False)
 
 
 def _for_products(operand: Operand) -> Operand:
@@ -294,11 +296,14 @@ def _for_products(operand: Operand) -> Operand:
 
 
 def _scaled(operand: Operand, power: int) -> Operand:
-    if not isinstance(operand.A, Tensor):
+    if not operand.has_entries:
         raise ValueError(f"the entries of A must be nearer to 1 than 2^{-power}: scale A, and x by the inverse")
     if operand.dense is not None:
         return _like(operand, times_two_to(operand.dense, [power]))
     A = operand.A
+    if not isinstance(A, Tensor):
+        values = times_two_to(tensor_of(A.data), [power]).numpy()
+        return _like(operand, type(A)((values, A.indices, A.indptr), shape=A.shape))
     values = times_two_to(A.values(), [power])
     return _like(operand, torch.sparse_coo_tensor(A.indices(), values, A.shape, check_invariants=False))
 

@@ -30,7 +30,8 @@ from panther.linalg.orthogonal import fix_signs
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
-# Below this m n (k + oversample), operations on a Krylov space take longer than the products that it saves (measured).
+# Below this number of entries times k + oversample, operations on a Krylov space take longer than the products that it
+# saves (measured).
 _SMALL = 2 * 10**8
 _ITERATIONS = 2
 
@@ -145,7 +146,7 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
             return whole_space(operand)
         # A Krylov space is twice as wide as the space of subspace iteration and needs fewer products with A. It gains
         # if the products are most of the work.
-        if most * least * width <= _SMALL or (not tall and least < 8 * width):
+        if operand.num_entries * width <= _SMALL or (not tall and least < 8 * width):
             columns = -(-(width + 2) // 4) * 4
             return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)
     elif block * blocks >= least:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from panther._torch import number_of_entries
 from panther.errors import DTypeError, ShapeError
 
 # Products of _GROUP rows are summed in the dtype of A. At most _SLAB entries of such sums are in memory at once.
@@ -91,6 +92,8 @@ class Operand:
             self.dense = A if A.layout == torch.strided else None
             if A.layout == torch.sparse_coo:
                 self.A = A.coalesce()
+        elif _is_of_scipy(A):
+            self.A = A.tocsr()  # itself if it is one; the products of all other layouts are slower
         self._transposed: Any = None
 
     def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
@@ -135,10 +138,24 @@ class Operand:
 
     @property
     def values(self) -> Tensor | None:
-        """The entries (of a sparse tensor, the stored ones), or None if A only has products."""
-        if self.dense is not None or not isinstance(self.A, Tensor):
+        """The entries (of a sparse matrix, the stored ones), or None if A only has products or stores entries twice."""
+        if self.dense is not None:
             return self.dense
-        return self.A.values()
+        if isinstance(self.A, Tensor):
+            return self.A.values()
+        return tensor_of(self.A.data) if _is_of_scipy(self.A) and self.A.has_canonical_format else None
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether A stores its entries, and not only has products."""
+        return isinstance(self.A, Tensor) or _is_of_scipy(self.A)
+
+    @property
+    def num_entries(self) -> int:
+        """The number of entries of one matrix that are multiplied; all of them where A only has products."""
+        if self.dense is None and isinstance(self.A, Tensor):
+            return number_of_entries(self.A)
+        return int(self.A.nnz) if _is_of_scipy(self.A) else math.prod(self.shape[-2:])
 
     def check_finite(self, product: Tensor) -> None:
         """Raise ValueError if a product has NaN or infinity, saying whether A has them too.
@@ -283,6 +300,11 @@ def _dtype_of(A: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     return torch.get_default_dtype() if dtype is None else torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _is_of_scipy(A: Any) -> bool:
+    """Return whether A is a sparse matrix or array of scipy, which is not imported for that."""
+    return hasattr(A, "nnz") and hasattr(A, "tocsr") and type(A).__module__.startswith("scipy.sparse")
 
 
 def _transpose(A: Any) -> Any:

@@ -96,7 +96,8 @@ class SketchingOperator(ABC):
         """Return ``S.T @ A`` for dense A of shape (*batch, d, n)."""
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
-        """Return ``S @ A`` for a coalesced COO tensor A of shape (m, n) in float32 or float64."""
+        """Return ``S @ A`` for a COO tensor A of shape (m, n) in float32 or float64, coalesced or not."""
+        A = A.coalesce()
         out = torch.zeros(self.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
         row, values = A.indices()[0], A.values()
         for cols in self._panels():
@@ -111,7 +112,8 @@ class SketchingOperator(ABC):
         return out
 
     def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
-        """Return ``S.T @ A`` for a coalesced COO tensor A of shape (d, n)."""
+        """Return ``S.T @ A`` for a COO tensor A of shape (d, n), coalesced or not."""
+        A = A.coalesce()
         return torch.cat([(A.t() @ self._panel(cols).to(A.dtype)).mT for cols in self._panels()])
 
     def _panels(self) -> list[range]:
@@ -238,7 +240,7 @@ def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
     if A.layout != torch.strided:
         if A.ndim != 2:
             raise ShapeError(f"a sparse operand, of shape {tuple(A.shape)}, must have two dimensions: use A.to_dense()")
-        coo = A.to_sparse_coo().to(torch.promote_types(A.dtype, torch.float32)).coalesce()
+        coo = A.to_sparse_coo().to(torch.promote_types(A.dtype, torch.float32))
         return (base._apply_transposed_to_sparse(coo) if transposed else base._apply_to_sparse(coo)).to(A.dtype)
     product, adjoint = base._apply, base._apply_transposed
     if transposed:

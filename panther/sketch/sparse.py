@@ -23,7 +23,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from panther._torch import number_of_entries
+from panther._torch import number_of_entries, stored_entries
 from panther.errors import ShapeError, check_size
 from panther.kernels import csr_matmul, word_block
 from panther.kernels.reference import csr_tensor
@@ -191,9 +191,13 @@ class SparseSketch(SketchingOperator):
 
     def _draw_csr(self, vectors: range, transposed: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """Return starts, index, value and shape."""
-        position, value = self._entries(vectors)
+        if "scattered" in self._kept:
+            position, value = (part[:, vectors.start : vectors.stop].mT for part in self._scattered())
+        else:
+            position, value = self._entries(vectors)
+            value = value * self._value()
         position, order = position.sort(dim=1)
-        value = value.gather(1, order).mul_(self._value()).flatten()
+        value = value.gather(1, order).flatten()
         position = position.flatten()
         if transposed == self._by_column:  # The vectors are the rows of the result.
             shape = (len(vectors), self._length)
@@ -220,10 +224,35 @@ class SparseSketch(SketchingOperator):
         return _csr_product((self._csr(True),) if transposed else self._parts(), A)
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
-        return _sparse_product(self._csr(), A)
+        return self._sparse_product(A, False)
 
     def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
-        return _sparse_product(self._csr(True), A)
+        return self._sparse_product(A, True)
+
+    def _sparse_product(self, A: Tensor, transposed: bool) -> Tensor:
+        """Return S or its transpose times A, dense."""
+        rows, n = self.shape[transposed], A.shape[1]
+        if not self.nnz or not number_of_entries(A):
+            return torch.zeros(rows, n, dtype=A.dtype, device=A.device)
+        if transposed == self._by_column or A.requires_grad or A.device.type != "cpu":
+            # On a GPU, where sums of scattered numbers have no fixed order, and where the vectors are rows.
+            product: Tensor = torch.sparse.mm(self._csr(transposed).to_sparse_coo().to(A.dtype), A.coalesce())
+            return product.to_dense()
+        (row, column), values = stored_entries(A)
+        out = torch.zeros(n * rows, dtype=A.dtype)
+        column = column * rows
+        for position, value in zip(*self._scattered(), strict=True):
+            out.scatter_add_(0, column + position[row], values * value.to(A.dtype)[row])
+        return out.view(n, rows).mT
+
+    def _scattered(self) -> tuple[Tensor, Tensor]:  # both (vec_nnz, vectors)
+        """Return the positions and the values of the vectors, the first entries of all of them first."""
+
+        def draw() -> tuple[Tensor, Tensor]:
+            position, value = self._entries(self._vectors())
+            return position.mT.contiguous(), value.mT.mul(self._value())
+
+        return self._keep("scattered", draw)
 
 
 def _gathers(device: torch.device) -> bool:
@@ -240,12 +269,3 @@ def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
     for part, slab in zip(parts[1:], slabs, strict=True):
         out.addmm_(part, slab)
     return out.reshape(rows, *batch, n).movedim(0, -2).to(A.dtype)
-
-
-def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
-    """Return ``matrix @ A`` for a COO tensor A, dense."""
-    if not number_of_entries(matrix) or not number_of_entries(A):
-        return torch.zeros(matrix.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
-    coo: Tensor = matrix.to_sparse_coo()
-    product: Tensor = torch.sparse.mm(coo.to(A.dtype), A)
-    return product.to_dense()

@@ -75,6 +75,28 @@ def test_tables_are_matrices(dtype):
     assert estimate_error(table, (read_only(Q.numpy()), read_only(B.numpy())), seed=0).relative < 1e-5
 
 
+def test_a_matrix_of_scipy_is_decomposed_as_the_same_tensor():
+    """The rules of cost and of accuracy see its entries, as they see those of a tensor."""
+    sparse = scipy.sparse.random_array((900, 700), density=0.01, format="csc", rng=0)
+    index = torch.from_numpy(np.stack(sparse.tocoo().coords))
+    tensor = torch.sparse_coo_tensor(index, torch.from_numpy(sparse.tocoo().data), (900, 700), check_invariants=False)
+    ours, theirs = as_operand(sparse), as_operand(tensor)
+    assert ours.num_entries == theirs.num_entries == sparse.nnz
+    torch.testing.assert_close(ours.values.norm(), theirs.values.norm())
+    first, second = randomized_svd(sparse, 5, seed=0), randomized_svd(tensor, 5, seed=0)
+    torch.testing.assert_close(first.S, second.S)
+    torch.testing.assert_close(first.U, second.U)
+
+
+def test_entries_that_scipy_stores_twice_are_no_values():
+    """Their squares do not add up to the matrix's norm."""
+    twice = scipy.sparse.csr_array((np.ones(4), np.array([1, 1, 0, 2]), np.array([0, 2, 3, 4])), shape=(3, 3))
+    operand = as_operand(twice)
+    assert operand.values is None
+    assert operand.matmul(torch.eye(3, dtype=torch.float64))[0, 1] == 2
+    assert as_operand(twice.tocoo()).values is None or float(as_operand(twice.tocoo()).values.max()) == 2
+
+
 @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse_bsr, torch.Tensor.to_sparse_bsc])
 @pytest.mark.filterwarnings("ignore:Sparse BS[RC] tensor support:UserWarning")
 def test_blocked_sparse_tensors_are_matrices(convert):

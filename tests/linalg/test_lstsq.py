@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import scipy.sparse
 import torch
@@ -169,7 +170,15 @@ def doubled(A):
     return torch.sparse_coo_tensor(index, values, A.shape, check_invariants=False)
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "scipy", "uncoalesced"])
+def doubled_coo(A):
+    """Return a matrix of scipy that stores halves of the entries twice, in no order."""
+    half = scipy.sparse.coo_array(A.numpy() / 2)
+    order = np.random.default_rng(0).permutation(2 * half.nnz)
+    row, column = (np.tile(index, 2)[order] for index in half.coords)
+    return scipy.sparse.coo_array((np.tile(half.data, 2)[order], (row, column)), shape=half.shape)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "scipy", "scipy csc", "scipy doubled", "uncoalesced"])
 @pytest.mark.parametrize("shape", [(3000, 50), (100, 50), (30, 50)])
 def test_sparse(layout, shape):
     keep = gaussian(*shape, seed=1).abs() > 1.3
@@ -182,11 +191,23 @@ def test_sparse(layout, shape):
             "csr": A.to_sparse_csr,
             "csc": A.to_sparse_csc,
             "scipy": lambda: scipy.sparse.csr_matrix(A.numpy()),
+            "scipy csc": lambda: scipy.sparse.csc_array(A.numpy()),
+            "scipy doubled": lambda: doubled_coo(A),
             "uncoalesced": lambda: doubled(A),
         }[layout]()
     result = sketch_lstsq(sparse, b, seed=0)
     exact = torch.linalg.lstsq(A, b, driver="gelsd").solution
     assert (result.x - exact).norm() <= 1e-11 * exact.norm()
+
+
+def test_matrices_of_scipy_are_scaled_and_stay_as_they_are():
+    A = torch.where(gaussian(500, 20).abs() > 1, gaussian(500, 20), 0.0)
+    b, huge = gaussian(500), scipy.sparse.csr_array(A.numpy() * 2.0**600)
+    before = huge.copy()
+    x = sketch_lstsq(huge, b, seed=0).x
+    torch.testing.assert_close(x * 2.0**600, sketch_lstsq(A, b, seed=0).x)
+    assert (huge != before).nnz == 0
+    assert np.array_equal(huge.indices, before.indices)
 
 
 def test_sparse_in_float32_and_with_no_entries():
