@@ -87,7 +87,7 @@ def cluster(expected):  # which forks, so it must come before Ray's threads
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into the home directory
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(round(waits.scaled(20))))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(pr.__file__).parents[1]), *sys.path]))
         ray.init("local", num_cpus=2, include_dashboard=False)
         yield ray
