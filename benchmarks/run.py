@@ -20,6 +20,7 @@ SUBJECTS = (
     "linalg.randomized_svd",
     "linalg.cqrrpt",
     "linalg.lstsq",
+    "linalg.sparse",
     "compress.tune",
     "train.trainer",
     "train.environment",
