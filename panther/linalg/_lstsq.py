@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
-from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
+from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
 from panther.linalg.error import ErrorEstimate
 from panther.linalg.operand import (
@@ -128,10 +128,11 @@ def sketch_lstsq(
     :math:`2 \log(1/\epsilon) / \log(d / n)` times, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)`` times.
     The error takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
 
-    A dense A is solved by QR of A itself if this is expected to be faster: with fewer than some 300 columns (100 with a
-    tolerance or in float32), or with fewer than 10 to 40 rows per column. A wide A is solved by a singular value
-    decomposition. A sparse or matrix-free A is sketched if it has at least ``4 n + 64`` rows, and made dense otherwise.
-    The sketch of a matrix-free A multiplies A.T by as many vectors as the sketch has rows.
+    Where A is sparse and has few columns, the Cholesky factor of A^T A preconditions in the place of the sketch, if the
+    condition allows it. A dense A is solved by QR of A itself if this is expected to be faster: with fewer than some
+    300 columns (100 with a tolerance or in float32), or with fewer than 10 to 40 rows per column. A wide A is solved by
+    a singular value decomposition. A sparse or matrix-free A is sketched if it has at least ``4 n + 64`` rows, and made
+    dense otherwise. The sketch of a matrix-free A multiplies A.T by as many vectors as the sketch has rows.
 
     Example:
         >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -201,6 +202,33 @@ def _solve(
     root = math.sqrt(ridge)
     sketched = _is_worth_sketching(operand, p, tol)
     operand = operand if sketched else _densified(operand)
+    N: Preconditioner
+    if sketched and (factored := _from_gram(operand, b, root, seed)) is not None:
+        (N, x), power, norm = factored, 0, None
+    else:
+        operand, N, x, norm, power = _factored(operand, b, root, seed, sketched, estimate=sketched or return_error)
+        root = math.ldexp(root, -power)
+    error, steps = None, 0
+    if sketched or return_error or norm is None:  # A direct solver that returns the norms needs no pass over A.
+        system = System(operand, b, root**2)
+        solution = refine(system, N, x, tol, stages=10 if sketched else 1)
+        if sketched:
+            _warn(solution, N)
+        x, norm, steps = solution.x, solution.residual_norm, solution.steps
+        error = _error(system, N, solution, seed, sketched, powers) if return_error else None
+    x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
+    return LstsqResult(x, times_two_to(norm, powers), steps), error
+
+
+def _factored(
+    operand: Operand, b: Tensor, root: float, seed: int, sketched: bool, estimate: bool
+) -> tuple[Operand, Preconditioner, Tensor, Tensor | None, int]:
+    """Factor A or its sketch: return A over a power of two, preconditioner, solution, its residual norm, and the power.
+
+    The power is 0 unless squares times the condition would overflow.
+    """
     SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     low, high = (float(bound) for bound in SA.aminmax())
     if not math.isfinite(low + high):
@@ -211,22 +239,24 @@ def _solve(
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     else:
         power = 0
-    if sketched or m >= n:
-        N, x, norm = from_columns(SA, Sb, root, seed, estimate=sketched or return_error)
-    else:
-        N, x, norm = *from_rows(SA, Sb, root), None
-    error, steps = None, 0
-    if sketched or return_error or norm is None:  # A direct solver that returns the norms needs no pass over A.
-        system = System(_for_products(operand), b, root**2)
-        solution = refine(system, N, x, tol, stages=10 if sketched else 1)
-        if sketched:
-            _warn(solution, N)
-        x, norm, steps = solution.x, solution.residual_norm, solution.steps
-        error = _error(system, N, solution, seed, sketched, powers) if return_error else None
-    x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
-    if not bool(x.isfinite().all()):
-        raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
-    return LstsqResult(x, times_two_to(norm, powers), steps), error
+    if sketched or operand.shape[0] >= operand.shape[1]:
+        return operand, *from_columns(SA, Sb, root, seed, estimate=estimate), power
+    return operand, *from_rows(SA, Sb, root), None, power
+
+
+def _from_gram(operand: Operand, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor] | None:
+    """Factor A^T A where A is sparse and has few columns, which then takes less than a sketch of A and its QR."""
+    n = operand.shape[1]
+    if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu":
+        return None
+    A = operand.factor
+    if float(np.square(np.diff(A.indptr), dtype=np.float64).sum()) + n**3 / 3 > 2 * _sketch_size(operand) * n**2:
+        return None
+    largest = max(float(np.abs(A.data).max(initial=0.0)), root)
+    if not math.isfinite(largest) or abs(math.frexp(largest)[1]) > SAFE_POWER[b.dtype]:
+        return None
+    A = A.astype(np.float64, copy=False)
+    return from_gram(tensor_of((A.T @ A).toarray()), tensor_of(A.T @ b.double().numpy()), root, seed, b.dtype)
 
 
 def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
@@ -283,16 +313,6 @@ def _coo_tensor(A: Any) -> Tensor:
     coo = A.tocoo()
     index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
     return torch.sparse_coo_tensor(index, tensor_of(coo.data), coo.shape, check_invariants=False)
-
-
-def _for_products(operand: Operand) -> Operand:
-    """Return the operand in the layout that multiplies fastest: on a CPU scipy's CSR, whose transpose is free."""
-    A = operand.A
-    if operand.dense is not None or not isinstance(A, Tensor) or A.device.type != "cpu":
-        return operand
-    from scipy.sparse import coo_array
-
-    return _like(operand, coo_array((A.values().numpy(), A.indices().numpy()), shape=tuple(A.shape)).tocsr())
 
 
 def _scaled(operand: Operand, power: int) -> Operand:

@@ -200,6 +200,36 @@ def test_sparse(layout, shape):
     assert (result.x - exact).norm() <= 1e-11 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e9])
+@pytest.mark.parametrize("ridge", [0.0, 1e-3])
+def test_sparse_matrices_of_any_condition(dtype, condition, ridge, monkeypatch):
+    """Few columns are squared, unless they depend on each other too much; badly scaled columns are no obstacle."""
+    mixed = torch.eye(30, dtype=torch.float64)
+    mixed[0, 1] = condition
+    A = torch.where(gaussian(4000, 30, seed=1).abs() > 1.2, gaussian(4000, 30, seed=2), 0.0) @ mixed
+    A = (A * torch.logspace(0, 4, 30, dtype=torch.float64)).to(dtype)
+    b = gaussian(4000, 3, seed=3).to(dtype)
+    roads = []
+    squared = module.from_gram
+    monkeypatch.setattr(module, "from_gram", lambda *args: roads.append(squared(*args)) or roads[-1])
+    result = sketch_lstsq(A.to_sparse_coo(), b, ridge=ridge, seed=0)
+    if condition == 1.0:
+        assert roads[0] is not None
+    elif condition == 1e9 and not ridge:
+        assert not any(roads)
+    assert backward_error(A, b, result.x, ridge).max() <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("column", [0.0, 1.0])
+def test_sparse_columns_that_depend_on_each_other_have_the_least_norm(column):
+    A = torch.where(gaussian(4000, 20, seed=1).abs() > 1.2, gaussian(4000, 20, seed=2), 0.0)
+    A[:, 7] = column * A[:, 3]
+    b = gaussian(4000, seed=3)
+    x, exact = sketch_lstsq(A.to_sparse_coo(), b, seed=0).x, torch.linalg.pinv(A) @ b
+    assert (x - exact).norm() <= 1e-10 * exact.norm()
+
+
 def test_matrices_of_scipy_are_scaled_and_stay_as_they_are():
     A = torch.where(gaussian(500, 20).abs() > 1, gaussian(500, 20), 0.0)
     b, huge = gaussian(500), scipy.sparse.csr_array(A.numpy() * 2.0**600)
