@@ -1,8 +1,8 @@
 """The ``panther`` command: a module or package for each subcommand, imported when its subcommand is called.
 
-Each has ``add_parser``, which describes the options, and ``run``, which does the work and returns the exit status.
-``panther --help`` and ``panther COMMAND --help`` import no torch, which takes seconds: what needs it is imported in
-``run``.
+Each of these modules has a function ``add_parser``, which describes the options, and a function ``run``, which does the
+work and returns the exit status. ``panther --help`` and ``panther COMMAND --help`` do not import torch, because that
+takes seconds: ``run`` imports the modules that need torch.
 """
 
 __all__ = ["main"]
@@ -38,7 +38,8 @@ _COMMANDS = {
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }
-_ENDED_BY_SIGTERM = ("compress", "export")  # others have handlers of their own, or start processes that inherit them
+# The other commands install their own handlers of SIGTERM, or start processes that would inherit this handler.
+_ENDED_BY_SIGTERM = ("compress", "export")
 _EXIT_STATUS = """\
 exit status:
   0    success
@@ -80,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PantherError as error:
         return _explain(error)
     except OSError as error:
-        if args.command in ("profile", "train", "tune"):  # may come from the user's code, which needs its traceback
-            raise
+        if args.command in ("profile", "train", "tune"):
+            raise  # The error may come from the user's code, and the user then needs the traceback.
         return _explain(error)
     except KeyboardInterrupt:
         print("panther: interrupted", file=sys.stderr)
@@ -92,13 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _TerminatedError(BaseException):
-    """A signal ends the process, past what catches exceptions."""
+    """SIGTERM ends the process. No ``except Exception`` catches this error."""
 
 
 @contextmanager
 def _sigterm_raised(is_wanted: bool) -> Iterator[None]:
     """Let SIGTERM raise, so that temporary files are removed and the command says that it ended."""
-    if not is_wanted or threading.current_thread() is not threading.main_thread():  # handlers are set only there
+    # Python sets handlers of signals in the main thread only.
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -122,16 +124,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"panther {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    chosen = next((argument for argument in argv if not argument.startswith("-")), None)
-    if chosen is not None and chosen not in _COMMANDS and (near := get_close_matches(chosen, _COMMANDS, 1)):
-        parser.error(f"{chosen!r} is not a command: did you mean {near[0]!r}?")
+    command = next((argument for argument in argv if not argument.startswith("-")), None)
+    if command is not None and command not in _COMMANDS and (near := get_close_matches(command, _COMMANDS, 1)):
+        parser.error(f"{command!r} is not a command: did you mean {near[0]!r}?")
     for name, text in _COMMANDS.items():
-        if name == chosen:
+        if name == command:
             import_module(f"panther.cli.{name}").add_parser(commands)
         else:
             commands.add_parser(name, help=text)
     args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
-    # argparse takes no more settings after an option came between. Those of a script are shown in the line for it.
+    # argparse stops reading settings at an option that stands between them, and leaves the later settings in `rest`.
+    # The arguments of a script are there as well, and the error about scripts repeats them.
     if args.command == "train" and (args.script or all("=" in text and not text.startswith("-") for text in rest)):
         args.settings += rest
     elif getattr(args, "takes_launch_options", False):
@@ -144,7 +147,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _hint(commands: argparse._SubParsersAction, args: argparse.Namespace, argument: str) -> str:
-    """Return what to write in place of an argument that the command does not have, if that is known."""
+    """Return a hint that ends the error about an unknown argument, or an empty text."""
     if not argument.startswith("--"):
         return ""
     flags = [flag for flag in commands.choices[args.command]._option_string_actions if flag.startswith("--")]
@@ -158,8 +161,8 @@ def _explain(error: PantherError | OSError) -> int:
     """Print an error as one sentence and return the exit status that it stands for."""
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
-    # For the launcher of this process, if it has one.
+    # If a launcher started this process, it reads the failure from a file.
     import_module("panther.distributed._error_file").record_failure(error)
-    # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
-    # and TypeErrors, or PantherError itself, which the commands raise for their arguments.
+    # The classes of panther.errors about failed work derive from RuntimeError. The classes about bad input derive from
+    # ValueError or TypeError, and the commands raise PantherError itself for bad arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2

@@ -28,12 +28,12 @@ def add_option(
     parser: Any, flag: str, kind: Callable[[str], Any], text: str, default: Any = None, metavar: str = "N"
 ) -> None:
     """Add an option to a parser or group; its help ends in the default, if there is one."""
-    shown = "" if default is None else " (default: %(default)s)"
-    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
+    default_text = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + default_text)
 
 
 def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return the type of a whole number in a range; argparse reports others with exit status 2."""
+    """Return a function that converts a text to a whole number in a range; its errors end argparse with status 2."""
 
     def convert(text: str) -> int:
         try:
@@ -78,12 +78,12 @@ def _finite(text: str) -> float:
 
 
 def check_folder(path: str, flag: str = "--out") -> Path:
-    """Return the folder of an option after a trial that it, or the folder to create it in, can be written to.
+    """Check that the folder of an option, or its nearest existing parent, can be written to, and return the folder.
 
-    The folder itself is created with its first file, so that a run that fails leaves no empty one.
+    The folder is created with its first file, so that a run that fails leaves no empty folder.
 
     Raises:
-        PantherError: If it cannot be written to.
+        PantherError: If files cannot be created there.
     """
     if not path:
         raise PantherError(f"{flag} is empty: name a folder")

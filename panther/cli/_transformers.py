@@ -24,18 +24,18 @@ from panther.files import copy_file
 from panther.files.weights import PICKLES, check_weight_files
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_LEAST_SAMPLES = 5  # a fifth is held out
+_MIN_SAMPLES = 5  # a fifth is held out
 _VOCABULARIES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
 _NOT_COPIED = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".py")
-# Of training, which a compressed model does not continue, and the model's weights in forms of other programs.
+# Files that only training needs, which a compressed model does not continue, and weights in formats of other programs.
 _LEFT_OUT = (
     ".*", "__pycache__", "trainer_state.json", "optimizer*", "scheduler*", "scaler*", "rng_state*", "events.out.*",
     "latest", "checkpoint-*", "global_step*", "runs", "logs", "wandb", "onnx", "openvino", "coreml", "original",
 )  # fmt: skip
-_MODULES = "modules.json"  # of sentence-transformers: its modules, each in a folder with weights of its own
+_MODULES = "modules.json"  # sentence-transformers lists its modules here; each has a folder with weights
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -57,8 +57,8 @@ def load_model(folder: Path) -> nn.Module:
         )
     name = next(iter(config.architectures or ()), "AutoModel")
     make: Any = getattr(transformers, name, None)
-    known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel | transformers.AutoModel)
-    if not known:
+    is_model_class = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel | transformers.AutoModel)
+    if not is_model_class:
         raise PantherError(
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build the model in a function of your own, and give module:function"
@@ -69,14 +69,14 @@ def load_model(folder: Path) -> nn.Module:
             folder,
             local_files_only=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # the error below names them
             output_loading_info=True,
         )
     bad = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if bad:
-        named = "which config.json names" if config.architectures else "built as config.json names no architecture"
+        reason = "which config.json names" if config.architectures else "built as config.json names no architecture"
         raise PantherError(
-            f"the weights in {folder} do not fill a {type(model).__name__}, {named}: "
+            f"the weights in {folder} do not fill a {type(model).__name__}, {reason}: "
             f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''} missing or of another size: "
             "load the folder with the class that wrote it, and save_pretrained it again"
         )
@@ -123,20 +123,20 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
     Args:
         folder: Where the model's tokenizer is.
         text: A file in UTF-8.
-        model: The model that will read the batches: they have only what its forward takes.
-        max_length: Tokens of a sample at most, fewer where the model or its tokenizer takes fewer.
-        batch_size: Samples of a batch at most.
+        model: The model that will read the batches. A batch contains only arguments of its forward.
+        max_length: Largest number of tokens of a sample; the model or its tokenizer can lower it.
+        batch_size: Largest number of samples of a batch.
 
     Raises:
-        PantherError: If there is no tokenizer, the text cannot be read, is empty or too short, or the model has a
-            decoder to be fed as well.
+        PantherError: If the folder has no tokenizer, if the text cannot be read, is empty or too short, or if the model
+            has a decoder, which needs inputs as well.
     """
     if model.config.is_encoder_decoder:
         raise PantherError(
             f"{type(model).__name__} has an encoder and a decoder, and a text is input for the encoder only: "
             "give --calibration module:function, which returns batches with both"
         )
-    # Without its files transformers makes an empty tokenizer, to which every word is unknown.
+    # If the folder has no tokenizer, transformers creates an empty one, to which every word is unknown.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise PantherError(
             f"{folder} holds no tokenizer, which text needs: save it there with tokenizer.save_pretrained, or give "
@@ -151,13 +151,13 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
     with quietly(f"the tokenizer does not run on {text}"):
         if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
             return _windows(text, lines, tokenizer, length, batch_size)
-        if len(lines) < _LEAST_SAMPLES:
+        if len(lines) < _MIN_SAMPLES:
             raise PantherError(
-                f"{text} has {counted(len(lines), 'line')} with text and needs at least {_LEAST_SAMPLES}, because a "
+                f"{text} has {counted(len(lines), 'line')} with text and needs at least {_MIN_SAMPLES}, because a "
                 "fifth is held out: give about a thousand, like those that the model will read"
             )
         accepted = inspect.signature(model.forward).parameters
-        size = min(batch_size, len(lines) // _LEAST_SAMPLES)
+        size = min(batch_size, len(lines) // _MIN_SAMPLES)
         batches = []
         for start in range(0, len(lines), size):
             samples = lines[start : start + size]
@@ -169,17 +169,18 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
 def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_size: int) -> list[dict[str, Tensor]]:
     encoded = tokenizer([line + "\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]
     tokens = [token for line in encoded for token in line]
-    # Models rely on the token that the tokenizer puts before every text; one that it puts after it would end it.
+    # Models rely on the token that the tokenizer puts before every text. A token that the tokenizer puts after the text
+    # is left out, because it would mark the end of the text.
     first = tokenizer("a")["input_ids"][:1]
     before = first if first == [tokenizer.bos_token_id] else []
     step = length - len(before)
     windows = [before + tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step)]
-    if len(windows) < _LEAST_SAMPLES:
+    if len(windows) < _MIN_SAMPLES:
         raise PantherError(
             f"{path} has {len(tokens)} tokens, {len(windows)} windows of {length}, and needs at least "
-            f"{_LEAST_SAMPLES}, because a fifth is held out: give more text, or a smaller --max-length"
+            f"{_MIN_SAMPLES}, because a fifth is held out: give more text, or a smaller --max-length"
         )
-    size = min(batch_size, len(windows) // _LEAST_SAMPLES)
+    size = min(batch_size, len(windows) // _MIN_SAMPLES)
     return [{"input_ids": part} for part in torch.tensor(windows).split(size)]
 
 
@@ -197,19 +198,20 @@ def _lines(path: Path) -> list[str]:
 
 
 def copy_beside(folder: Path, out: Path) -> None:
-    """Copy what belongs to the model, without its weights, config.json, code and what is of training alone.
+    """Copy the files that the model needs beside its weights, such as the tokenizer and chat templates.
 
-    These are the tokenizer's files, chat templates and the like, also in folders. The folders that
-    sentence-transformers puts beside the model are copied whole, because they hold modules of their own. config.json is
+    Weights, config.json, code and files that only training reads are left out. The folders that sentence-transformers
+    puts beside the model are copied completely, because they contain further modules with weights. config.json is
     written with the weights, so that a folder without weights does not look like a model.
     """
     _copy(folder, out, _module_folders(folder), out.resolve(), leave="config.json")
 
 
 def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path, leave: str = "") -> None:
-    """Copy the files of a folder, and of folders in it except ``unread``; those named in ``modules`` whole.
+    """Copy the files of a folder and of its sub-folders, except for the folder ``unread``.
 
-    The file named ``leave`` is left out, in this folder alone.
+    Sub-folders named in ``modules`` are copied completely. The file named ``leave`` is left out of this folder, but not
+    of its sub-folders.
     """
     for path in sorted(folder.iterdir()):
         if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() == unread:
@@ -237,14 +239,14 @@ def _module_folders(folder: Path) -> set[str]:
 
 
 @contextmanager
-def quietly(what: str) -> Iterator[None]:
-    """Keep transformers from printing bars and tables, and turn its errors into one sentence."""
+def quietly(failure: str) -> Iterator[None]:
+    """Keep transformers from printing bars and tables; turn its errors into a sentence that begins with ``failure``."""
     logging = require_extra("transformers", "transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with explained(what):
+        with explained(failure):
             yield
     finally:
         logging.set_verbosity(verbosity)

@@ -18,7 +18,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def names_function(text: str) -> bool:
-    """Return whether a text has this form and is not an existing path."""
+    """Return whether a text has the form ``module:function`` and is not an existing path."""
     return _FUNCTION.fullmatch(text) is not None and not Path(text).exists()
 
 
@@ -26,7 +26,7 @@ def find(spec: str) -> Callable[..., Any]:
     """Import the function that ``module:function`` names.
 
     Raises:
-        PantherError: If there is none.
+        PantherError: If the module or the function does not exist, or the module cannot be imported.
     """
     name, _, attribute = spec.partition(":")
     try:
@@ -42,9 +42,9 @@ def find(spec: str) -> Callable[..., Any]:
         raise PantherError(f"{name} cannot be imported: {_described(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
+        functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
         raise PantherError(
-            f"{spec}: the module {name} has no function {attribute}: it has {', '.join(known) or 'no functions'}"
+            f"{spec}: the module {name} has no function {attribute}: it has {', '.join(functions) or 'no functions'}"
         )
     return function
 
@@ -53,27 +53,27 @@ def call(spec: str) -> Any:
     """Call ``module:function``.
 
     Raises:
-        PantherError: If there is no such function, or it fails.
+        PantherError: If the function does not exist or fails.
     """
     function = find(spec)
     with explained(f"{spec} failed"):
         return function()
 
 
-def wrong_return(spec: str, made: Any, wanted: str) -> PantherError:
-    """Return the error of a function that returns something different from what it must."""
-    return PantherError(f"{spec} returns a value of type {type(made).__name__}: it must return {wanted}")
+def wrong_return(spec: str, returned: Any, expected: str) -> PantherError:
+    """Return the error about a function ``spec`` that returned an object of a wrong type; ``expected`` describes it."""
+    return PantherError(f"{spec} returns a value of type {type(returned).__name__}: it must return {expected}")
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn errors of any type, except Panther's own, into one sentence that begins with what failed."""
+def explained(failure: str) -> Iterator[None]:
+    """Turn errors of any type, except Panther's own, into one sentence that begins with ``failure``."""
     try:
         yield
     except PantherError:
         raise
     except Exception as error:
-        raise PantherError(f"{what}: {_described(error)}") from error
+        raise PantherError(f"{failure}: {_described(error)}") from error
 
 
 def _described(error: Exception) -> str:

@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print the table, and return 0 if an option fits, also into the budget."""
+    """Plan and print the table; return 0 if at least one layout fits into the memory and the budget."""
     from panther.distributed import TrainingRun, plan_parallelism
 
     if args.model is not None and args.model_option not in (None, args.model):
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_parallelism(
             _stats(args), cluster, batch=args.batch or cluster.gpus, objective=args.objective, run=training
         )
-    except ValueError as error:  # ShapeError and ConfigError too
+    except ValueError as error:  # ShapeError and ConfigError are ValueErrors, too
         raise PantherError(_with_flags(str(error), args)) from error
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
     return 0 if plan.best.possible else 1
@@ -111,7 +111,7 @@ def _with_flags(text: str, args: argparse.Namespace) -> str:
 
 
 def _cluster(args: argparse.Namespace) -> Any:
-    """Return the cluster of --cluster or --measure, else of --device, with what other options change."""
+    """Return the cluster that --cluster, --measure or else --device describes, with the changes of other options."""
     from panther.distributed import ClusterSpec
 
     options = {"memory_bytes": args.memory, "efficiency": args.efficiency, "gpus_per_node": args.gpus_per_node}
@@ -130,7 +130,7 @@ def _cluster(args: argparse.Namespace) -> Any:
 
 
 def _measure(file: str, processes: int | None) -> bool:
-    """Measure over the ranks of this process's job, or over own processes, and return whether this is the first."""
+    """Measure over the ranks of this job, or over processes started here; return whether this is rank 0."""
     from panther.distributed import ClusterSpec, get_rank, init, launch, shutdown
 
     check_folder(str(Path(file).parent), "--measure")
@@ -196,19 +196,20 @@ def _stats(args: argparse.Namespace) -> Any:
     from torch import nn
 
     with current_folder_importable():
-        made = call(args.model)
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise wrong_return(args.model, made, "an nn.Module and a batch, the arguments of its forward")
+        returned = call(args.model)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+            raise wrong_return(args.model, returned, "an nn.Module and a batch, the arguments of its forward")
+        model, batch = returned
         with explained(f"{args.model}: the model does not run on its batch"):
-            return ModelStats.of(*made, **options)
+            return ModelStats.of(model, batch, **options)
 
 
 def _nearest(size: str) -> str:
     """Return a question with the size that is nearest to a number of parameters, 6.7b for 8b."""
-    if not re.fullmatch(r"\d+(\.\d+)?[mb]", size) or not (wanted := _parameters(size)):
+    if not re.fullmatch(r"\d+(\.\d+)?[mb]", size) or not (parameters := _parameters(size)):
         return ""
-    near = min(SIZES, key=lambda one: abs(math.log(_parameters(one) / wanted)))
-    return f"did you mean transformer/{near}? Or "
+    nearest_size = min(SIZES, key=lambda name: abs(math.log(_parameters(name) / parameters)))
+    return f"did you mean transformer/{nearest_size}? Or "
 
 
 def _parameters(size: str) -> float:
@@ -223,21 +224,21 @@ def _stats_of_folder(folder: Path, sequence: int, options: dict[str, Any]) -> An
     if not (folder / "config.json").is_file():
         raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
     model = empty_model(folder)
-    known = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
-    length = min(sequence, known) if isinstance(known, int) else sequence
+    max_positions = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
+    length = min(sequence, max_positions) if isinstance(max_positions, int) else sequence
     fix = "give module:function, which returns a model and a batch"
     sample: dict[str, Any] = dict(sample_inputs(model, 1, length, fix))
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # training keeps none
+        model.config.use_cache = False  # training keeps no cache
     with explained(f"{folder}: the model does not run on a sample"):
         return ModelStats.of(model, sample, **options)
 
 
 def _memory(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: write it as 80GB or 85899345920")
-    value = float(found[1]) * _UNITS[found[2].lower()]
+    value = float(match[1]) * _UNITS[match[2].lower()]
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1 byte")
     return value

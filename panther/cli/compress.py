@@ -113,44 +113,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_inputs(args: argparse.Namespace) -> None:
-    """Raise before a model is loaded, which takes seconds, if it or its calibration cannot be."""
-    folder, given = Path(args.model).is_dir(), args.calibration
-    if not folder and not names_function(args.model):
+    """Raise if the model or its calibration batches cannot be loaded; this takes no time, and loading takes seconds."""
+    is_folder, calibration = Path(args.model).is_dir(), args.calibration
+    if not is_folder and not names_function(args.model):
         raise PantherError(
             f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
             "downloaded)"
         )
-    if folder:
-        _check_calibrated(args, given)
-    if given is None or names_function(given):
+    if is_folder:
+        _check_calibrated(args, calibration)
+    if calibration is None or names_function(calibration):
         return
-    if not Path(given).is_file():
+    if not Path(calibration).is_file():
         raise PantherError(
-            f"--calibration {given} is not a file, and not of the form module:function: give one of the two"
+            f"--calibration {calibration} is not a file, and not of the form module:function: give one of the two"
         )
-    if not folder:
+    if not is_folder:
         raise PantherError(
-            f"--calibration {given} is a text, and only a folder of transformers comes with a tokenizer: give "
+            f"--calibration {calibration} is a text, and only a folder of transformers comes with a tokenizer: give "
             "module:function, which returns batches"
         )
 
 
 def _check_calibrated(args: argparse.Namespace, calibration: Any) -> None:
-    askers = ("max_error", "speedup", "max_latency_ms", "heal")
-    asker = next((f"--{name.replace('_', '-')}" for name in askers if getattr(args, name)), None)
+    """Raise if an option needs calibration batches and there are none."""
+    names = ("max_error", "speedup", "max_latency_ms", "heal")
+    option = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name)), None)
     if args.allow_slower is False:
-        asker = asker or "--no-allow-slower"
+        option = option or "--no-allow-slower"
     if args.method in _CALIBRATED:
-        asker = asker or f"--method {args.method}"
-    if calibration is None and asker:
+        option = option or f"--method {args.method}"
+    if calibration is None and option:
         raise PantherError(
-            f"{asker} needs --calibration, a text file or module:function: without it there is --method svd with "
-            "--budget"
+            f"{option} needs --calibration, a text file or module:function: to compress without it, use --method svd "
+            "with --budget"
         )
 
 
 def _check_outputs(args: argparse.Namespace, out: Path) -> None:
-    """Raise before the work if its results could not be written, or would be among the files of another model."""
+    """Raise before the work if the results cannot be written, or if --out already contains files."""
     if out.is_dir() and any(out.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
     for flag, path in (("--report", args.report), ("--plot", args.plot)):
@@ -162,9 +163,9 @@ def _check_outputs(args: argparse.Namespace, out: Path) -> None:
                 f"{flag} {path} cannot be written: name a file in an existing folder that you may write to"
             )
     if args.plot:
-        known = require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes()
-        if Path(args.plot).suffix.removeprefix(".").lower() not in known:
-            suffixes = ", ".join(f".{suffix}" for suffix in sorted(known))
+        file_types = require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes()
+        if Path(args.plot).suffix.removeprefix(".").lower() not in file_types:
+            suffixes = ", ".join(f".{suffix}" for suffix in sorted(file_types))
             raise PantherError(f"--plot {args.plot} must end in one of {suffixes}")
 
 
@@ -179,12 +180,12 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
         model = _transformers.load_model(folder)
         imports, load = "", f"pr.from_pretrained({str(Path(args.out))!r})"
     else:
-        made = call(args.model)
-        model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        returned = call(args.model)
+        model, calibration = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(model, nn.Module):
-            raise wrong_return(args.model, made, "an nn.Module, or a pair of one and a list of batches")
+            raise wrong_return(args.model, returned, "an nn.Module, or a pair of one and a list of batches")
         module, _, function = args.model.partition(":")
-        built = f"{function}(){'' if made is model else '[0]'}"
+        built = f"{function}(){'' if returned is model else '[0]'}"
         imports, load = (
             f"; from {module} import {function}",
             f"pr.load_compressed({str(Path(args.out))!r}, {built}).eval()",
@@ -201,7 +202,7 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
 
 
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
-    """Compress in place; warnings become notes, a line each."""
+    """Compress the model in place, and print each warning as a note of one line."""
     sizes = ("bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
     names = (*sizes, "activations", "allow_slower", "include", "exclude", "method", "allocate", "sequential", "seed")
     options = {name: getattr(args, name) for name in names}
@@ -210,18 +211,18 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
     heal = None if args.heal is None else pr.HealConfig(max_steps=args.heal)
     with warnings.catch_warnings():
         warnings.simplefilter("always", PerformanceWarning)
-        warnings.simplefilter("ignore", NumericalWarning)  # the report has it
+        warnings.simplefilter("ignore", NumericalWarning)  # the report contains these
         warnings.showwarning = lambda message, *_, **__: note(message)
         try:
             return pr.compress(model, args.budget, calibration, heal=heal, **options)
         except PantherError:
             raise
-        except ValueError as error:  # options that exclude each other
+        except ValueError as error:  # two options exclude each other
             raise PantherError(str(error)) from error
 
 
 def _settings(args: argparse.Namespace) -> str:
-    """Return the size that was asked for, as the options say it."""
+    """Return the options that set the target size, error or speed, as on the command line."""
     sizes = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
     return ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes if getattr(args, name))
 

@@ -1,6 +1,6 @@
-"""``panther doctor``: versions, devices and extras of this machine, and how to install those that are missing.
+"""``panther doctor``: versions, devices and extras of this machine, and how to install missing extras.
 
-With ``--nodes`` it looks between the nodes of a run instead, before that is started.
+With ``--nodes`` it checks the nodes of a run and the connections between them, before the run is started.
 """
 
 __all__ = ["add_parser", "run"]
@@ -46,19 +46,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=positive_float, metavar="SECONDS", help="to wait for other ranks, in each step (default: 30)"
     )
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a file for the launcher of this node
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # the launcher of this node reads it
     parser.set_defaults(run=run, takes_launch_options=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    own = {"--folder": args.folder, "--free-gb": args.free_gb, "--timeout": args.timeout}
+    node_options = {"--folder": args.folder, "--free-gb": args.free_gb, "--timeout": args.timeout}
     if args.nodes:
         args.free_gb = 1.0 if args.free_gb is None else args.free_gb
         args.timeout = args.timeout or 30.0
         return _check_nodes(args)
-    if given := [option for option, value in own.items() if value is not None]:
-        raise PantherError(f"{given[0]} is an option of the check between nodes: add --nodes")
+    if flags := [option for option, value in node_options.items() if value is not None]:
+        raise PantherError(f"{flags[0]} is an option of the check between nodes: add --nodes")
     if args.launch_options:
         raise PantherError(f"{' '.join(args.launch_options)}: only with --nodes are these passed to panther launch")
     import torch
@@ -75,16 +75,16 @@ def run(args: argparse.Namespace) -> int:
     ]
     for extra, names in sorted(_extras().items()):
         versions = {name: _version(name) for name in names}
-        found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         missing = ", ".join(name for name, version in versions.items() if not version)
-        state = f"found: {found}" if not missing else f"missing {missing}: pip install '{_DISTRIBUTION}[{extra}]'"
+        state = f"found: {installed}" if not missing else f"missing {missing}: pip install '{_DISTRIBUTION}[{extra}]'"
         rows.append((f"extra {extra}", state))
     print(format_table(rows))
     return 0
 
 
 def _check_nodes(args: argparse.Namespace) -> int:
-    """Check between the ranks of a run; start them first, unless a launcher has done it."""
+    """Check between the ranks of a run; start the ranks first, unless a launcher has started them."""
     if "RANK" not in os.environ:
         return _launch_checks(args)
     import torch.distributed as dist
@@ -103,24 +103,24 @@ def _check_nodes(args: argparse.Namespace) -> int:
         write_json(args.result, dataclasses.asdict(report) | {"has_rank_0": rank == 0})
     if report.faults:
         return 0 if args.result is not None else 1
-    # What the checks know of gloo and NCCL is a guess: let them do their work.
+    # The checks only guess whether gloo and NCCL will work, so start a group and communicate over it as well.
     store = dist.PrefixStore("group", meeting.store)
-    again = dataclasses.replace(meeting, store=store, deadline=time.monotonic() + args.timeout)
-    start_group(rank, world_size, os.environ.get("PANTHER_BACKEND"), args.timeout, again)
+    group_meeting = dataclasses.replace(meeting, store=store, deadline=time.monotonic() + args.timeout)
+    start_group(rank, world_size, os.environ.get("PANTHER_BACKEND"), args.timeout, group_meeting)
     profile_communication_overhead(_MESSAGES, repetitions=5)
     shutdown()
     return 0
 
 
 def _launch_checks(args: argparse.Namespace) -> int:
-    """Start the ranks of this node. The node of rank 0 shows what that prints; the others print the report here."""
+    """Start the ranks of this node. Rank 0 prints the report; on a node without rank 0, this process prints it."""
     from panther.cli import launch
 
     with tempfile.TemporaryDirectory(prefix="panther-doctor-") as folder:
         result = Path(folder, "report.json")
-        own = ["--nodes", f"--timeout={args.timeout}", f"--free-gb={args.free_gb}", f"--result={result}"]
-        own += [] if args.folder is None else [f"--folder={args.folder}"]
-        status = launch.start([*args.launch_options, "--module", "panther", "doctor", *own], "doctor")
+        arguments = ["--nodes", f"--timeout={args.timeout}", f"--free-gb={args.free_gb}", f"--result={result}"]
+        arguments += [] if args.folder is None else [f"--folder={args.folder}"]
+        status = launch.start([*args.launch_options, "--module", "panther", "doctor", *arguments], "doctor")
         if status or not result.exists():
             return status
         report = json.loads(result.read_text(encoding="utf-8"))
@@ -144,8 +144,8 @@ def _backends() -> str:
 
     if not dist.is_available():
         return "not built into this torch"
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return ", ".join(f"{name} {'found' if there else 'missing'}" for name, there in found.items())
+    availability = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return ", ".join(f"{name} {'found' if is_available else 'missing'}" for name, is_available in availability.items())
 
 
 def _kernels() -> str:

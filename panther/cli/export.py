@@ -20,8 +20,8 @@ from panther.files import new_file, write_json
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST_ERROR = 1e-4  # relative, of a float32 file
-_MORE_ERROR = 4.0  # times the error that the model itself has in its dtype, for files of half precision
+_MAX_ERROR = 1e-4  # relative error of a file in float32
+_MAX_ERROR_RATIO = 4.0  # error of a file in float16, divided by the error of the model itself in float16
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _empty_after_an_error(out: Path) -> Iterator[None]:
-    """Remove what was written if an error ends the export: such files are not to be used, and keep the next try off."""
+    """Remove the files of an export that failed: they are incomplete, and the next export needs an empty folder."""
     existed = out.is_dir()
     try:
         yield
@@ -84,7 +84,7 @@ def _empty_after_an_error(out: Path) -> Iterator[None]:
 
 
 def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
-    """Write the model in the form that was asked for."""
+    """Write the model in the format ``args.to``."""
     import torch
 
     if args.dtype is not None:
@@ -93,13 +93,13 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         _write_linears(model, out)
         return
     sample = _sample(model, args.sample)
-    given = f"those of --sample {args.sample}" if args.sample else "tokens or an image of its sizes"
-    with explained(f"{type(model).__name__} does not run on its inputs, {given}"), torch.no_grad():
+    inputs = f"which --sample {args.sample} returns" if args.sample else "tokens or an image of its sizes"
+    with explained(f"{type(model).__name__} does not run on its inputs, {inputs}"), torch.no_grad():
         model(**sample)
     for module in model.modules():  # a module may have its own configuration, as the decoder of T5 has
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
-            config.use_cache = False  # a cache is an output that other programs cannot hand back
+            config.use_cache = False  # other programs cannot pass the cache back to the model
     with explained(f"{type(model).__name__} cannot be exported"):
         _write_program(model, sample, args.to, out)
     if args.to == "onnx":
@@ -112,10 +112,10 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
     import panther as pr
 
     if function is not None:
-        made = call(function)
-        model = made[0] if isinstance(made, tuple) and made else made
+        returned = call(function)
+        model = returned[0] if isinstance(returned, tuple) and returned else returned
         if not isinstance(model, torch.nn.Module):
-            raise wrong_return(function, made, "an nn.Module, or a pair of one and a list of batches")
+            raise wrong_return(function, returned, "an nn.Module, or a pair of one and a list of batches")
         return pr.load_compressed(folder, model)
     if not (folder / "config.json").is_file():
         raise PantherError(
@@ -128,7 +128,7 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
 
 
 def _sample(model: Any, function: str | None) -> dict[str, Any]:
-    """Return inputs by name: those of a function, or tokens or an image of the config's sizes."""
+    """Return inputs by name: from a function, or else tokens or an image of the sizes in the model's config."""
     import torch
 
     from panther.cli._transformers import sample_inputs
@@ -137,14 +137,14 @@ def _sample(model: Any, function: str | None) -> dict[str, Any]:
         sample = sample_inputs(model, 2, 7, _SAMPLE)
         dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
         return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
-    made = call(function)
-    if not isinstance(made, dict) or not all(isinstance(value, torch.Tensor) for value in made.values()):
-        raise wrong_return(function, made, "a mapping of the forward's arguments to tensors")
-    return made
+    inputs = call(function)
+    if not isinstance(inputs, dict) or not all(isinstance(value, torch.Tensor) for value in inputs.values()):
+        raise wrong_return(function, inputs, "a mapping of the forward's arguments to tensors")
+    return inputs
 
 
 def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> None:
-    """Export with a batch that may change, and a length where an input is a matrix of integers."""
+    """Export the model with a batch size that may change; the second size of an integer matrix may change as well."""
     import torch
 
     dynamic = torch.export.Dim.DYNAMIC
@@ -154,7 +154,7 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
     }
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of torch's own modules
+        warnings.simplefilter("ignore")  # torch's own modules warn
         program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
         if kind == "torch":
             with new_file(out / "model.pt2") as file:
@@ -162,7 +162,7 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
         else:
             _check_operators(type(model).__name__, program)
             before = logging.root.manager.disable
-            logging.disable(logging.WARNING)  # it would name optional packages of torch that are not installed
+            logging.disable(logging.WARNING)  # torch would list its optional packages that are missing
             try:
                 torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
             finally:
@@ -170,7 +170,7 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
 
 
 def _check_operators(kind: str, program: Any) -> None:
-    """Raise if a program contains operators of Panther, as that of linear attention does: ONNX has no form for them."""
+    """Raise if a program contains operators of Panther, which ONNX lacks. Linear attention uses such operators."""
     import torch
 
     graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
@@ -184,10 +184,10 @@ def _check_operators(kind: str, program: Any) -> None:
 
 
 def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:
-    """Run the file by onnxruntime, if there is one, and print how far its first output is from the model's.
+    """Run the file with onnxruntime, if it is installed, and print how much its first output differs from the model's.
 
-    A file of half precision is compared with the model in float32, from which the model's own output in that precision
-    is as far as its rounding is. The model is in float32 afterwards.
+    A file in half precision is compared with the model in float32. The limit is then a multiple of the rounding error
+    that the model's own output has in half precision. The model is in float32 afterwards.
     """
     import torch
 
@@ -207,18 +207,18 @@ def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:
     with explained(f"onnxruntime does not run {path}"):
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         (file_output, *_) = session.run(None, {entry.name: arrays[entry.name] for entry in session.get_inputs()})
-    reference, limit = own_output, _MOST_ERROR
+    reference, limit = own_output, _MAX_ERROR
     if own_output.dtype is torch.float16:
         wide = {name: x.float() if x.is_floating_point() else x for name, x in sample.items()}
         with torch.no_grad():
             reference = _first_output(model.float()(**wide))
         own_error = _distance(own_output, reference)
-        limit = max(_MORE_ERROR * own_error, _MORE_ERROR * torch.finfo(torch.float16).eps)
+        limit = max(_MAX_ERROR_RATIO * own_error, _MAX_ERROR_RATIO * torch.finfo(torch.float16).eps)
     error = _distance(torch.from_numpy(file_output), reference)
     if not error <= limit:
         raise PantherError(
-            f"{path} gives other outputs than the model, with a relative difference of {error:.1e}, more than "
-            f"{limit:.1e}: nothing was kept, write --to torch"
+            f"{path} gives a different output than the model, with a relative difference of {error:.1e}, more than "
+            f"{limit:.1e}, and was removed: use --to torch"
         )
     compared = "the model's output" if reference is own_output else "the output of the model in float32"
     print(f"onnxruntime gives {compared}, with a relative difference of {error:.1e}")
@@ -238,7 +238,7 @@ def _distance(output: Any, reference: Any) -> float:
 
 
 def _write_linears(model: "nn.Module", out: Path) -> None:
-    """Write the tensors of plain layers alone, and which layers became a pair."""
+    """Replace sketched and compressed layers by plain linear layers; write the tensors and what each layer became."""
     import panther as pr
 
     report = pr.to_linears_(model)
@@ -248,6 +248,6 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
             f"{counted(len(report.skipped), 'layer')} cannot be plain, the first of them {name!r}: {reason}"
         )
     pr.save_compressed(model, out)
-    (out / "panther.json").unlink()  # what is left is plain, and made to be read without Panther
+    (out / "panther.json").unlink()  # all layers are plain, to be read without Panther
     record = {layer.name: layer.became for layer in report.replaced}
     write_json(out / "layers.json", record)

@@ -9,7 +9,7 @@ from typing import Any
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    # Every argument is left to torchrun's parser, whose import takes a while: none begins with this prefix.
+    # torchrun's parser, whose import is slow, reads all arguments: no argument begins with this prefix.
     parser = commands.add_parser("launch", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)

@@ -17,7 +17,7 @@ from panther.errors import ConfigError, PantherError
 
 _FUNCTIONS = ("model", "data", "loss_fn", "optimizer", "metrics")
 _PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
-_OF_LAUNCHERS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
+_LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 _HELP = """\
 settings are key=value: model, data, loss_fn, optimizer and metrics, and those of panther.train.TrainConfig.
 
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--max-restarts", non_negative, "restarts after a crash", 0)
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    for flag in _OF_LAUNCHERS:  # to answer with the line that does it here
+    for flag in _LAUNCHER_FLAGS:  # the error about them shows the command to use instead
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -45,13 +45,13 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
     _refuse_launchers_options(args)
-    given = _given(args.settings)
+    command_line_settings = _settings_of(args.settings)
     settings = read_config(args.config)[0] if args.config else {}
-    # They exclude each other, so one on the command line also replaces the other one of the file.
+    # epochs and max_steps exclude each other, so each of them on the command line also replaces the other in the file.
     for name, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
-        if given.get(name) is not None and other not in given:
+        if command_line_settings.get(name) is not None and other not in command_line_settings:
             settings.pop(other, None)
-    settings |= given
+    settings |= command_line_settings
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
         if name not in functions:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             check_folder(args.export, "--export")
         if settings.get("checkpoint_dir") is not None:
             check_folder(settings["checkpoint_dir"], "checkpoint_dir")
-        started = "RANK" in os.environ  # by torchrun or panther launch
+        started = "RANK" in os.environ  # torchrun or panther launch sets it
         if not started and (args.nproc > 1 or args.max_restarts):
             return _launch(args, settings.get("checkpoint_dir"))
         last = _train(functions, settings, args.export)
@@ -73,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_launchers_options(args: argparse.Namespace) -> None:
-    """Raise for a script, or options of other launchers, with the line that starts the processes here."""
-    flags = {flag: value for flag in _OF_LAUNCHERS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None}
+    """Raise if a script or options of other launchers are given; the error shows the command to use instead."""
+    flags = {
+        flag: value for flag in _LAUNCHER_FLAGS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None
+    }
     script = flags.get("--script") or next((text for text in args.settings if text.endswith(".py")), None)
     if script is None or "=" in script:
         if flags:
@@ -95,11 +97,11 @@ def _refuse_launchers_options(args: argparse.Namespace) -> None:
 
 
 def _arguments_of_script(argv: list[str], script: str) -> list[str]:
-    """Return what the command line has beside the command, the script, and the options of launchers."""
+    """Return the arguments of the command line without the command, the script and the options of launchers."""
     arguments, texts = [], iter(argv)
     for text in texts:
         flag, equals, _ = text.partition("=")
-        if flag in ("--nproc", *_OF_LAUNCHERS):
+        if flag in ("--nproc", *_LAUNCHER_FLAGS):
             if not equals:
                 next(texts, None)
         elif text not in ("train", script):
@@ -114,9 +116,9 @@ def _launch(args: argparse.Namespace, directory: str | None) -> int:
 
     logs = LaunchConfig.log_dir if directory is None else Path(directory) / "logs"
     config = LaunchConfig(nproc_per_node=args.nproc, max_restarts=args.max_restarts, module=True, log_dir=logs)
-    given = [] if args.config is None else ["--config", args.config]
-    given += [] if args.export is None else ["--export", args.export]
-    return start([*config.arguments(), "panther", "train", *given, *args.settings], name="train")
+    options = [] if args.config is None else ["--config", args.config]
+    options += [] if args.export is None else ["--export", args.export]
+    return start([*config.arguments(), "panther", "train", *options, *args.settings], name="train")
 
 
 def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -131,7 +133,7 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return settings | inner, launch
 
 
-def _given(texts: list[str]) -> dict[str, Any]:
+def _settings_of(texts: list[str]) -> dict[str, Any]:
     """Return the settings of the command line."""
     from panther.train.config import asks_for_text
 
@@ -157,7 +159,7 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     from panther.train import TrainConfig
 
     for key in settings:
-        # These names are short: a letter off makes them less alike than those of settings.
+        # These names are short, so that one wrong letter changes more of them than of the names of settings.
         spelled = difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7)
         if (near := near_name(key, _FUNCTIONS) or next(iter(spelled), None)) is not None:
             raise ConfigError(f"{key!r} is not a setting: did you mean {near!r}?")
@@ -181,15 +183,15 @@ def _find_in_torch(setting: str, name: Any) -> Any:
     if names_function(str(name)):
         return find(name)
     if setting == "loss_fn":
-        found = getattr(functional, str(name), None)
-        valid, known = callable(found), "a function of torch.nn.functional: use cross_entropy"
+        attribute = getattr(functional, str(name), None)
+        valid, expected = callable(attribute), "a function of torch.nn.functional: use cross_entropy"
     else:
-        found = getattr(optim, str(name), None)
-        valid = isinstance(found, type) and issubclass(found, optim.Optimizer)
-        known = "an optimizer of torch.optim: use AdamW, SGD"
+        attribute = getattr(optim, str(name), None)
+        valid = isinstance(attribute, type) and issubclass(attribute, optim.Optimizer)
+        expected = "an optimizer of torch.optim: use AdamW, SGD"
     if not valid:
-        raise PantherError(f"{setting}={name} is not {known}, or module:function")
-    return found
+        raise PantherError(f"{setting}={name} is not {expected}, or module:function")
+    return attribute
 
 
 def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from panther.errors import PantherError
 if TYPE_CHECKING:
     from panther.tuning.module_tree import ModuleTree
 
-_FLOATING = ("F", "BF", "C")  # of safetensors' names of dtypes
+_FLOATING = ("F", "BF", "C")  # how safetensors' names of floating-point dtypes begin
 _KINDS = "a folder of transformers, one that pr.save_compressed wrote, a checkpoint of Panther's Trainer"
 
 
@@ -24,21 +24,21 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tree", description="Show a model's modules with parameters, bytes, and what is sketched or quantized."
     )
-    text = f"{_KINDS}, or module:function, which returns a model. Of a folder only headers are read"
+    text = f"{_KINDS}, or module:function, which returns a model. Only the headers of files are read"
     parser.add_argument("model", metavar="MODEL", help=text)
     add_option(parser, "--depth", non_negative, "levels below the model to list; all if it is left out")
-    parser.add_argument("--compare", metavar="OTHER", help="another one: show the modules that are different in it")
+    parser.add_argument("--compare", metavar="OTHER", help="a second model: show the modules that are different in it")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the sizes, and print the table, or the difference of two."""
+    """Read the sizes, and print the table of a model or the differences between two models."""
     with current_folder_importable():
-        found: Any = _read(args.model, args.depth)
+        module_tree: Any = _read(args.model, args.depth)
         if args.compare is not None:
-            found = found.compare(_read(args.compare, args.depth))
-    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+            module_tree = module_tree.compare(_read(args.compare, args.depth))
+    print(json.dumps(module_tree.to_dict(), indent=1) if args.json else module_tree)
     return 0
 
 
@@ -52,11 +52,11 @@ def _read(model: str, depth: int | None) -> "ModuleTree":
         return _read_folder(folder, depth)
     if not names_function(model):
         raise PantherError(f"{model} is not a folder, and not module:function: give {_KINDS}, or a function")
-    made = call(model)
-    made = made[0] if isinstance(made, tuple) and made else made
-    if not isinstance(made, nn.Module):
-        raise wrong_return(model, made, "an nn.Module")
-    return tree(made, depth)
+    returned = call(model)
+    module = returned[0] if isinstance(returned, tuple) and returned else returned
+    if not isinstance(module, nn.Module):
+        raise wrong_return(model, module, "an nn.Module")
+    return tree(module, depth)
 
 
 def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
@@ -118,14 +118,14 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _records(folder: Path) -> dict[str, Any]:
-    """Return the record of each compressed module, of panther.json or config.json."""
+    """Return the record of each compressed module, from panther.json or config.json."""
     for name, keys in (("panther.json", ("modules",)), ("config.json", ("quantization_config", "modules"))):
         try:
-            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            records: Any = json.loads((folder / name).read_text(encoding="utf-8"))
             for key in keys:
-                found = found.get(key) or {}
-            if found:
-                return {name: spec for name, spec in found.items() if "alias_of" not in spec}
+                records = records.get(key) or {}
+            if records:
+                return {name: spec for name, spec in records.items() if "alias_of" not in spec}
         except (OSError, ValueError, AttributeError, TypeError):
             continue
     return {}

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print the table, and save what was asked for."""
+    """Search, print the table, and write the files that the options name."""
     from panther.train.config import read_settings
 
     settings = read_settings(args.config)
@@ -90,15 +90,15 @@ def _search(settings: dict[str, Any], path: str) -> Any:
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("objective", "constraint", "catch"):
         if name in settings:
-            settings[name] = _found(settings[name])
+            settings[name] = _functions_of(settings[name])
     evaluate = find(functions["evaluate"])
     if "train" in functions:
-        model, calibration = find(functions["model"]), functions.get("calibration")  # which pr.tune refuses
+        model, calibration = find(functions["model"]), functions.get("calibration")  # pr.tune refuses batches
         settings["train"] = find(functions["train"])
     else:
         model, calibration = _load(functions)
     if isinstance(settings.get("space"), Mapping):
-        settings["space"] = {_key(name): given for name, given in settings["space"].items()}
+        settings["space"] = {_key(name): setting for name, setting in settings["space"].items()}
     with warnings.catch_warnings():
         warnings.simplefilter("always", PerformanceWarning)
         warnings.simplefilter("ignore", NumericalWarning)
@@ -112,49 +112,49 @@ def _search(settings: dict[str, Any], path: str) -> Any:
 
 
 def _check(settings: Mapping[str, Any], path: str) -> None:
-    """Raise for names that are no settings, and for functions that are missing."""
+    """Raise for names that are not settings, and for missing functions."""
     from panther.tuning import tune
 
-    known = [*_FUNCTIONS, *(name for name in inspect.signature(tune).parameters if not name.endswith("_fn"))]
+    setting_names = [*_FUNCTIONS, *(name for name in inspect.signature(tune).parameters if not name.endswith("_fn"))]
     for name in settings:
-        if name not in known:
-            hint = name_hint(name, list(dict.fromkeys(known)))
+        if name not in setting_names:
+            hint = name_hint(name, list(dict.fromkeys(setting_names)))
             raise ConfigError(f"{name!r} in {path} is not a setting: {hint}")
     for name in ("model", "evaluate"):
         if name not in settings:
             raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
     if not isinstance(settings["model"], str):
         raise PantherError(f"model = {settings['model']!r} in {path} must be a text: a folder, or module:function")
-    wanted = ("evaluate", "calibration", "train", *(["model"] if "train" in settings else []))
-    for name in wanted:
+    function_names = ("evaluate", "calibration", "train", *(["model"] if "train" in settings else []))
+    for name in function_names:
         if name in settings and not names_function(str(settings[name])):
             raise PantherError(f"{name} = {settings[name]!r} in {path} must be of the form module:function")
 
 
-def _found(given: Any) -> Any:
-    """Return the function that a setting names, or each of its texts; others as they are."""
-    if isinstance(given, list):
-        return [_found(one) for one in given]
-    return find(given) if isinstance(given, str) and names_function(given) else given
+def _functions_of(setting: Any) -> Any:
+    """Return the function that a setting names, or the functions of a list; return any other setting unchanged."""
+    if isinstance(setting, list):
+        return [_functions_of(text) for text in setting]
+    return find(setting) if isinstance(setting, str) and names_function(setting) else setting
 
 
 def _load(functions: Mapping[str, str]) -> "tuple[nn.Module, Any]":
-    """Return the model, and its batches if there are any."""
+    """Return the model, and its calibration batches or None."""
     from torch import nn
 
-    given = functions["model"]
+    source = functions["model"]
     calibration: Any = None
-    if Path(given).is_dir():
+    if Path(source).is_dir():
         from panther.cli import _transformers
 
-        model: Any = _transformers.load_model(Path(given))
-    elif names_function(given):
-        made = call(given)
-        model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        model: Any = _transformers.load_model(Path(source))
+    elif names_function(source):
+        returned = call(source)
+        model, calibration = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(model, nn.Module):
-            raise wrong_return(given, made, "an nn.Module, or a pair of one and a list of batches")
+            raise wrong_return(source, returned, "an nn.Module, or a pair of one and a list of batches")
     else:
-        raise PantherError(f"model = {given!r} is not a folder, and not of the form module:function: give one of them")
+        raise PantherError(f"model = {source!r} is not a folder, and not of the form module:function: give one of them")
     if "calibration" in functions:
         with explained(f"{functions['calibration']} failed"):
             calibration = call(functions["calibration"])
@@ -165,8 +165,8 @@ def _key(name: str) -> Any:
     """Return the key of a space: a class is written as ``type:Linear``, and joint settings as ``joint:GLOB``."""
     from panther.tuning import Group
 
-    found = re.fullmatch(r"(joint:)?(type:)?(.*)", name)
-    assert found is not None
-    if not (found[1] or found[2]):
+    match = re.fullmatch(r"(joint:)?(type:)?(.*)", name)
+    assert match is not None
+    if not (match[1] or match[2]):
         return name
-    return Group(type=found[3], joint=bool(found[1])) if found[2] else Group(found[3], joint=True)
+    return Group(type=match[3], joint=bool(match[1])) if match[2] else Group(match[3], joint=True)

@@ -64,7 +64,9 @@ def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
     assert "give --sample" in capsys.readouterr().err
     sample = sample.replace("inputs", "others")
     assert main([*command, "--to", "torch", "--sample", sample]) == 2
-    assert f"Sequential does not run on its inputs, those of --sample {sample}: TypeError" in capsys.readouterr().err
+    assert (
+        f"Sequential does not run on its inputs, which --sample {sample} returns: TypeError" in capsys.readouterr().err
+    )
     assert main(["export", "small", "--to", "torch", "--out", "out"]) == 2
     assert "give --model" in capsys.readouterr().err
     assert main(["export", "nowhere", "--to", "torch", "--out", "out"]) == 2
@@ -169,7 +171,7 @@ def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxruntime")
     model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
     pr.save_compressed(model, tmp_path / "small")
-    monkeypatch.setattr("panther.cli.export._MOST_ERROR", -1.0)
+    monkeypatch.setattr("panther.cli.export._MAX_ERROR", -1.0)
     assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
-    assert "gives other outputs than the model" in capsys.readouterr().err
+    assert "gives a different output than the model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # so that the next try is not refused for what is left

@@ -68,15 +68,15 @@ def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dic
     """Return a column for each kind: figures that all runs share, and means over the runs."""
     columns = {}
     for kind in dict.fromkeys(result["kind"] for result in results):
-        mine = [result for result in results if result["kind"] == kind]
-        accuracies = [100 * result["accuracy"] for result in mine]
+        runs = [result for result in results if result["kind"] == kind]
+        accuracies = [100 * result["accuracy"] for result in runs]
         columns[kind] = {
-            **{key: mine[0][key] for key in ("parameters", "weight_bytes", "gradient_bytes", "sketch_bytes")},
+            **{key: runs[0][key] for key in ("parameters", "weight_bytes", "gradient_bytes", "sketch_bytes")},
             "accuracy": statistics.mean(accuracies),
             "accuracies": accuracies,
-            "seconds_per_epoch": statistics.median(result["seconds_per_epoch"] for result in mine),
-            "losses": [result["losses"] for result in mine],
-            "reloaded": all(reloaded[result["folder"]] == result["accuracy"] for result in mine),
+            "seconds_per_epoch": statistics.median(result["seconds_per_epoch"] for result in runs),
+            "losses": [result["losses"] for result in runs],
+            "reloaded": all(reloaded[result["folder"]] == result["accuracy"] for result in runs),
         }
     return columns
 
@@ -101,7 +101,7 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
     dense, sketched, low_rank = columns.values()
 
     def against(other: dict[str, Any], name: str) -> str:
-        points = round(sketched["accuracy"], 1) - round(other["accuracy"], 1)  # as the table shows them
+        points = round(sketched["accuracy"], 1) - round(other["accuracy"], 1)  # rounded as in the table
         return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} {name}"
 
     share = 100 * sketched["weight_bytes"] / dense["weight_bytes"]
@@ -122,7 +122,7 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
     loss.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
     loss.xaxis.get_major_locator().set_params(integer=True)
     loss.legend()
-    # From the lowest seed, or the bars would look equal.
+    # The axis starts just below the lowest accuracy, because all bars would look equal on an axis from 0.
     low = max(0.0, min(value for column in columns.values() for value in column["accuracies"]) - 2)
     bars[0].set_ylim(low, 100.5)
     figures = (
@@ -131,8 +131,8 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
         ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
     )
     for axis, (key, title, form) in zip(bars, figures, strict=True):
-        drawn = axis.bar(list(columns), [column[key] for column in columns.values()], color=colors)
-        axis.bar_label(drawn, fmt=form)
+        bar_container = axis.bar(list(columns), [column[key] for column in columns.values()], color=colors)
+        axis.bar_label(bar_container, fmt=form)
         axis.set_title(title, fontsize=10)
         axis.set_yticks([])
     for axis in figure.axes:
@@ -141,7 +141,7 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _device(choice: str, nproc: int) -> str:
-    """Return the device to train on, which must be able to serve so many processes."""
+    """Return the device to train on; raise if it cannot serve ``nproc`` processes."""
     import torch
 
     count = torch.cuda.device_count()

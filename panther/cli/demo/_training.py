@@ -56,10 +56,11 @@ def build(kind: str, hidden: int, sketch_size: int) -> nn.Sequential:
     def middle() -> nn.Module:
         if kind == "dense":
             return nn.Linear(hidden, hidden)
-        if kind == "low-rank":  # of as many bytes as a sketched layer: one pair of factors
+        if kind == "low-rank":
+            # One pair of factors has as many bytes as a sketched layer.
             return nn.Sequential(nn.Linear(hidden, sketch_size, bias=False), nn.Linear(sketch_size, hidden))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PerformanceWarning)  # the command has a note on it
+            warnings.simplefilter("ignore", PerformanceWarning)  # the command prints a note
             return SKLinear(hidden, hidden, sketch_size)
 
     return nn.Sequential(
@@ -78,7 +79,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
 def train_all(settings: Settings) -> list[dict[str, Any]]:
     """Train a network of every kind in every run, in an initialised process group; every rank returns the results."""
     tqdm = require_extra("tqdm", "demo").tqdm
-    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
+    tqdm.set_lock(threading.RLock())  # the default is a semaphore, which outlives a killed process
     train, test = load_digits()
     jobs = [(kind, settings.seed + run) for run in range(settings.runs) for kind in KINDS]
     progress = tqdm(jobs, unit="network", disable=None if dist.get_rank() == 0 else True)

@@ -26,7 +26,7 @@ def topics() -> dict[str, str]:
 _ORDER = (
     "sketching", "seeds", "metric", "communication", "memory", "parallelism", "ranks", "backends", "ddp",
 )  # fmt: skip
-# Words for which people ask, and the topic that answers.
+# Words that people ask for, by the topic that explains them.
 _SYNONYMS = {
     "sketching": ("sketch", "sketches", "sklinear", "layers"),
     "seeds": ("seed", "philox", "random", "rng"),
@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         epilog="Pipe it into a pager to read a page at a time: panther explain seeds | less",
     )
     parser.add_argument(
-        "topic", nargs="?", metavar="TOPIC", help=f"{', '.join(_ORDER)}; or a word of one, such as fsdp"
+        "topic", nargs="?", metavar="TOPIC", help=f"{', '.join(_ORDER)}; or a related word, such as fsdp"
     )
     parser.set_defaults(run=run)
 
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _topic_of(asked: str) -> str:
-    """Return the topic of a name or of a word that belongs to one."""
+def _topic_of(text: str) -> str:
+    """Return the topic that a text names, or that explains a related word."""
     names = {word: name for name in _ORDER for word in (name, *_SYNONYMS[name])}
-    word = re.sub("[ _]", "-", asked.lower())
+    word = re.sub("[ _]", "-", text.lower())
     if word in names:
         return names[word]
     near = difflib.get_close_matches(word, names, 1)
     guess = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_ORDER)}"
-    raise PantherError(f"{asked!r} is not a topic: {guess}")
+    raise PantherError(f"{text!r} is not a topic: {guess}")

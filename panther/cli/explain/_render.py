@@ -37,7 +37,7 @@ def _describe(match: re.Match[str]) -> str:
 
 def _filled(block: str, width: int) -> str:
     """Return a paragraph, a list, a heading or a table without markup; the latter two keep their lines."""
-    if block.startswith("==="):  # columns stay aligned: two characters of each literal become spaces behind it
+    if block.startswith("==="):  # each literal loses two backticks and gets two spaces, so that columns stay aligned
         padded = re.sub(r"``([^`]+)``", r"`\1`  ", block)
         return "\n".join(line.rstrip() for line in padded.split("\n"))
     block = _ROLE.sub(lambda role: re.sub(r"^~|\s*<.*>$", "", role[1]), re.sub(r"::$", ":", block))
@@ -47,7 +47,7 @@ def _filled(block: str, width: int) -> str:
         return block
     paragraphs: list[list[str]] = []
     for line in lines:
-        # An item begins, or the definition after a term, or the term after a definition.
+        # A paragraph begins at an item of a list, at the definition after a term and at the term after a definition.
         if not paragraphs or _ITEM.match(line) or _other_indent(line, paragraphs[-1]):
             paragraphs.append([])
         paragraphs[-1].append(line)
@@ -55,7 +55,7 @@ def _filled(block: str, width: int) -> str:
 
 
 def _other_indent(line: str, paragraph: list[str]) -> bool:
-    """Tell whether a line is indented differently from its paragraph, which is not an item of a list."""
+    """Return whether a paragraph is not an item of a list, and the line is indented differently from it."""
     return not _ITEM.match(paragraph[0]) and line.startswith(" ") != paragraph[0].startswith(" ")
 
 

@@ -37,8 +37,9 @@ def add_parser(commands: Any) -> None:
             "Options come before the script.",
         )
         for name, entry in OPTIONS.items():
-            shown = "" if entry.default is None else f" (default: {entry.default})"
-            meaning = entry.metadata["help"] + shown  # the parser's own default is None: --config may have a value
+            default_text = "" if entry.default is None else f" (default: {entry.default})"
+            # The parser's own default is None, because --config may have a value.
+            meaning = entry.metadata["help"] + default_text
             options.add_argument(_flag(name), type=entry.metadata["kind"], metavar="VALUE", help=meaning)
         module = "the script is a module's name"
         options.add_argument("-m", "--module", action="store_true", default=None, help=module)
@@ -58,9 +59,9 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Write the files and print how to start them."""
     _check_order(args)
-    given = {field.name: getattr(args, field.name) for field in fields(JobConfig)}
+    options = {field.name: getattr(args, field.name) for field in fields(JobConfig)}
     values = (_read_config(args) if args.config else {}) | {
-        name: value for name, value in given.items() if value not in (None, [])
+        name: value for name, value in options.items() if value not in (None, [])
     }
     if not values.get("script"):
         raise PantherError(
@@ -100,8 +101,8 @@ def _check_order(args: argparse.Namespace) -> None:
 
 
 def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
-    """Print what is probably not intended: a script that does not exist, a Slurm job without cores."""
-    # The file system of an image is not known here; compose mounts the folder of its file into it.
+    """Print notes about what is probably not intended: a script that does not exist, a Slurm job without cores."""
+    # The files of an image are not known here. compose mounts the folder of compose.yaml into the containers.
     script = folder / job.script if kind == "compose" else Path(job.script)
     unknown = job.module or kind in ("kubernetes", "ray") or (kind == "compose" and Path(job.script).is_absolute())
     if not unknown and not script.exists():
@@ -109,10 +110,10 @@ def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
     if kind == "ray":
         note(f"the script trains with panther.integrations.ray.RayTrainer, on {job.ray_workers}")
     if kind == "slurm" and job.cpus_per_node is None:
-        several = f" for its {job.processes} processes" if job.processes > 1 else ""
+        for_processes = f" for its {job.processes} processes" if job.processes > 1 else ""
         note(
             "slurm.sbatch asks for no cores, and Slurm then gives the cluster's default, usually one core on each "
-            f"node{several}: add --cpus-per-node N"
+            f"node{for_processes}: add --cpus-per-node N"
         )
 
 
@@ -123,11 +124,10 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
     trains = "model" in settings and "script" not in table
     if not table and not trains:
         raise PantherError(f'--config {file} has no table [launch]: begin with [launch] and script = "train.py"')
-    known = [field.name for field in fields(JobConfig)]
-    if unknown := sorted(set(table) - set(known)):
+    keys = [field.name for field in fields(JobConfig)]
+    if unknown := sorted(set(table) - set(keys)):
         raise PantherError(
-            f"--config {file} has unknown keys in [launch], {', '.join(unknown)}: use some of "
-            f"{', '.join(sorted(known))}"
+            f"--config {file} has unknown keys in [launch], {', '.join(unknown)}: use some of {', '.join(sorted(keys))}"
         )
     args_there = table.get("args", [])
     if not isinstance(args_there, list) or not all(isinstance(word, str) for word in args_there):
@@ -141,7 +141,7 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
         except argparse.ArgumentTypeError as error:
             raise PantherError(f"--config {file}: {name}: {error}") from None
     if args.script is not None and ("model" in settings or "script" in table):
-        return values  # without module and args, which are for another script
+        return values  # module and args of the table are for a different script
     if not trains:
         return table | values
     if args.kind == "ray":

@@ -1,7 +1,7 @@
 """The launch files of ``panther init``: templates, filled with the values of a job.
 
-Every file ends in the same ``panther launch``, except for the one that is for torchrun. In YAML, values are written as
-JSON, which YAML reads the same way; in shell scripts, arguments are quoted by shlex.
+Every file except the one for torchrun ends in the same ``panther launch`` command. Values in YAML files are written as
+JSON, which YAML reads the same way; arguments in shell scripts are quoted by shlex.
 """
 
 __all__ = ["write_files"]
@@ -16,7 +16,7 @@ from typing import Any
 from panther.cli.init._job import JobConfig
 from panther.errors import PantherError
 
-_TO_LEAVE_S = 30  # in addition to the grace time, for the processes to end and the job to be queued again
+_EXIT_S = 30  # after the grace time, the processes end and the job is queued again in this time
 
 
 def write_files(kind: str, job: JobConfig) -> dict[str, str]:
@@ -47,14 +47,14 @@ def _fill(template: str, /, **values: Any) -> str:
 
 def _slurm(job: JobConfig) -> str:
     """Return an sbatch script: a launcher on each node, with time to save and a requeue before the time limit."""
-    notice = job.grace + _TO_LEAVE_S
+    notice = job.grace + _EXIT_S
     limit = 0 if job.time is None else _seconds(job.time)
     if 0 < limit <= notice:  # Slurm takes 0 for no limit
         raise PantherError(
-            f"--time {job.time} is {limit} s and must be more than --grace {job.grace} and {_TO_LEAVE_S} s for "
+            f"--time {job.time} is {limit} s and must be more than --grace {job.grace} and {_EXIT_S} s for "
             f"the processes to end, {notice} s in all: give a longer --time, or a shorter --grace"
         )
-    given = {
+    directives = {
         "cpus-per-task": job.cpus_per_node,
         "gpus-per-node": job.gpus_per_node or None,
         "mem": job.memory,
@@ -67,7 +67,7 @@ def _slurm(job: JobConfig) -> str:
         name=job.name,
         nodes=job.nodes,
         signal=f"USR1@{notice}",
-        directives="".join(f"#SBATCH --{name}={value}\n" for name, value in given.items() if value is not None),
+        directives="".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items() if value is not None),
         arguments="\n".join(f"    {word}" for word in (*words, *map(shlex.quote, job.command))),
     )
 
@@ -88,7 +88,7 @@ def _torchrun(job: JobConfig) -> str:
         endpoint = f'--rdzv-endpoint="${{MASTER_ADDR:?set it to the name of one node, on all}}:{job.port}"'
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id={job.name}", endpoint]
     sizes = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.processes}", f"--max-restarts={job.max_restarts}"]
-    # torchrun takes ${local_rank} in arguments for a macro, and $$ for a $.
+    # torchrun reads ${local_rank} in arguments as a macro, and $$ as a dollar sign.
     command = [shlex.quote(word.replace("$", "$$")) for word in job.command]
     return _fill(
         "torchrun.sh",
@@ -100,7 +100,7 @@ def _torchrun(job: JobConfig) -> str:
 
 
 def _job(job: JobConfig) -> str:
-    """Return an Indexed Job, each index a node, and the Service by which they find each other."""
+    """Return an Indexed Job, in which each index is a node, and the Service by which the nodes find each other."""
     return _fill("job.yaml", **_pod(job, f"{job.name}-0.{job.name}", "NODE_RANK", indent=8))
 
 
@@ -140,7 +140,7 @@ def _rayjob(job: JobConfig) -> str:
 
 
 def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str, Any]:
-    """Return the values of the templates for Kubernetes; ``indent`` is that of the container's fields."""
+    """Return the values of the templates for Kubernetes; fields of a container are indented by ``indent`` spaces."""
     # $(NAME) is a variable to Kubernetes, and $$ a dollar sign.
     words = job.options(host, f"$({rank_variable})") + [word.replace("$", "$$") for word in job.command]
     limits = {
@@ -161,9 +161,9 @@ def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str
         "nodes": job.nodes,
         "port": job.port,
         "failures": job.nodes * job.max_restarts,
-        "stop_s": job.grace + _TO_LEAVE_S,
+        "stop_s": job.grace + _EXIT_S,
         "arguments": _sequence(words, indent),
-        # A quantity is a string to Kubernetes, which takes numbers for one too.
+        # Kubernetes reads quantities as strings.
         "limits": json.dumps({name: str(value) for name, value in limits.items() if value is not None}),
         "mounts": json.dumps(mounts),
         "volumes": json.dumps(volumes),
@@ -175,10 +175,10 @@ def _compose(job: JobConfig) -> str:
     limits = {"mem_limit": job.memory and job.memory.lower(), "cpus": job.cpus_per_node}
     services = ""
     for rank in range(job.nodes):
-        # compose takes $ for a variable, and $$ for a dollar sign.
+        # compose reads $ as the start of a variable, and $$ as a dollar sign.
         words = ["panther", "launch", *job.options("node0", str(rank)), *(w.replace("$", "$$") for w in job.command)]
         services += f"\n  node{rank}:\n    <<: *node\n    hostname: node{rank}\n    command:{_sequence(words, 4)}"
-        if job.gpus_per_node:  # each node gets GPUs of its own
+        if job.gpus_per_node:  # each node gets different GPUs
             ids = [str(rank * job.gpus_per_node + number) for number in range(job.gpus_per_node)]
             device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
             services += f"\n    deploy: {json.dumps({'resources': {'reservations': {'devices': [device]}}})}"
@@ -186,7 +186,7 @@ def _compose(job: JobConfig) -> str:
         "compose.yaml",
         name=json.dumps(job.name),
         image=json.dumps(job.image),
-        stop_s=job.grace + _TO_LEAVE_S,
+        stop_s=job.grace + _EXIT_S,
         limits="".join(f"\n  {name}: {json.dumps(value)}" for name, value in limits.items() if value),
         services=services,
     )
@@ -199,5 +199,5 @@ def _sequence(words: Sequence[str], indent: int) -> str:
 
 def _quoted(text: str) -> str:
     """Return a string as YAML."""
-    # In ASCII, JSON writes characters beyond U+FFFF as two that YAML does not join.
+    # In ASCII, JSON writes a character beyond U+FFFF as two escapes, which YAML does not combine.
     return json.dumps(text, ensure_ascii=not text.isprintable())

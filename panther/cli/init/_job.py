@@ -41,10 +41,10 @@ _BACKEND = _form(r"gloo|nccl", "gloo or nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """What to run and on what; fields with a help text are options of ``panther init``.
+    """A script and the nodes that run it; fields with a help text are options of ``panther init``.
 
     Raises:
-        PantherError: If the script cannot be one.
+        PantherError: If the script is empty, is not printable or begins with a dash.
     """
 
     script: str
@@ -85,7 +85,7 @@ class JobConfig:
 
     @property
     def command(self) -> list[str]:
-        """Return what follows the options of the launcher: the script and its arguments, unquoted."""
+        """Return the words that follow the options of the launcher: the script and its arguments, unquoted."""
         return [*(["--module"] if self.module else []), self.script, *self.args]
 
     @property
@@ -95,27 +95,27 @@ class JobConfig:
         return f"ScalingConfig(num_workers={self.nodes * self.processes}{gpus})"
 
     def options(self, host: str, node_rank: str | None = None, rdzv_id: str = "") -> list[str]:
-        """Return the options of ``panther launch``, which need no quotes but those in the arguments.
+        """Return the options of ``panther launch``. Only ``host`` and ``rdzv_id`` may need quotes, and contain them.
 
         Args:
             host: Name of the first node, for several nodes.
             node_rank: Number of the node; None leaves the option out.
             rdzv_id: Name of the run; the name of the job if empty.
         """
-        several = self.nodes > 1
-        given = {
+        has_several_nodes = self.nodes > 1
+        options = {
             "nproc-per-node": self.processes,
-            "nnodes": self.nodes if several else None,
-            "node-rank": node_rank if several else None,
+            "nnodes": self.nodes if has_several_nodes else None,
+            "node-rank": node_rank if has_several_nodes else None,
             # The static rendezvous restarts other nodes only when their ranks notice; c10d numbers the nodes itself.
-            "rdzv-backend": "c10d" if several and self.max_restarts else None,
-            "rdzv-endpoint": f"{host}:{self.port}" if several else None,
-            "rdzv-id": (rdzv_id or self.name) if several else None,
+            "rdzv-backend": "c10d" if has_several_nodes and self.max_restarts else None,
+            "rdzv-endpoint": f"{host}:{self.port}" if has_several_nodes else None,
+            "rdzv-id": (rdzv_id or self.name) if has_several_nodes else None,
             "max-restarts": self.max_restarts or None,
             "backend": self.backend,
             "shutdown-timeout": self.grace,
         }
-        return [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
 OPTIONS = {entry.name: entry for entry in fields(JobConfig) if entry.metadata}

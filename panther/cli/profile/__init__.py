@@ -58,8 +58,8 @@ def _check_module(name: str) -> None:
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = find_spec(f"{name}.__main__")
         except ImportError as error:
-            if error.name is not None and not f"{name}.".startswith(f"{error.name}."):  # of a package around it
-                raise
+            if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
+                raise  # A package around the module needs a module that is not installed.
             spec = None
     if spec is None:
         raise PantherError(f"the module {name} cannot be run: it, or its __main__, does not exist: correct its name")

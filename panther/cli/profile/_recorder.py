@@ -1,8 +1,8 @@
-"""What torch's profiler recorded of a script, summarised.
+"""Record a script with torch's profiler, and summarise the record.
 
-Communication is every collective that the profiler saw: on the CPU from the call until it is done, as
-``gloo:all_reduce``, waiting for other ranks included; on a GPU its kernels. Its share is the time in which at least one
-was in progress, divided by the whole.
+A collective on the CPU, such as ``gloo:all_reduce``, lasts from its call until it is done, including the time that it
+waits for other ranks. A collective on a GPU lasts as long as its kernels run. The share of communication is the time in
+which at least one collective is in progress, divided by the total time.
 """
 
 __all__ = ["Recorder", "covered"]
@@ -29,7 +29,7 @@ class Recorder:
     """Records a ``with`` block: all of it, or ``steps`` optimizer steps after the first ``skip``."""
 
     def __init__(self, steps: int | None, skip: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints that it starts and stops
         self.steps, self.skip, self.count = steps, skip, 0
         self._on_gpu = torch.cuda.is_available()
         self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])])
@@ -39,7 +39,7 @@ class Recorder:
 
     @property
     def has_recorded(self) -> bool:
-        """Return whether there was anything to record."""
+        """Return whether the script, or at least one optimizer step of it, was recorded."""
         return self._wall_s is not None and (self.steps is None or self.count > self.skip)
 
     def __enter__(self) -> None:
@@ -78,7 +78,7 @@ class Recorder:
         self._profiler.export_chrome_trace(str(trace))
 
     def _sums(self) -> tuple[dict[str, list[float]], dict[str, list[float]], list[_Range], list[_Range]]:
-        """Return calls, own and total ms by operation, calls and ms by collective, and when either was in progress."""
+        """Return calls, own and total ms by operation, calls and ms by collective, and the time ranges of both."""
         operations: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
         collectives: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         sending, computing = list[_Range](), list[_Range]()
@@ -112,8 +112,8 @@ class Recorder:
         print(f"\nProfile of {steps}, {wall_ms:,.1f} ms" + (", rank 0" if "RANK" in os.environ else ""))
         where = "on the GPU" if self._on_gpu else "on the CPU"
         rows = [[f"operations {where}", "calls", "own ms", "share", "total ms"]]
-        for name, (calls, own, whole) in sorted(operations.items(), key=lambda item: -item[1][1])[:top]:
-            rows.append([name[:48], f"{calls:,}", f"{own:,.2f}", f"{own / wall_ms:.1%}", f"{whole:,.2f}"])
+        for name, (calls, own_ms, total_ms) in sorted(operations.items(), key=lambda item: -item[1][1])[:top]:
+            rows.append([name[:48], f"{calls:,}", f"{own_ms:,.2f}", f"{own_ms / wall_ms:.1%}", f"{total_ms:,.2f}"])
         print(format_table(rows, align="<>"))
         if not collectives:
             print("\nNo communication was seen.")

@@ -8,8 +8,8 @@ from typing import Any
 from panther.cli._arguments import add_option, note_if_wide, positive, positive_float, seed
 from panther.errors import DistributedError, PantherError, require_extra
 
-_MOST_RANKS = 8  # that are started
-_MOST_COUNTED = 1 << 20
+_MAX_RANKS = 8  # processes of a run
+_MAX_COUNTED_RANKS = 1 << 20
 _BATCH = 64
 
 
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         description="Train handwritten digits on several processes of this machine; show each rank's samples, the "
         "gradients before and after the all-reduce and the bytes sent, and check the result against one process.",
     )
-    add_option(parser, "--world", positive, f"ranks, 2 to {_MOST_RANKS}, or any number with --dry-run", 2)
+    add_option(parser, "--world", positive, f"ranks, 2 to {_MAX_RANKS}, or any number with --dry-run", 2)
     parser.add_argument("--dense", action="store_true", help="train dense layers in place of sketched ones")
     add_option(parser, "--epochs", positive, "epochs to train", 10)
     add_option(parser, "--batch", positive, f"samples per step, of all ranks together (default: about {_BATCH})")
@@ -40,11 +40,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count, and unless it is a dry run train, show what happens and check it."""
-    most = _MOST_COUNTED if args.dry_run else _MOST_RANKS
-    if not 2 <= args.world <= most:
-        fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MOST_COUNTED:,}"
-        raise PantherError(f"--world {args.world} must be from 2 to {most}: use --world {_MOST_RANKS}{fix}")
+    """Print the counts; unless this is a dry run, train, print what the ranks do, and check the result."""
+    max_ranks = _MAX_COUNTED_RANKS if args.dry_run else _MAX_RANKS
+    if not 2 <= args.world <= max_ranks:
+        fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MAX_COUNTED_RANKS:,}"
+        raise PantherError(f"--world {args.world} must be from 2 to {max_ranks}: use --world {_MAX_RANKS}{fix}")
     batch = args.batch or max(1, _BATCH // args.world) * args.world
     if rest := batch % args.world:
         fix = f"{batch - rest} or {batch - rest + args.world}" if batch > args.world else f"{args.world}"

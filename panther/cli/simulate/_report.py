@@ -107,14 +107,23 @@ def print_training(settings: Settings, sent_bytes: int, tracker: str | None = No
     if tracker is not None:
         _record(settings, steps, ranks)
 
-    seen = {sample for rank in ranks for step in rank.samples[:steps] for sample in step.tolist()}
-    differences = {  # each with the largest that passes
-        "every sample is seen in epoch 1": (TRAIN_SAMPLES - len(seen), 0),
+    samples = {sample for rank in ranks for step in rank.samples[:steps] for sample in step.tolist()}
+    differences = {  # each with the largest difference that passes
+        "every sample is seen in epoch 1": (TRAIN_SAMPLES - len(samples), 0),
         "each rank sends the counted bytes": (max(abs(rank.sent_bytes - sent_bytes) for rank in ranks), 0),
-        "the all-reduce gives the mean of the gradients": (max(_apart(r.averaged, mean) for r in ranks), _ROUNDING),
-        "the mean is the gradient of the whole batch": (_apart(mean, single.gradient), _ROUNDING),
-        "all ranks end with the same parameters": (max(_apart(r.parameters, ranks[0].parameters) for r in ranks), 0),
-        "one process ends with the same parameters": (_apart(single.parameters, ranks[0].parameters), _ROUNDING),
+        "the all-reduce gives the mean of the gradients": (
+            max(_relative_difference(r.averaged, mean) for r in ranks),
+            _ROUNDING,
+        ),
+        "the mean is the gradient of the whole batch": (_relative_difference(mean, single.gradient), _ROUNDING),
+        "all ranks end with the same parameters": (
+            max(_relative_difference(r.parameters, ranks[0].parameters) for r in ranks),
+            0,
+        ),
+        "one process ends with the same parameters": (
+            _relative_difference(single.parameters, ranks[0].parameters),
+            _ROUNDING,
+        ),
     }
     failed = [name for name, (difference, most) in differences.items() if not difference <= most]  # NaN fails, too
     rows = [
@@ -131,7 +140,7 @@ def _print_gradients(settings: Settings, ranks: list[Run], mean: Tensor, single:
     gradients = {f"rank {index}, before the all-reduce": rank.gradient for index, rank in enumerate(ranks)}
     gradients |= {"their mean": mean, "every rank, after the all-reduce": ranks[0].averaged}
     gradients |= {"one process, on the whole batch": single.gradient}
-    row = int(mean.norm(dim=1).argmax())  # of a unit that is active on most ranks, so that the row is not zero
+    row = int(mean.norm(dim=1).argmax())  # the unit is active on most ranks, so that the row is not zero
     rows = [["", "norm", f"first entries of row {row}, times 1000"]]
     for name, gradient in gradients.items():
         entries = "".join(f"{1000 * value:>9.4f}" for value in gradient[row, :4].tolist())
@@ -164,6 +173,6 @@ def _record(settings: Settings, steps: int, ranks: list[Run]) -> None:
         print(f"Recorded in MLflow, at {mlflow.get_tracking_uri()}.")
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
+def _relative_difference(output: Tensor, reference: Tensor) -> float:
     """Return the largest difference of two tensors, relative to their largest entry."""
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    return ((output - reference).abs().max() / reference.abs().max()).item()

@@ -1,4 +1,4 @@
-"""Data-parallel training on digits that ``panther simulate`` runs, and its twin in one process."""
+"""The data-parallel training on digits that ``panther simulate`` runs, and the same training in one process."""
 
 __all__ = ["Run", "Settings", "shard", "train"]
 
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a rank did, or the one process."""
+    """Results of the training, on a rank or in a single process."""
 
     samples: list[Tensor]
     """Samples of each step."""
@@ -47,44 +47,44 @@ class Run:
     gradient: Tensor
     """Gradient of a layer in the first step, before the all-reduce."""
     averaged: Tensor
-    """The same after it."""
+    """The same gradient after the all-reduce."""
     sent_bytes: int
     """Bytes of the tensors that the first step sends."""
     parameters: Tensor
     """All parameters after training, in one vector."""
     accuracy: float
-    """Share of the test samples that are then classified correctly."""
+    """Share of the test samples that the trained model classifies correctly."""
 
 
 def shard(settings: Settings, rank: int, epoch: int) -> Tensor:
     """Return the samples that torch's DistributedSampler gives a rank in an epoch, in their order."""
-    data: Any = range(TRAIN_SAMPLES)  # the sampler reads its length alone
+    data: Any = range(TRAIN_SAMPLES)  # the sampler only reads its length
     sampler = DistributedSampler[int](data, settings.world, rank, seed=settings.seed)
     sampler.set_epoch(epoch)
     return torch.tensor(list(sampler))
 
 
 def train(settings: Settings) -> Run:
-    """Train as a rank of the process group on its samples or, where there is none, on those of all ranks."""
+    """Train on the samples of this rank or, without a process group, on the samples of all ranks."""
     alone, rank = get_world_size() == 1, get_rank()
     data, test = ((x.double(), y) for x, y in (part.tensors for part in load_digits()))
     # Every rank draws a network of its own: if they agree later, it is by communication, not by equal generators.
     torch.manual_seed(settings.seed + 1000 * rank)
     model = settings.build(settings.kind)
-    forward = model if alone else data_parallel(model)  # which sends the network of rank 0 to all
+    forward = model if alone else data_parallel(model)  # sends the network of rank 0 to all ranks
     optimizer = torch.optim.SGD(model.parameters(), settings.lr, _MOMENTUM)
-    shown = next(model[2].parameters())  # of the first of the two layers in the middle
+    parameter = next(model[2].parameters())  # the first parameter of the first middle layer
     samples, losses, sent_bytes = list[Tensor](), list[float](), 0
     for step in _batches(settings, range(settings.world) if alone else [rank]):
         x, y = data[0][step], data[1][step]
-        if not samples:  # through the model itself, whose gradients no hook sends
-            gradient = torch.autograd.grad(F.cross_entropy(model(x), y), shown)[0]
+        if not samples:  # the model itself has no hook that sends its gradients
+            gradient = torch.autograd.grad(F.cross_entropy(model(x), y), parameter)[0]
         optimizer.zero_grad()
         loss = F.cross_entropy(forward(x), y)
         with CommunicationCounter() as traffic:
             loss.backward()
         if not samples:
-            averaged, sent_bytes = shown.grad.clone(), traffic.bytes  # type: ignore[union-attr]
+            averaged, sent_bytes = parameter.grad.clone(), traffic.bytes  # type: ignore[union-attr]
         optimizer.step()
         samples.append(step)
         losses.append(loss.item())
