@@ -35,7 +35,7 @@ FORBIDDEN = {"kernels": set(LAYERS[: LAYERS.index("kernels")])}
 # `tuning` has more modules beside its sub-packages; these are not ordered yet.
 LEVELS = {
     "distributed": {
-        "_error_file": -1, "comm": 0,
+        "error_file": -1, "comm": 0,
         "_layer_configs": 1, "launcher": 1, "preflight": 1, "sync": 1,
         "data": 2, "tensor": 2, "pipeline": 2,
         "checkpoint": 3, "hybrid": 3, "materialize": 4,

@@ -162,7 +162,7 @@ def _explain(error: PantherError | OSError) -> int:
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
     # If a launcher started this process, it reads the failure from a file.
-    import_module("panther.distributed._error_file").record_failure(error)
+    import_module("panther.distributed.error_file").record_failure(error)
     # The classes of panther.errors about failed work derive from RuntimeError. The classes about bad input derive from
     # ValueError or TypeError, and the commands raise PantherError itself for bad arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2

@@ -89,9 +89,9 @@ def _check_nodes(args: argparse.Namespace) -> int:
         return _launch_checks(args)
     import torch.distributed as dist
 
-    from panther.distributed.comm._store import open_store
     from panther.distributed.comm.bandwidth import profile_communication_overhead
     from panther.distributed.comm.process_group import ranks_from_environment, shutdown, start_group
+    from panther.distributed.comm.store import open_store
     from panther.distributed.preflight.check import check_nodes
 
     rank, world_size = ranks_from_environment()

@@ -23,9 +23,9 @@ from torch import nn
 
 import panther as pr
 from panther._torch import buffers_of
-from panther.distributed.comm._agreement import LAYER, agree, run_on_first_rank
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm.agreement import LAYER, agree, run_on_first_rank
+from panther.distributed.comm.diagnostics import watched
+from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.sync.sketches import sketched_layers
 from panther.errors import CheckpointError, ConfigError, PantherError, check_version, require_extra

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._version import __version__
-from panther.distributed.comm._agreement import LAYER, differences
+from panther.distributed.comm.agreement import LAYER, differences
 from panther.distributed.sync.replicas import describe_tensors, unfuse_
 from panther.distributed.sync.sketches import describe_layer, drawing_modules, sketch_ids, sketched_layers
 from panther.errors import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from panther._random_state import seed_generators
 from panther.distributed import checkpoint, get_rank
-from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.agreement import run_on_first_rank
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, check_version, require_extra
 from panther.train import Callback, History, TrainConfig, Trainer

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from panther._torch import tree_leaves
 from panther._version import __version__
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm._agreement import agree
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm.agreement import agree
+from panther.distributed.comm.ranks import name_ranks
 from panther.errors import DistributedError
 from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm._agreement import gather_objects, run_on_first_rank
+from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CheckpointError, TrainingError
 
 try:

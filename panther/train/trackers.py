@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
 from panther.files import read_text, write_text
 from panther.train.callbacks import BuiltInCallback, StepProfiler

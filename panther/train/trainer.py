@@ -26,8 +26,8 @@ from panther._logs import logs_shown
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
-from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
-from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built

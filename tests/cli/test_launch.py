@@ -15,7 +15,7 @@ from launchers import Launcher, until
 
 from panther.cli import main
 from panther.distributed import DistributedLauncher, LaunchConfig, launch_distributed_training
-from panther.distributed.comm._store import listens
+from panther.distributed.comm.store import listens
 from panther.distributed.launcher._arguments import _parse
 from panther.distributed.launcher._failures import describe, explain
 from panther.errors import ConfigError, DistributedError
@@ -43,7 +43,7 @@ def script(tmp_path):
             rank = int(os.environ["RANK"])
             forever = threading.Event().wait
             def fail(error):
-                from panther.distributed._error_file import record_uncaught_exceptions
+                from panther.distributed.error_file import record_uncaught_exceptions
                 record_uncaught_exceptions()
                 raise error
         """

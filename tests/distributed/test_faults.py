@@ -26,7 +26,7 @@ from panther.distributed import (
     sync_sketches,
     tensor_parallel,
 )
-from panther.distributed.comm._diagnostics import gather_all
+from panther.distributed.comm.diagnostics import gather_all
 from panther.distributed.comm.process_group import start_group
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear

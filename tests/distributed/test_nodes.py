@@ -17,7 +17,7 @@ from panther.distributed import (
     plan_parallelism,
     tensor_parallel,
 )
-from panther.distributed.comm._handshake import RankInfo, decide
+from panther.distributed.comm.handshake import RankInfo, decide
 from panther.distributed.comm.nodes import forget_nodes, nodes_of, note_nodes, physical_memory
 
 pytestmark = pytest.mark.distributed

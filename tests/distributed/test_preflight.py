@@ -15,7 +15,7 @@ import torch.distributed as dist
 import waits
 
 from panther.cli import main
-from panther.distributed.comm._store import Meeting, address_of
+from panther.distributed.comm.store import Meeting, address_of
 from panther.distributed.preflight import check, node, pairs
 from panther.distributed.preflight import report as report_module
 from panther.distributed.preflight.node import NodeInfo

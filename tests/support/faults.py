@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from panther.distributed import launch
-from panther.distributed.comm._store import listens
+from panther.distributed.comm.store import listens
 from panther.errors import TrainingError
 from panther.train import Callback, TrainConfig, Trainer
 

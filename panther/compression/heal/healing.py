@@ -36,7 +36,7 @@ from panther.compression.heal.distillation import Distillation
 from panther.compression.memory import KEPT_OUTPUT_BYTES
 from panther.compression.report import HealResult
 from panther.distributed import get_world_size
-from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
+from panther.distributed.comm.agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
 from panther.nn.base import SketchedModule

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.distributed.advisor.cost.optimizer import optimizer_bytes
-from panther.distributed.comm._ranks import in_process_group, transport
 from panther.distributed.comm.bandwidth import profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.ranks import in_process_group, transport
 from panther.distributed.comm.supervision.groups import new_subgroup
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of the messages that measure latency and bandwidth

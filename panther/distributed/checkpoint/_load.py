@@ -24,7 +24,7 @@ from panther.distributed.checkpoint._restore import (
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint._storage import empty, read_tensors, reader_of
 from panther.distributed.checkpoint._weights import check_architecture, saved_modules, with_saved_layers
-from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, FormatError

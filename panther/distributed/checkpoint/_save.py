@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from panther.distributed.checkpoint import _folders as folders
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._storage import placed, write_tensors
-from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.comm.ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.supervision.groups import new_group
 from panther.errors import CheckpointError, check_size
 from panther.files.tensors import contents_checksum

@@ -37,9 +37,9 @@ from panther._torch import local_offsets
 from panther._version import __version__
 from panther.distributed.checkpoint._manifest import FORMAT, MANIFEST, VERSION
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
-from panther.distributed.comm._agreement import common_error
-from panther.distributed.comm._ranks import Group, in_process_group
+from panther.distributed.comm.agreement import common_error
 from panther.distributed.comm.mesh import get_world_size
+from panther.distributed.comm.ranks import Group, in_process_group
 from panther.errors import CheckpointError, FormatError, PantherError
 from panther.files import write_json
 from panther.files.records import record_checksum

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther._torch import FakeTensor, disable_dispatch_modes, functional_collectives
-from panther.distributed.comm._agreement import agree, in_words
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import Group, is_fake, ranks_of
+from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
+from panther.distributed.comm.ranks import Group, is_fake, ranks_of
 from panther.errors import DistributedError, DTypeError, ShapeError, check_size
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "product")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from panther.distributed.comm._ranks import in_process_group, require_process_group, transport
+from panther.distributed.comm.ranks import in_process_group, require_process_group, transport
 from panther.distributed.comm.supervision.groups import new_mesh
 from panther.errors import DistributedError, ShapeError, check_size
 

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from panther.distributed.comm._agreement import agree, gather_objects
-from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm.agreement import agree, gather_objects
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_distributed_info, get_rank, get_world_size
 from panther.errors import DistributedError, MissingExtraError, check_device
 

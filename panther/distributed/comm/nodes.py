@@ -7,8 +7,8 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 
-from panther.distributed.comm._ranks import Group, is_fake, name_ranks, ranks_of
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.comm.ranks import Group, is_fake, name_ranks, ranks_of
 from panther.errors import PerformanceWarning
 
 _nodes: tuple[int, ...] = ()

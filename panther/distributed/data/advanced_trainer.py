@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader, IterableDataset
 
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.sync.sketches import verify_sketches
 from panther.errors import DistributedError, ShapeError

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import name_hint, value_hint
 from panther._torch import ignore_in_ddp, ignored_in_ddp
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import ranks_of, transport
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of
+from panther.distributed.comm.ranks import ranks_of, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
 from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward

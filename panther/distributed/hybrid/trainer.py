@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed.comm._agreement import agree
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import transport
+from panther.distributed.comm.agreement import agree
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import make_mesh
+from panther.distributed.comm.ranks import transport
 from panther.distributed.comm.supervision.groups import flatten_mesh
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from panther._torch import usable_cores
-from panther.distributed._error_file import record_failure
-from panther.distributed.comm._diagnostics import explain_transport_error
-from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm.diagnostics import explain_transport_error
 from panther.distributed.comm.process_group import shutdown, start_group
+from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
+from panther.distributed.error_file import record_failure
 from panther.errors import DistributedError, check_size
 
 try:

@@ -13,7 +13,7 @@ from torch import nn
 from panther._torch import apply_to_tensors
 from panther.distributed.checkpoint._state import parts_of
 from panther.distributed.checkpoint._weights import stored_weights
-from panther.distributed.comm._agreement import run_on_all_ranks
+from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.comm.mesh import get_distributed_info, get_world_size
 from panther.distributed.materialize.initialization import planned_draws, set_seeds_
 from panther.distributed.materialize.values import names_in, read_seeds_, read_values_, with_layers_of

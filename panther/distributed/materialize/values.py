@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from panther.distributed.checkpoint._state import are_stages, module_name, parts_of, plain
 from panther.distributed.checkpoint._weights import StoredWeights, check_architecture, with_saved_layers
-from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline._modules import source_of
 from panther.errors import CheckpointError
 from panther.nn._sketch_record import read_record

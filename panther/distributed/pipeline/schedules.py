@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from panther._torch import forget_shapes
-from panther.distributed.comm._agreement import agree, in_words
-from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.diagnostics import watched
 from panther.distributed.pipeline._balance import stages_of_rank
 from panther.distributed.pipeline._kinds import SCHEDULES, ScheduleKind, check_schedule
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from panther._torch import children_of, is_view, tree_map_only
-from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import get_distributed_info, groups_of
+from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._balance import (
     Blocks,
     balance_stages,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from panther.distributed.comm._handshake import check_in
-from panther.distributed.comm._store import Meeting
+from panther.distributed.comm.handshake import check_in
+from panther.distributed.comm.store import Meeting
 from panther.distributed.preflight.exchange import EndedError, Exchange, MissingRanksError
 from panther.distributed.preflight.node import NodeInfo, describe_node, resolves
 from panther.distributed.preflight.pairs import Listener, Measured, measure, schedule

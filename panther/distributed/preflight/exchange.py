@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from panther.distributed.comm._handshake import meet
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm.handshake import meet
+from panther.distributed.comm.ranks import name_ranks
 from panther.errors import DistributedError
 
 _POLL_S = 0.005

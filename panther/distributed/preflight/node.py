@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from panther._version import __version__
-from panther.distributed.comm._handshake import Agreement
-from panther.distributed.comm._store import address_of, find_route, interface_of, largest_packet_of
+from panther.distributed.comm.handshake import Agreement
+from panther.distributed.comm.store import address_of, find_route, interface_of, largest_packet_of
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 
 from panther._text import counted, format_bytes, format_seconds, format_table
-from panther.distributed.comm._agreement import differences
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm.agreement import differences
+from panther.distributed.comm.ranks import name_ranks
 from panther.distributed.preflight.node import NodeInfo
 from panther.distributed.preflight.pairs import Measured
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from panther._version import __version__
-from panther.distributed.comm._agreement import agree, in_words
-from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import name_ranks, ranks_of
+from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.diagnostics import watched
+from panther.distributed.comm.ranks import name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
 from panther.nn import SKLinear

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther.distributed.comm._agreement import LAYER, agree
-from panther.distributed.comm._ranks import is_fake, ranks_of, transport
+from panther.distributed.comm.agreement import LAYER, agree
+from panther.distributed.comm.ranks import is_fake, ranks_of, transport
 from panther.errors import DistributedError
 from panther.nn import RandMultiHeadAttention, sinSRPE
 from panther.nn.base import SketchedModule

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from panther._torch import tree_leaves
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError, DistributedError
 from panther.train.agreement import digest_of_tensors
 from panther.train.coordination import gather_over_ranks

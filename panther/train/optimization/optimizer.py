@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from panther._torch import local_offsets, tree_leaves, tree_map
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm._agreement import agree, gather_objects
+from panther.distributed.comm.agreement import agree, gather_objects
 from panther.errors import ConfigError
 from panther.train.optimization.trainable import list_names
 from panther.train.optimization.trial import check_optimizer

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import version_of
-from panther.distributed.comm._agreement import gather_objects
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm.agreement import gather_objects
+from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError
 
 _LISTED = 8  # names of parameters that a message lists

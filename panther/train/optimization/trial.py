@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from panther.distributed import get_world_size
-from panther.distributed.comm._agreement import gather_objects
+from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 
 # Their steps are computed entry by entry (Muon's for each matrix), and tests compare them under every strategy.

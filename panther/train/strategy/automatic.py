@@ -16,7 +16,7 @@ from panther._torch import has_hooks, tree_leaves
 from panther.distributed import ClusterSpec, get_distributed_info, get_rank, get_world_size
 from panther.distributed.advisor.cost.layout import Layout
 from panther.distributed.advisor.preference import UNCALIBRATED, memory_clause
-from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.agreement import run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.strategies import check_model
 from panther.distributed.pipeline.losses import reduction_of

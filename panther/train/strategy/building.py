@@ -19,7 +19,7 @@ from panther.distributed import (
     get_world_size,
     make_mesh,
 )
-from panther.distributed.comm._agreement import run_on_all_ranks
+from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.gradient_compression import follow_loss_scale
 from panther.distributed.data.strategies import compute_dtype

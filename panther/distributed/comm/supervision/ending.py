@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from panther.distributed._error_file import record_failure
+from panther.distributed.error_file import record_failure
 from panther.errors import DistributedError
 
 DEFAULT_GRACE_PERIOD_S = 15.0

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from panther._torch import default_timeout_set, flat_mesh, group_timeout, set_group_timeout, with_inner_axis
-from panther.distributed.comm._ranks import in_process_group, is_fake, transport
+from panther.distributed.comm.ranks import in_process_group, is_fake, transport
 
 
 def default_timeout() -> timedelta | None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from panther._torch import default_store, group_timeout
-from panther.distributed.comm._ranks import in_process_group, is_fake, name_ranks, transport
+from panther.distributed.comm.ranks import in_process_group, is_fake, name_ranks, transport
 from panther.distributed.comm.supervision.positions import ANSWER_S, Position, ask, positions_of
 from panther.errors import DistributedError, PantherError
 

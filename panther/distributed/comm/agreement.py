@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from panther.distributed.comm._diagnostics import gather_all, watched
-from panther.distributed.comm._ranks import Group, in_process_group, is_fake, name_ranks, ranks_of, transport
+from panther.distributed.comm.diagnostics import gather_all, watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.comm.ranks import Group, in_process_group, is_fake, name_ranks, ranks_of, transport
 from panther.errors import CheckpointError, DistributedError, PantherError, SketchMismatchError
 
 _T = TypeVar("_T")

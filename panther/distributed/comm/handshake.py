@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from panther._torch import is_forked_from_cuda
-from panther.distributed.comm._ranks import name_ranks
-from panther.distributed.comm._store import Meeting
+from panther.distributed.comm.ranks import name_ranks
+from panther.distributed.comm.store import Meeting
 from panther.distributed.comm.supervision.ending import check_parent
 from panther.errors import DistributedError
 
