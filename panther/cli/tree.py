@@ -61,8 +61,8 @@ def _read(model: str, depth: int | None) -> "ModuleTree":
 
 def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
-    from panther.distributed.checkpoint._folders import folder_of
-    from panther.distributed.checkpoint._manifest import MANIFEST
+    from panther.distributed.checkpoint.folders import folder_of
+    from panther.distributed.checkpoint.manifest import MANIFEST
     from panther.files.weights import weight_files
     from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
     from panther.tuning.module_tree import tree_of_tensors
@@ -85,8 +85,8 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
 
 
 def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
-    from panther.distributed.checkpoint._manifest import read_manifest
-    from panther.distributed.checkpoint._storage import empty
+    from panther.distributed.checkpoint.manifest import read_manifest
+    from panther.distributed.checkpoint.storage import empty
     from panther.tuning.module_tree import tree_of_tensors
 
     manifest = read_manifest(folder)

@@ -211,7 +211,7 @@ def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
 
 def test_values_of_all_kinds_come_back():
     value = {"a": (1, 2.5, None, [True, "x"]), 3: {"$b": float("inf")}, "t": torch.arange(3), "e": {}, (1, 2): -0.0}
-    from panther.distributed.checkpoint._state import decode, encode
+    from panther.distributed.checkpoint.state import decode, encode
 
     tensors = {}
     text = json.dumps(encode(value, "extra", tensors))
@@ -471,7 +471,7 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("panther.distributed.checkpoint._storage.write_file", full)
+            monkeypatch.setattr("panther.distributed.checkpoint.storage.write_file", full)
         messages = []
         for save in (checkpoint.save, lambda *a, **k: checkpoint.async_save(*a, **k).result()):
             with pytest.raises(CheckpointError) as caught:
@@ -517,7 +517,7 @@ def test_stages_that_share_a_name_are_refused(tmp_path):
 
 
 def before_manifest(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed.checkpoint._storage._Writer.finish", die)
+    monkeypatch.setattr("panther.distributed.checkpoint.storage._Writer.finish", die)
 
 
 def in_a_file(monkeypatch, die):
@@ -525,15 +525,15 @@ def in_a_file(monkeypatch, die):
         path.write_bytes(b"\0" * 100)
         die()
 
-    monkeypatch.setattr("panther.distributed.checkpoint._storage.write_file", torn)
+    monkeypatch.setattr("panther.distributed.checkpoint.storage.write_file", torn)
 
 
 def before_rename(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed.checkpoint._folders.publish", die)
+    monkeypatch.setattr("panther.distributed.checkpoint.folders.publish", die)
 
 
 def in_removing(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed.checkpoint._folders.shutil.rmtree", die)
+    monkeypatch.setattr("panther.distributed.checkpoint.folders.shutil.rmtree", die)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from panther.distributed import checkpoint, data_parallel
-from panther.distributed.checkpoint._manifest import _gap
+from panther.distributed.checkpoint.manifest import _gap
 from panther.errors import CheckpointError, FormatError
 from panther.files.records import record_checksum
 from panther.nn import SKLinear

@@ -118,8 +118,7 @@ def _arm(kill: Trial, whole_s: float) -> None:
         timer.daemon = True
         timer.start()
         return
-    from panther.distributed.checkpoint import _folders as folders
-    from panther.distributed.checkpoint import _storage as storage
+    from panther.distributed.checkpoint import folders, storage
 
     def trap(owner, name, times, before=True, first=1, every=1):
         """Die at one of the calls, ``first``, ``first + every`` and so on, before it or after it."""

@@ -500,7 +500,7 @@ def test_a_disk_that_is_full_stops_with_the_last_checkpoint_intact(tmp_path, mon
                 def full(*args, **kwargs):
                     raise OSError(28, "No space left on device")
 
-                monkeypatch.setattr("panther.distributed.checkpoint._storage.write_file", full)
+                monkeypatch.setattr("panther.distributed.checkpoint.storage.write_file", full)
 
     with pytest.raises(CheckpointError, match=r"step 4 is not written: .* No space left on device: make room"):
         run("shuffled", tmp_path, [Full()], checkpoint_every_n_steps=2, checkpoint_asynchronously=False)

@@ -10,18 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._folders import checkpoints, latest
     from ._load import LoadedCheckpoint, export, load, restore_architecture
     from ._save import PendingSave, async_save, save
+    from .folders import checkpoints, latest
 
 # PEP 562: torch's DCP takes a quarter of a second to import, and a run without checkpoints does not need it.
 _HOME = {
     "LoadedCheckpoint": "_load",
     "PendingSave": "_save",
     "async_save": "_save",
-    "checkpoints": "_folders",
+    "checkpoints": "folders",
     "export": "_load",
-    "latest": "_folders",
+    "latest": "folders",
     "load": "_load",
     "restore_architecture": "_load",
     "save": "_save",

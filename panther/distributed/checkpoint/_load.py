@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed.checkpoint import _state as states
-from panther.distributed.checkpoint._folders import folder_of, make_temporary, note_damage, remove
-from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._restore import (
     Restore,
     check_optimizer_values,
@@ -22,8 +20,10 @@ from panther.distributed.checkpoint._restore import (
     check_sketch_records,
 )
 from panther.distributed.checkpoint._save import save
-from panther.distributed.checkpoint._storage import empty, read_tensors, reader_of
-from panther.distributed.checkpoint._weights import check_architecture, saved_modules, with_saved_layers
+from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
+from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint.storage import empty, read_tensors, reader_of
+from panther.distributed.checkpoint.weights import check_architecture, saved_modules, with_saved_layers
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built

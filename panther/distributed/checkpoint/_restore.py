@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther._torch import loading_code_of
-from panther.distributed.checkpoint import _state as states
+from panther.distributed.checkpoint import state as states
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn._sketch_record import read_record
 from panther.nn.base import SketchedModule
@@ -45,7 +45,7 @@ def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], 
 
 
 def check_random_state(values: Any, where: str) -> None:
-    """Raise FormatError unless random generators accept the decoded states of :func:`_state.random_state`."""
+    """Raise FormatError unless random generators accept the decoded states of :func:`state.random_state`."""
     try:
         torch.Generator().set_state(values["torch"])
         random.Random().setstate(states.python_state(values["python"]))

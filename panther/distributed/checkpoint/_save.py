@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from panther.distributed.checkpoint import _folders as folders
-from panther.distributed.checkpoint import _state as states
-from panther.distributed.checkpoint._storage import placed, write_tensors
+from panther.distributed.checkpoint import folders
+from panther.distributed.checkpoint import state as states
+from panther.distributed.checkpoint.storage import placed, write_tensors
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size

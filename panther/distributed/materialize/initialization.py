@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import buffers_of, drawing_method, parameters_of, unsaved_buffers_of
-from panther.distributed.checkpoint._state import module_name
-from panther.distributed.checkpoint._storage import placed
+from panther.distributed.checkpoint.state import module_name
+from panther.distributed.checkpoint.storage import placed
 from panther.distributed.pipeline._modules import source_of
 from panther.distributed.sync.sketches import sketch_ids
 from panther.errors import ConfigError

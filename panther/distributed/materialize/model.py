@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from panther._torch import apply_to_tensors
-from panther.distributed.checkpoint._state import parts_of
-from panther.distributed.checkpoint._weights import stored_weights
+from panther.distributed.checkpoint.state import parts_of
+from panther.distributed.checkpoint.weights import stored_weights
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.comm.mesh import get_distributed_info, get_world_size
 from panther.distributed.materialize.initialization import planned_draws, set_seeds_

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from panther._torch import put_module, without_inner_wrappers
-from panther.distributed.checkpoint import _state as states
-from panther.distributed.checkpoint._folders import checkpoints, folder_of
-from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._reader import Chunk, TensorReader
-from panther.distributed.checkpoint._storage import read_tensors, reader_of
+from panther.distributed.checkpoint.folders import checkpoints, folder_of
+from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint.storage import read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
 from panther.files import read_json
 from panther.files.tensors import stored_tensors

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import sync_zero_groups
-from panther.distributed.checkpoint._manifest import DEEPEST
-from panther.distributed.checkpoint._storage import empty
+from panther.distributed.checkpoint.manifest import DEEPEST
+from panther.distributed.checkpoint.storage import empty
 from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped

@@ -16,7 +16,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from panther.distributed.checkpoint._manifest import MANIFEST, damage, read_manifest
+from panther.distributed.checkpoint.manifest import MANIFEST, damage, read_manifest
 from panther.errors import FormatError
 from panther.files import sync_folder, write_text
 from panther.files.writer import hold_lock, unlocked_file

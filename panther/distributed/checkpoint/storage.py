@@ -35,8 +35,8 @@ from torch.futures import Future
 
 from panther._torch import local_offsets
 from panther._version import __version__
-from panther.distributed.checkpoint._manifest import FORMAT, MANIFEST, VERSION
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
+from panther.distributed.checkpoint.manifest import FORMAT, MANIFEST, VERSION
 from panther.distributed.comm.agreement import common_error
 from panther.distributed.comm.mesh import get_world_size
 from panther.distributed.comm.ranks import Group, in_process_group
