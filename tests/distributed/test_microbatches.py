@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from panther.distributed import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
-from panther.distributed.pipeline._balance import balance_stages
+from panther.distributed.pipeline.balance import balance_stages
 from panther.errors import ShapeError
 from panther.nn import SKLinear
 

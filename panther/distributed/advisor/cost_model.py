@@ -32,8 +32,8 @@ from panther.distributed.advisor.cost.rank import Rank
 from panther.distributed.advisor.cost.traffic import Traffic, along, data_parallel
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.pipeline._balance import balance_stages
-from panther.distributed.pipeline._kinds import SCHEDULES
+from panther.distributed.pipeline.balance import balance_stages
+from panther.distributed.pipeline.schedule_kinds import SCHEDULES
 from panther.errors import ShapeError
 
 _HALF = 2  # bytes of a number in mixed precision

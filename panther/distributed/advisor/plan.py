@@ -14,7 +14,7 @@ from panther.distributed.advisor.layouts import possible_layouts
 from panther.distributed.advisor.preference import Preference, preferred
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
-from panther.distributed.pipeline._kinds import check_schedule
+from panther.distributed.pipeline.schedule_kinds import check_schedule
 from panther.errors import ShapeError, check_size
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from panther._torch import sync_zero_groups
 from panther.distributed.checkpoint.manifest import DEEPEST
 from panther.distributed.checkpoint.storage import empty
-from panther.distributed.pipeline._modules import StageModules
+from panther.distributed.pipeline.stage_modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 

@@ -13,7 +13,7 @@ from panther._setting_names import name_hint, value_hint
 from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm.mesh import get_world_size
 from panther.distributed.data.strategies import STRATEGIES, compute_dtype
-from panther.distributed.pipeline._kinds import SCHEDULES, check_schedule
+from panther.distributed.pipeline.schedule_kinds import SCHEDULES, check_schedule
 from panther.distributed.tensor.activation_checkpoint import CHECKPOINTED
 from panther.distributed.tensor.styles import ColwiseSKParallel
 from panther.errors import ConfigError, DistributedError, ShapeError, check_size

@@ -24,9 +24,9 @@ from panther.distributed.comm.supervision.groups import flatten_mesh
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
 from panther.distributed.hybrid.configuration import checked_config, layers_of
-from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, make_schedule
+from panther.distributed.pipeline.stage_modules import StageModules
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names

@@ -14,7 +14,7 @@ from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import buffers_of, drawing_method, parameters_of, unsaved_buffers_of
 from panther.distributed.checkpoint.state import module_name
 from panther.distributed.checkpoint.storage import placed
-from panther.distributed.pipeline._modules import source_of
+from panther.distributed.pipeline.stage_modules import source_of
 from panther.distributed.sync.sketches import sketch_ids
 from panther.errors import ConfigError
 from panther.nn.base import SketchedModule

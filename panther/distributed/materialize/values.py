@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from panther.distributed.checkpoint.state import are_stages, module_name, parts_of, plain
 from panther.distributed.checkpoint.weights import StoredWeights, check_architecture, with_saved_layers
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
-from panther.distributed.pipeline._modules import source_of
+from panther.distributed.pipeline.stage_modules import source_of
 from panther.errors import CheckpointError
 from panther.nn._sketch_record import read_record
 from panther.nn.base import SketchedModule

@@ -12,9 +12,9 @@ from torch.distributed.pipelining import PipelineStage
 from panther._torch import forget_shapes
 from panther.distributed.comm.agreement import agree, in_words
 from panther.distributed.comm.diagnostics import watched
-from panther.distributed.pipeline._balance import stages_of_rank
-from panther.distributed.pipeline._kinds import SCHEDULES, ScheduleKind, check_schedule
+from panther.distributed.pipeline.balance import stages_of_rank
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
+from panther.distributed.pipeline.schedule_kinds import SCHEDULES, ScheduleKind, check_schedule
 from panther.errors import ShapeError, check_size
 
 

@@ -69,7 +69,7 @@ def check_settings(config: "TrainConfig") -> None:
         if value > 1 and chosen != nothing:
             raise ConfigError(f"{name}={chosen} and {size}={value} do not go together{why}: leave one out")
     if config.activation_checkpointing == "selective" and config.pipeline_schedule != "1f1b":
-        from panther.distributed.pipeline._kinds import (
+        from panther.distributed.pipeline.schedule_kinds import (
             SCHEDULES,  # here: settings alone do not need panther.distributed
         )
 

@@ -10,8 +10,8 @@ from panther.distributed.advisor.cost._schedule_order import Order
 from panther.distributed.advisor.cost.layout import Layout
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.pipeline._balance import stages_of_rank
-from panther.distributed.pipeline._kinds import SCHEDULES
+from panther.distributed.pipeline.balance import stages_of_rank
+from panther.distributed.pipeline.schedule_kinds import SCHEDULES
 
 _HALF = 2  # bytes of a number in mixed precision
 
