@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.harness import figure
-from panther.cli.demo._training import build
+from panther.cli.demo.training import build
 from panther.distributed import checkpoint, data_parallel, get_rank, get_world_size, launch
 from panther.train import Callback, TrainConfig, Trainer
 

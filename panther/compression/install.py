@@ -17,7 +17,7 @@ from panther.compression.selection.allocation import Allocation, model_bytes
 from panther.compression.selection.measurement import Measured
 from panther.compression.selection.timing import SLOWER
 from panther.errors import PerformanceWarning
-from panther.nn._specs import note_in_config_
+from panther.nn.specs import note_in_config_
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from panther.errors import FormatError, PantherError, require_extra
 from panther.files.reader import read_json
 from panther.files.weights import check_weight_files
 from panther.integrations._saved_weights import MARKS
-from panther.nn._specs import QUANTIZATION_METHOD
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
+from panther.nn.specs import QUANTIZATION_METHOD
 
 # Arguments by which the loaded model has other tensors than the folder.
 _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}

@@ -24,15 +24,6 @@ from panther.errors import ConfigError, FormatError, check_version, require_extr
 from panther.integrations._model_card import write_model_card
 from panther.integrations._saved_weights import SavedWeights, read_saved_weights
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
-from panther.nn._sketch_record import read_record
-from panther.nn._specs import (
-    CONFIG_VERSION,
-    QUANTIZATION_METHOD,
-    build_modules,
-    module_specs,
-    note_in_config_,
-    own_config_,
-)
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule
 from panther.nn.interpolative import InterpolativeLinear
@@ -40,6 +31,15 @@ from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import STORED_SCALES, inference_state
+from panther.nn.sketch_record import read_record
+from panther.nn.specs import (
+    CONFIG_VERSION,
+    QUANTIZATION_METHOD,
+    build_modules,
+    module_specs,
+    note_in_config_,
+    own_config_,
+)
 
 transformers: Any = require_extra("transformers", "transformers")
 _quantizers: Any = require_extra("transformers.quantizers", "transformers")

@@ -20,9 +20,9 @@ from panther.errors import (
     check_floating,
     check_size,
 )
-from panther.nn._sketch_record import has_values
 from panther.nn.base import CompressedModule, is_autocasting
 from panther.nn.factors import fittable, interpolated_rows, leading_factors
+from panther.nn.sketch_record import has_values
 
 _INDEX_BYTES = 4
 

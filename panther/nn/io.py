@@ -34,9 +34,9 @@ from panther.files.folder import commit_files, committed_path, finish_commit
 from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import contents_checksum, map_tensors, write_tensors
 from panther.files.writer import Draft
-from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.quantized.state import inference_state
+from panther.nn.specs import load_modules, model_config, module_specs, note_in_config_, place
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from panther._text import counted, format_table
 from panther._torch import buffers_of, parameters_of, put_module
-from panther.nn._specs import note_in_config_
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
+from panther.nn.specs import note_in_config_
 
 _CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, QuantizedConv2d)
 _KNOWN = (*_CONVOLUTIONS, SKLinear, QuantizedLinear, InterpolativeLinear)

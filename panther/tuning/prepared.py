@@ -32,8 +32,8 @@ from panther.compression.selection.measurement import measure
 from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.timing import Timing, seconds, time_layers
 from panther.errors import CompressionError, TrainingError, TuningError
-from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import CHILD, convert_attention
+from panther.nn.specs import note_in_config_
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
 from panther.tuning.models import copy_or_call_again
 

@@ -273,7 +273,7 @@ def test_demo_ends_when_a_worker_dies(tmp_path, capfd, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    monkeypatch.setattr("panther.cli.demo._training.load_digits", dies)
+    monkeypatch.setattr("panther.cli.demo.training.load_digits", dies)
     assert main(["demo", "--device=cpu", f"--out={tmp_path / 'out'}"]) == 1
     first = capfd.readouterr().err.splitlines()[0]
     assert first.startswith("panther: error: rank 1 ")

@@ -246,7 +246,7 @@ def test_a_folder_that_contradicts_its_config_is_refused(tmp_path):
 
 def test_attention_by_random_features_comes_back_from_a_folder(tmp_path):
     """A search puts it in the place of softmax attention too."""
-    from panther.nn._specs import note_in_config_
+    from panther.nn.specs import note_in_config_
     from panther.tuning.attention import replacement_of
 
     model, data = fresh("bert"), batches("bert")

@@ -110,7 +110,7 @@ def test_a_wrong_record_raises_and_changes_nothing(make, monkeypatch):
         layer.load_state_dict({**state, "sketch_seed": make(num_terms=1).sketch_seed})
     with pytest.raises(SketchMismatchError, match=r"is torch\.float16 and must be torch\.int64: cast only"):
         layer.load_state_dict({name: tensor.half() for name, tensor in state.items()})
-    monkeypatch.setattr("panther.nn._sketch_record.STREAM_VERSION", 2)
+    monkeypatch.setattr("panther.nn.sketch_record.STREAM_VERSION", 2)
     later = make().state_dict()
     monkeypatch.undo()
     with pytest.raises(SketchMismatchError, match="stream version 2 and this Panther knows 1"):

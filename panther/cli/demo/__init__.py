@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device, args.nproc)
     out = check_folder(args.out)
     note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli.demo._training import Settings, evaluate_saved, train_all
+    from panther.cli.demo.training import Settings, evaluate_saved, train_all
     from panther.distributed import launch
 
     names = ("epochs", "hidden", "sketch_size", "seed", "runs")

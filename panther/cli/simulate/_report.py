@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from panther._text import counted, format_table
-from panther.cli.demo._training import TRAIN_SAMPLES
+from panther.cli.demo.training import TRAIN_SAMPLES
 from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from panther.cli.demo._training import TRAIN_SAMPLES, accuracy, build, load_digits
+from panther.cli.demo.training import TRAIN_SAMPLES, accuracy, build, load_digits
 from panther.distributed import CommunicationCounter, data_parallel, get_rank, get_world_size
 
 _MOMENTUM = 0.9

@@ -21,8 +21,8 @@ from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
 from panther.compression.moments import Moments
 from panther.errors import CompressionError
-from panther.nn._specs import allow_saving
 from panther.nn.base import CompressedModule
+from panther.nn.specs import allow_saving
 
 DENSE, LOW_RANK = "dense", "low_rank"
 

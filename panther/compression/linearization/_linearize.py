@@ -22,8 +22,8 @@ from panther.compression.linearization.survey import AttentionModules, find_atte
 from panther.compression.selection.measurement import model_speed
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
-from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import convert_attention
+from panther.nn.specs import note_in_config_
 from panther.sketch import check_seed
 
 _MEMORY = 2**30

@@ -9,7 +9,7 @@ from torch import nn
 from panther.distributed.advisor.cost.layout import Layout
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.comm.ranks import require_process_group
-from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.hybrid.trainer import HybridParallelTrainer
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_

@@ -28,10 +28,10 @@ from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks,
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, FormatError
-from panther.nn._specs import TRAINED_SCALES, model_config
 from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
 from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
+from panther.nn.specs import TRAINED_SCALES, model_config
 
 
 @dataclass(frozen=True)

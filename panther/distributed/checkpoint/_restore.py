@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from panther._torch import loading_code_of
 from panther.distributed.checkpoint import state as states
 from panther.errors import FormatError, SketchMismatchError
-from panther.nn._sketch_record import read_record
 from panther.nn.base import SketchedModule
+from panther.nn.sketch_record import read_record
 
 # Names of states of torch's optimizers that have the shape of their parameter.
 _LIKE_PARAMETER = {

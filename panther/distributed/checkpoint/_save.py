@@ -26,7 +26,7 @@ from panther.distributed.comm.ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.supervision.groups import new_group
 from panther.errors import CheckpointError, check_size
 from panther.files.tensors import contents_checksum
-from panther.nn._specs import module_specs
+from panther.nn.specs import module_specs
 
 _pending: dict[Group, "PendingSave"] = {}
 

@@ -35,9 +35,9 @@ from panther.distributed.checkpoint.storage import read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
 from panther.files import read_json
 from panther.files.tensors import stored_tensors
-from panther.nn._specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
 from panther.nn.attention.record import convert_as_saved_
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
+from panther.nn.specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
 
 
 @dataclass

@@ -28,8 +28,8 @@ from panther.distributed.comm.mesh import groups_of
 from panther.distributed.comm.ranks import ranks_of, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
 from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
-from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.gradient_compression import check_hook, register_hook
+from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.view_outputs import own_outputs_
 from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
 from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_

@@ -21,7 +21,7 @@ from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_
 from panther.distributed.comm.mesh import make_mesh
 from panther.distributed.comm.ranks import transport
 from panther.distributed.comm.supervision.groups import flatten_mesh
-from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
 from panther.distributed.hybrid.configuration import checked_config, layers_of
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
@@ -29,9 +29,9 @@ from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, 
 from panther.distributed.pipeline.stage_modules import StageModules
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model, built
-from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.distributed.tensor.parallelize import TensorParallelReport, describe_plan, shard_model_
+from panther.distributed.tensor.sharding_plan import Plan, plan_automatically, plan_by_names
 from panther.errors import ShapeError
 
 

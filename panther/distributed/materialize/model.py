@@ -18,7 +18,7 @@ from panther.distributed.comm.mesh import get_distributed_info, get_world_size
 from panther.distributed.materialize.initialization import planned_draws, set_seeds_
 from panther.distributed.materialize.values import names_in, read_seeds_, read_values_, with_layers_of
 from panther.distributed.pipeline.stage_modules import from_source_
-from panther.distributed.tensor._plan import shared_parameters, tie_
+from panther.distributed.tensor.sharding_plan import shared_parameters, tie_
 from panther.errors import ConfigError
 
 

@@ -14,8 +14,8 @@ from panther.distributed.checkpoint.weights import StoredWeights, check_architec
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline.stage_modules import source_of
 from panther.errors import CheckpointError
-from panther.nn._sketch_record import read_record
 from panther.nn.base import SketchedModule
+from panther.nn.sketch_record import read_record
 
 
 def with_layers_of(stored: StoredWeights, model: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tensor parallelism of an entire model, in six steps. Each step visits the modules once.
 
 1. Check the arguments, and that the model is neither sharded nor wrapped.
-2. Plan which modules are sharded, how and why (`_plan.py`). Nothing is changed.
+2. Plan which modules are sharded, how and why (`sharding_plan.py`). Nothing is changed.
 3. Agree: ranks compare models and plans, in one exchange, and get the weights and sketches of the first rank.
 4. Shard each module of the plan, without sending anything: every rank takes its shards of the full tensors.
 5. Replicate the rest: put its parameters on the mesh, so that one gradient norm or checkpoint covers the model.
@@ -25,7 +25,8 @@ from panther.distributed.comm.nodes import warn_across_nodes
 from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._module import ShardedModule, replicate_
-from panther.distributed.tensor._plan import (
+from panther.distributed.tensor._shared_input import share_input_
+from panther.distributed.tensor.sharding_plan import (
     ModulePlan,
     Plan,
     plan_automatically,
@@ -33,7 +34,6 @@ from panther.distributed.tensor._plan import (
     shared_parameters,
     tie_,
 )
-from panther.distributed.tensor._shared_input import share_input_
 from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import plain_class, remember_
 from panther.errors import DistributedError, ShapeError

@@ -17,8 +17,8 @@ import torch
 
 from panther.errors import SketchMismatchError, check_flag, require_extra
 from panther.integrations.keras.philox import draw_signs
-from panther.nn._sketch_record import make_record, read_record
 from panther.nn.base import SketchedModule
+from panther.nn.sketch_record import make_record, read_record
 from panther.nn.sketch_sizes import terms_and_rank, warn_unless_smaller
 from panther.sketch import check_seed
 

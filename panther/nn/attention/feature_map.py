@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from panther.errors import ShapeError, SketchMismatchError
 from panther.kernels.reference.attention import no_autocast
-from panther.nn._sketch_record import has_values, read_integers
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -20,6 +19,7 @@ from panther.nn.attention._features import (
 )
 from panther.nn.attention._hermite import balanced_directions, hermite_features
 from panther.nn.functional import linear_attention
+from panther.nn.sketch_record import has_values, read_integers
 
 KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # Files store the index of a kernel, so append new kernels.
 _FORWARD_BITS = 40

@@ -24,9 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from panther._torch import buffers_of, version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
-from panther.nn._sketch_record import has_values
 from panther.nn.attention.interface import register
 from panther.nn.functional import windowed_linear_attention
+from panther.nn.sketch_record import has_values
 
 RECORD = "record"
 _RECORD_VERSION = 1

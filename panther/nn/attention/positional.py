@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_floating, check_size
-from panther.nn._sketch_record import read_integers
+from panther.nn.sketch_record import read_integers
 from panther.sketch import GaussianSketch, check_seed
 
 

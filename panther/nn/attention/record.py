@@ -169,7 +169,7 @@ def _first(places: list[Any], names: tuple[str, ...]) -> int | None:
 
 def _alias_of(record: Any) -> str | None:
     alias = record.get("alias_of") if isinstance(record, Mapping) else None
-    return alias if isinstance(alias, str) else None  # _specs refuses other types.
+    return alias if isinstance(alias, str) else None  # specs.py refuses other types.
 
 
 def _checked(name: str, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of, plain_name
 from panther.errors import check_flag, check_floating
-from panther.nn._sketch_record import has_values
 from panther.nn.base import CompressedModule
+from panther.nn.sketch_record import has_values
 
 STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
 SCALE_LOGS = {"scales": "scale_logs", "factor_scales": "factor_scale_logs"}

@@ -20,8 +20,8 @@ from panther.distributed import (
     make_mesh,
 )
 from panther.distributed.comm.agreement import run_on_all_ranks
-from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.gradient_compression import follow_loss_scale
+from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError

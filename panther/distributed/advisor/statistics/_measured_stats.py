@@ -25,7 +25,7 @@ from panther.distributed.advisor.statistics._fake_run import (
 )
 from panther.distributed.advisor.statistics._regions import Policy
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
-from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy
 from panther.distributed.tensor.parallelize import tensor_parallel
