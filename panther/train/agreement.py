@@ -289,7 +289,7 @@ def describe_value(value: Any, depth: int = _DEPTH) -> str:
 
 def _describe_function(function: types.FunctionType, inner: Callable[[Any], str]) -> str:
     """Describe a function by its name and a digest of its code, which may be of another version on another node."""
-    digest = _digest(_code_in_words(function.__code__).encode())
+    digest = _digest(_describe_code(function.__code__).encode())
     settings = [f"default {inner(value)}" for value in function.__defaults__ or ()]
     settings += [f"{key}={inner(value)}" for key, value in (function.__kwdefaults__ or {}).items()]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -301,13 +301,13 @@ def _describe_function(function: types.FunctionType, inner: Callable[[Any], str]
     return f"{text} and {', '.join(settings)}" if settings else text
 
 
-def _code_in_words(code: types.CodeType) -> str:
+def _describe_code(code: types.CodeType) -> str:
     """Return the instructions and constants of a function, without file names and line numbers."""
     constants = []
     for item in code.co_consts:
         # The order of a set of strings differs between processes.
         plain = sorted(map(repr, item)) if isinstance(item, frozenset) else repr(item)
-        constants.append(_code_in_words(item) if isinstance(item, types.CodeType) else plain)
+        constants.append(_describe_code(item) if isinstance(item, types.CodeType) else plain)
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
 

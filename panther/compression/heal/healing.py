@@ -36,7 +36,7 @@ from panther.compression.heal.distillation import Distillation
 from panther.compression.memory import KEPT_OUTPUT_BYTES
 from panther.compression.report import HealResult
 from panther.distributed import get_world_size
-from panther.distributed.comm.agreement import agree, gather_objects, in_words, run_on_first_rank
+from panther.distributed.comm.agreement import agree, describe_settings, gather_objects, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
 from panther.nn.base import SketchedModule
@@ -268,7 +268,9 @@ def _check_identity(distillation: Distillation, config: HealConfig) -> None:
     """Raise on every rank unless all ranks, and the run in the checkpoint folder, have the same arguments and model."""
     runner, settings = distillation.runner, asdict(config) | {"seed": distillation.seed}
     folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
-    identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()}
+    identity = describe_settings(settings) | {
+        name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()
+    }
     checksum = 0
     for parameter in runner.model.parameters():
         checksum = zlib.crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)

@@ -212,7 +212,7 @@ def _collect(
     where, rank = os.fspath(directory), get_rank(group)
     tensors: dict[str, Tensor] = {}
 
-    def own() -> dict[str, Any]:
+    def values_of_this_rank() -> dict[str, Any]:
         parts = states.parts_of(model)
         state = states.model_state(parts)
         # Tied tensors are stored once, under the first of their names.
@@ -230,46 +230,46 @@ def _collect(
         }
 
     # One exchange carries the arguments, names and small values of all ranks.
-    every = gather_objects(run_on_all_ranks(own, group), group)
-    for other, one in enumerate(every):
-        for name, value in one["arguments"].items():
-            if value != (wanted := every[0]["arguments"][name]):
+    values_by_rank = gather_objects(run_on_all_ranks(values_of_this_rank, group), group)
+    for other_rank, values in enumerate(values_by_rank):
+        for name, value in values["arguments"].items():
+            if value != (expected := values_by_rank[0]["arguments"][name]):
                 raise CheckpointError(
-                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {other}: pass the same value on all"
+                    f"{name} is {expected!r} on rank 0 and {value!r} on rank {other_rank}: pass the same value on all"
                 )
     if states.are_stages(model):
-        _check_stages(tensors, [set(states.places(one["model"])) for one in every], group)
+        _check_stages(tensors, [set(states.places(values["model"])) for values in values_by_rank], group)
     trained = None
     if optimizer is not None:
         # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
-        of_ranks = [one["optimizer"] for one in every]
-        trained = of_ranks[0] | {key: _union(of_ranks, key) for key in ("states", "settings")}
-        groups = zip_longest(*(state["groups"] for state in of_ranks), fillvalue=[])
+        optimizer_states = [values["optimizer"] for values in values_by_rank]
+        trained = optimizer_states[0] | {key: _union(optimizer_states, key) for key in ("states", "settings")}
+        groups = zip_longest(*(state["groups"] for state in optimizer_states), fillvalue=[])
         trained["groups"] = [list(dict.fromkeys(chain.from_iterable(names_of_ranks))) for names_of_ranks in groups]
     header = {
         "step": step,
         "world_size": get_world_size(group),
-        "modules": _union(every, "modules"),
-        "model": _union(every, "model"),
+        "modules": _union(values_by_rank, "modules"),
+        "model": _union(values_by_rank, "model"),
         "optimizer": trained,
-        "random": [one["random"] for one in every],
-        "extra": every[0]["extra"],
-        "per_rank_extra": [one["per_rank_extra"] for one in every],
+        "random": [values["random"] for values in values_by_rank],
+        "extra": values_by_rank[0]["extra"],
+        "per_rank_extra": [values["per_rank_extra"] for values in values_by_rank],
     }
     return _Collected(Path(where), step, keep, tensors, header)
 
 
 def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:
     """Raise if stages use one name for different tensors, because only one of them would be stored."""
-    common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
-    own = {}
+    common = {name for index, stage in enumerate(names) for other in names[:index] for name in stage & other}
+    checksums = {}
     for name in sorted(common):
         if name in tensors:
             place, local = placed(tensors[name])
-            own[name, place] = contents_checksum(local)
+            checksums[name, place] = contents_checksum(local)
     first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, found in enumerate(gather_objects(own, group)):
-        for (name, place), value in found.items():
+    for rank, checksums_of_rank in enumerate(gather_objects(checksums, group)):
+        for (name, place), value in checksums_of_rank.items():
             other, expected = first.setdefault((name, place), (rank, value))
             if value != expected:
                 raise CheckpointError(

@@ -1,8 +1,8 @@
 r"""Time and bandwidth of collective operations between ranks, over sizes of messages.
 
 With S the bytes of the whole message, n ranks and t seconds, the *algorithm bandwidth* is S / t, which falls with n for
-reasons that no hardware can help. The *bus bandwidth* removes these: it is the algorithm bandwidth times the share of S
-that must pass every rank's link whatever the algorithm, so it can be compared with the bandwidth of the link.
+reasons that no hardware can change. The *bus bandwidth* removes this effect: it is the algorithm bandwidth times the
+share of S that must pass every rank's link with any algorithm, so it can be compared with the bandwidth of the link.
 
 =================  =====================================  ==============
 operation          S                                      bus factor
@@ -36,7 +36,7 @@ from panther.errors import DistributedError, MissingExtraError, check_size
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
-_SHOWN = 16  # the table lists the utilization of this many ranks
+_MAX_LISTED_RANKS = 16  # the table lists the utilization of at most this many ranks
 _WARM_UP = 2  # the first calls also open connections
 
 
@@ -59,11 +59,11 @@ class CommunicationProfile:
     world_size: int
     """Number of ranks of the group."""
     backend: str
-    """Its backend, such as ``"gloo"``."""
+    """Backend of the group, such as ``"gloo"``."""
     timings: tuple[Timing, ...]
     """A row for each operation and message size."""
     utilization: tuple[float, ...] = ()
-    """For what share of the time the device of each rank computed, by :class:`DeviceUtilization`; NaN where it cannot
+    """The share of the time in which the device of each rank computed, by :class:`DeviceUtilization`; NaN if it cannot
     be measured."""
 
     def __str__(self) -> str:
@@ -77,16 +77,16 @@ class CommunicationProfile:
             for row in self.timings
         ]  # fmt: skip
         table = f"{counted(self.world_size, 'rank')}, {self.backend}\n{format_table(rows, align='<>')}"
-        return f"{table}\n{self._utilization_in_words()}" if self.utilization else table
+        return f"{table}\n{self._describe_utilization()}" if self.utilization else table
 
-    def _utilization_in_words(self) -> str:
+    def _describe_utilization(self) -> str:
         measured = [value for value in self.utilization if not math.isnan(value)]
         if not measured:
             return "utilization: not measured, because nvidia-ml-py is missing: run pip install 'panther-sketch[gpu]'"
-        shown = [f"{value:.0%} on rank {rank}" for rank, value in enumerate(self.utilization[:_SHOWN])]
-        if len(self.utilization) > _SHOWN:
-            shown.append(f"{min(measured):.0%} to {max(measured):.0%} on all")
-        return f"utilization: {', '.join(shown)}"
+        texts = [f"{value:.0%} on rank {rank}" for rank, value in enumerate(self.utilization[:_MAX_LISTED_RANKS])]
+        if len(self.utilization) > _MAX_LISTED_RANKS:
+            texts.append(f"{min(measured):.0%} to {max(measured):.0%} on all")
+        return f"utilization: {', '.join(texts)}"
 
 
 def profile_communication_overhead(
@@ -94,17 +94,16 @@ def profile_communication_overhead(
 ) -> CommunicationProfile:
     """Time collective operations over sizes, and print a table on rank 0. Every rank of the group must call it.
 
-    Without a process group there is nothing to time: it prints this in a sentence, and returns a profile without
-    timings.
+    Without a process group, it prints that no communication can be profiled, and returns a profile without timings.
 
     Args:
         message_sizes: Sizes in bytes, rounded up to multiples of four times the number of ranks.
-        repetitions: Timed repetitions of each, after two that do not count.
+        repetitions: Timed repetitions of each operation and size, after two repetitions that are not timed.
         group: Process group; None means all ranks.
         show: Whether the first rank of the group prints.
 
     Returns:
-        Times and bandwidths, see the module for the formulas; and the utilization of each rank's device meanwhile.
+        Times and bandwidths, by the formulas of this module, and the utilization of each rank's device in this time.
 
     Raises:
         TypeError: If ``message_sizes`` is not a list of sizes.
@@ -136,7 +135,7 @@ def profile_communication_overhead(
     timings = []
     utilization = DeviceUtilization(device)
     with ExitStack() as stack:
-        with suppress(MissingExtraError, DistributedError):  # the times are worth having without it
+        with suppress(MissingExtraError, DistributedError):  # the times are useful without the utilization
             stack.enter_context(utilization)
         for size in message_sizes:
             size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
@@ -164,26 +163,26 @@ def _time(run: Callable[[], object], repetitions: int, device: torch.device, gro
     times = []
     for _ in range(_WARM_UP + repetitions):
         finish()
-        dist.barrier(group=group)  # so that no rank's time includes waiting for a late one
+        dist.barrier(group=group)  # so that no time includes waiting for a late rank
         begin = time.perf_counter()
         run()
         finish()
         times.append(time.perf_counter() - begin)
     slowest = torch.tensor(times[_WARM_UP:], dtype=torch.float64, device=device)
-    # An operation is done when its last rank is.
+    # An operation is finished when its slowest rank has finished.
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return max(statistics.median(slowest.tolist()), 1e-9)
 
 
 def _operations(x: Tensor, group: Group) -> dict[str, tuple[Callable[[], object], float]]:
-    """Return each operation on a message, and its bus factor; buffers are made before the clock starts."""
+    """Return each operation on a message, and its bus factor; buffers are allocated here, before the clock starts."""
     n = dist.get_world_size(group)
     shards = list(x.chunk(n))
-    own = shards[0].clone()
+    shard = shards[0].clone()
     share = (n - 1) / n
     return {
         "all_reduce": (lambda: dist.all_reduce(x, group=group), 2 * share),
-        "all_gather": (lambda: dist.all_gather(shards, own, group=group), share),
-        "reduce_scatter": (lambda: dist.reduce_scatter(own, shards, group=group), share),
+        "all_gather": (lambda: dist.all_gather(shards, shard, group=group), share),
+        "reduce_scatter": (lambda: dist.reduce_scatter(shard, shards, group=group), share),
         "broadcast": (lambda: dist.broadcast(x, group=group, group_src=0), 1.0),
     }

@@ -1,10 +1,10 @@
 r"""Collective operations with gradients.
 
-The gradient depends on what the ranks do with the result. ``grad="replicate"``: all ranks continue with the same
-computation on a result that they share, as in tensor parallelism, so each of them receives the whole gradient.
-``grad="partial"``: every rank computes a loss of its own, and the sum of the losses is minimised, so each rank receives
-a term of the gradient. The names are those of torch's DTensor placements. Taking one for the other makes gradients
-wrong by a factor of the number of ranks, and nothing else shows it.
+The gradient depends on what the ranks do with the result. With ``grad="replicate"``, all ranks continue with the same
+computation on a result that they share, as in tensor parallelism, so each rank receives the complete gradient. With
+``grad="partial"``, every rank computes a different loss, and the sum of the losses is minimised, so each rank receives
+a term of the gradient. The names are the names of torch's DTensor placements. The wrong choice makes gradients wrong by
+a factor of the number of ranks, and no error shows it.
 """
 
 __all__ = ["ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"]
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther._torch import FakeTensor, disable_dispatch_modes, functional_collectives
-from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.agreement import agree, describe_settings
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
 from panther.distributed.comm.ranks import Group, is_fake, ranks_of
@@ -34,11 +34,11 @@ _NAMES = {**{value: name for name, value in _OPS.items()}, dist.ReduceOp.AVG: "m
 _Map = Callable[[Tensor], Tensor]
 
 _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
-"""Calls on which the ranks of a group were found to agree: names, shapes, dtypes and settings."""
+"""For each group, the calls on which its ranks agree: names, shapes, dtypes and settings."""
 
 
 class ReduceOp(dist.ReduceOp):
-    """torch's own reductions, which torch's functions take too: ``SUM``, ``AVG``, ``MAX``, ``MIN`` and ``PRODUCT``.
+    """torch's reductions, which torch's functions accept as well: ``SUM``, ``AVG``, ``MAX``, ``MIN`` and ``PRODUCT``.
 
     Attributes:
         AVERAGE: Another name of ``AVG``.
@@ -56,7 +56,7 @@ def all_reduce(
 ) -> Tensor:
     """Return the sum, mean, maximum, minimum or product of a tensor over the ranks of a group, on each of them.
 
-    The gradient of a maximum or minimum goes to the ranks that hold it, in equal shares if there are several.
+    The gradient of a maximum or minimum goes to the ranks that have this value, in equal shares.
 
     Args:
         x: A tensor of the same shape and dtype on every rank; it is not changed.
@@ -66,11 +66,12 @@ def all_reduce(
 
     Raises:
         ValueError: If ``op`` or ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
-            settings differ (compared once for each combination); if a rank is gone or late.
+        DistributedError: If no process group exists, or this rank is not in it; on every rank, if dtypes, shapes or
+            settings differ (they are compared once for each combination); if a rank has ended or is late.
 
-    Cost: the bytes of ``x``, once, or twice for a maximum or minimum; a product gathers ``x`` of all ranks. Backward
-    nothing, or the bytes of ``x`` with ``"partial"``; a product gathers no more.
+    Cost: the bytes of ``x``, once, or twice for a maximum or minimum; a product gathers ``x`` of all ranks. The
+    backward pass sends nothing with ``"replicate"`` and the bytes of ``x`` with ``"partial"``; a product is not
+    gathered again.
 
     Example:
         >>> import panther as pr
@@ -87,11 +88,12 @@ def all_reduce(
     adjoint = _view if grad == "replicate" else total
     if op in ("max", "min"):
         with watched("all_reduce", group):
-            found = _sum(x.detach(), group, _OPS[op])
-            holds = (x.detach() == found).to(x.dtype)
-            return _Extremum.apply(x, found, holds / _sum(holds, group).clamp(min=1), adjoint, total)
+            extremum = _sum(x.detach(), group, _OPS[op])
+            holds = (x.detach() == extremum).to(x.dtype)
+            return _Extremum.apply(x, extremum, holds / _sum(holds, group).clamp(min=1), adjoint, total)
     with watched("all_reduce", group):
-        # The sum over ranks is its own adjoint. If the ranks share the result, each has the whole gradient already.
+        # The sum over ranks is its own adjoint. If the ranks share the result, each rank has the complete gradient
+        # already.
         result = _Collective.apply(x, total, adjoint)
     return result / n if op == "mean" else result
 
@@ -106,11 +108,11 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
         grad: As for :func:`all_reduce`.
 
     Raises:
-        ShapeError: If ``dim`` is not a dimension of ``x``; on every rank, if shapes differ along another one.
+        ShapeError: If ``dim`` is not a dimension of ``x``; on every rank, if shapes differ along a different dimension.
         ValueError: If ``grad`` is unknown.
         DistributedError: As :func:`all_reduce`.
 
-    Cost: the bytes of ``x`` to every other rank, and first those of its shape.
+    Cost: the bytes of the shape and then of ``x``, sent to every other rank.
     """
     dim = _dimension("all_gather", x, dim)
     _check("all_gather", x, group, grad, dim=dim)
@@ -156,18 +158,18 @@ def reduce_scatter(
     n = _check("reduce_scatter", x, group, dim=dim, op=op)
     place: dict[str, Any] = {"dim": dim, "sizes": chunk_sizes(x.shape[dim], n), "group": group}
     if op not in ("sum", "mean"):
-        # Each rank's loss depends on a chunk of its own, so gradients are summed.
+        # The loss of each rank depends on a different chunk, so gradients are summed.
         return all_reduce(x, op, group, grad="partial").split(place["sizes"], dim)[dist.get_rank(group)].clone()
     with watched("reduce_scatter", group):
-        own = _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
-    return own / n if op == "mean" else own
+        chunk = _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
+    return chunk / n if op == "mean" else chunk
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
     """Return the tensor of rank ``src``, on every rank.
 
     Args:
-        x: The tensor to send; on the other ranks one of the same shape and dtype, whose values do not matter.
+        x: The tensor to send. All other ranks pass a tensor of the same shape and dtype, whose values do not matter.
         src: Global rank.
         group: As for :func:`all_reduce`.
         grad: As for :func:`all_reduce`. ``src`` gets the gradient, other ranks zeros.
@@ -189,20 +191,21 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
-    """Return the tensor itself; its gradients, a term on each rank, are summed over the ranks in backward."""
+    """Return the tensor itself; the backward pass sums its gradient, of which each rank has a term, over the ranks."""
     return _Collective.apply(x, _view, partial(_sum, group=group))
 
 
 def on_first_rank(x: Tensor, group: Group = None) -> Tensor:
-    """Return the tensor, equal on all ranks, on the first of them, and zeros on the others; nothing is sent.
+    """Return the tensor, which is equal on all ranks, on the first rank, and zeros on all other ranks; nothing is sent.
 
-    For a term of a sum over ranks. Each rank gets the gradient of the sum, which is the term's gradient on every rank.
+    Use it for a term of a sum over ranks. Each rank gets the gradient of the sum, which is also the gradient of the
+    term.
     """
     return _Collective.apply(x, partial(_keep_at, src=ranks_of(group)[0]), _view)
 
 
 def sum_together_in_backward(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
-    """Return tensors as :func:`sum_in_backward` does, with one collective for those of a dtype that need a gradient."""
+    """Return tensors as :func:`sum_in_backward` does, with one collective for all gradients of a dtype."""
     results = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
@@ -215,7 +218,7 @@ def sum_together_in_backward(tensors: Sequence[Tensor], group: Group = None) -> 
 
 
 class _Collective(torch.autograd.Function):
-    """Applies a linear map, and its adjoint to gradients; the adjoint of that is the map again, at every order."""
+    """Apply a linear map, and its adjoint to gradients; derivatives of higher orders alternate between the two."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _Map, adjoint: _Map) -> Tensor:
@@ -228,7 +231,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _SumTogether(torch.autograd.Function):
-    """The identity of several tensors; their gradients travel in one message."""
+    """Return several tensors unchanged; their gradients are summed over the ranks in one message."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -246,13 +249,13 @@ class _SumTogether(torch.autograd.Function):
 
 
 class _Extremum(torch.autograd.Function):
-    """The maximum or minimum, whose gradient is the one of a sum over ranks with constant weights."""
+    """The maximum or minimum over ranks; its gradient is the gradient of a sum over ranks with constant weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: Tensor, weight: Tensor, adjoint: _Map, total: _Map) -> Tensor:
+    def forward(ctx: Any, x: Tensor, extremum: Tensor, weight: Tensor, adjoint: _Map, total: _Map) -> Tensor:
         ctx.adjoint, ctx.total = adjoint, total
         ctx.save_for_backward(weight)
-        return _view(found)
+        return _view(extremum)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -271,21 +274,21 @@ def _reduction(op: Any) -> str:
 
 
 def _view(x: Tensor) -> Tensor:
-    return x.view_as(x)  # autograd takes no input for an output
+    return x.view_as(x)  # autograd does not accept an input as an output
 
 
 def _sum(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     if op == dist.ReduceOp.SUM:
         return _functional("all_reduce", x, "sum", group=group)
-    total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
+    total = x.contiguous().clone()  # collectives write in place, and autograd needs the values of x
     dist.all_reduce(total, op, group=group)
     return total
 
 
 def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
-    """Call a collective as an operation that returns its result: activation checkpointing can save it, and send once.
+    """Call a collective as an operation that returns its result, so that activation checkpointing can save the result.
 
-    Gloo copies less with it, too, than with lists of tensors.
+    The recomputation then sends nothing. Gloo also copies less than with lists of tensors.
     """
     group_name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
     return functional_collectives.wait_tensor(
@@ -294,7 +297,7 @@ def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
-    # Padded to one size, the only form that gloo knows. It joins along dimension 0.
+    # Shards are padded to one size, because gloo gathers equal sizes only. It concatenates along dimension 0.
     largest = max(sizes)
     if x.shape[dim] < largest:
         missing = (*x.shape[:dim], largest - x.shape[dim], *x.shape[dim + 1 :])
@@ -313,25 +316,25 @@ def _own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
 def _sum_own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
     if len(set(sizes)) > 1:  # gloo has no reduce_scatter of uneven shards
         return _own_chunk(_sum(x, group), dim, sizes, group)
-    shards = torch.cat(x.split(sizes, dim)) if dim else x  # which is split along dimension 0
+    shards = torch.cat(x.split(sizes, dim)) if dim else x  # torch splits it along dimension 0
     return _functional("reduce_scatter_tensor", shards, "sum", len(sizes), group=group)
 
 
 def _send(x: Tensor, src: int, group: Group) -> Tensor:
-    sent = x.contiguous().clone()
-    dist.broadcast(sent, src, group=group)
-    return sent
+    buffer = x.contiguous().clone()
+    dist.broadcast(buffer, src, group=group)
+    return buffer
 
 
 def _keep_at(x: Tensor, src: int) -> Tensor:
-    # A product with 0 would keep NaN and infinity of ranks whose values do not count.
+    # A product with 0 would keep NaN and infinity on ranks whose values must not count.
     return x.clone() if dist.get_rank() == src else torch.zeros_like(x)
 
 
 def _dimension(name: str, x: Tensor, dim: int) -> int:
-    """Return the dimension, counted from the front."""
+    """Check a dimension and return it, counted from the front."""
     _check_tensor(name, x)
-    dim = check_size("dim", dim, least=-sys.maxsize)  # for its type; the bounds are the tensor's
+    dim = check_size("dim", dim, least=-sys.maxsize)  # this checks the type; the tensor has the bounds
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
             f"{name} along dim={dim} needs a tensor with this dimension, and x has {x.dim()} dimensions"
@@ -348,27 +351,27 @@ def _check_tensor(name: str, x: Tensor, op: str | None = None) -> None:
 
 
 def _check(name: str, x: Tensor, group: Group, grad: str = "replicate", **settings: Any) -> int:
-    """Return the world size of the group, if this rank is in it and the others pass the same, compared once a case."""
+    """Check that this rank is in the group, and once per case that all ranks pass the same; return the world size."""
     if grad not in ("replicate", "partial"):
         raise ValueError(f"grad={grad!r} is unknown: use 'replicate' or 'partial'")
     _check_tensor(name, x, settings.get("op"))
     ranks = ranks_of(group)
     shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))
-    case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}
+    case = {"the tensor": f"{x.dtype} {shape}", **describe_settings({**settings, "grad": grad})}
     # An exchange for each call would double the latency of small tensors, so a case is compared once.
     agreed = _agreed.setdefault(group or dist.group.WORLD, set())
     if len(ranks) > 1 and (key := (name, *case.values())) not in agreed and not isinstance(x, FakeTensor):
-        with disable_dispatch_modes():  # this exchange comes once, so CommunicationCounter must not count it
+        with disable_dispatch_modes():  # CommunicationCounter must not count this exchange, which happens once
             agree(name, lambda: case, group, "pass every rank the same", "tensors or settings")
         agreed.add(key)
     return len(ranks)
 
 
 def _shapes(x: Tensor, group: Group) -> list[tuple[int, ...]]:
-    if is_fake(group):  # nothing is sent there: assume that every rank's tensor is as large as this
+    if is_fake(group):  # nothing is sent: assume that the tensors of all ranks have this shape
         return [tuple(x.shape)] * get_world_size(group)
-    # Eight dimensions at most: every rank has to send a row of the same length.
-    own = torch.tensor([x.dim(), *x.shape, *([0] * (8 - x.dim()))], device=x.device)
-    rows = [torch.empty_like(own) for _ in range(get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
+    # A row has space for eight dimensions, because every rank has to send a row of the same length.
+    shape_row = torch.tensor([x.dim(), *x.shape, *([0] * (8 - x.dim()))], device=x.device)
+    rows = [torch.empty_like(shape_row) for _ in range(get_world_size(group))]
+    dist.all_gather(rows, shape_row, group=group)
     return [tuple(row[1 : 1 + row[0]].tolist()) for row in rows]

@@ -1,7 +1,7 @@
-"""Errors of ranks that cannot reach one another: they name the ranks that do not answer, and where these stand.
+"""Errors of ranks that cannot reach each other: the message names the ranks that do not answer and their position.
 
-Nothing is sent as long as communication works. When an exchange fails or times out, every rank that notices leaves a
-note in the store in which the ranks met, and those that leave none within a moment are named.
+Nothing is sent as long as communication works. When an exchange fails or times out, every rank that notices it leaves a
+note in the store in which the ranks met. The error names the ranks that leave no note within two seconds.
 """
 
 __all__ = ["explain_transport_error", "gather_all", "watched"]
@@ -20,29 +20,29 @@ from panther.distributed.comm.ranks import in_process_group, is_fake, name_ranks
 from panther.distributed.comm.supervision.positions import ANSWER_S, Position, ask, positions_of
 from panther.errors import DistributedError, PantherError
 
-_GRACE_S = 2.0  # ranks that time out do so within this time of one another
+_GRACE_S = 2.0  # all ranks that time out do so within this time
 _POLL_S = 0.02
-_STORE_S = 1.5  # for a store that answers slowly
+_STORE_S = 1.5  # additional time if the store answers slowly
 _SIGNS = (
     "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout",
     "Broken pipe",
 )  # fmt: skip
-_NAMED_POSITIONS = 4  # ranks whose position the message has
+_NAMED_POSITIONS = 4  # the message tells the position of at most this many ranks
 
 _failed_calls: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
-"""By rank of the default group: how many of its failed calls this process has seen, or had itself."""
+"""For each rank of the default group: the number of its failed calls that this process knows of."""
 
 _gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
-    """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait."""
-    found = group or dist.group.WORLD
-    assert found is not None
+    """Wait in the store until every rank of the group has come. With NCCL, waiting in a collective ends the process."""
+    member_group = group or dist.group.WORLD
+    assert member_group is not None
     # Keys of a store stay, so every gathering has a number of its own.
-    number = _gatherings[found] = _gatherings.get(found, 0) + 1
-    name = f"panther/here/{found.group_name}/{number}"
-    timeout = group_timeout(found, transport(group))
+    number = _gatherings[member_group] = _gatherings.get(member_group, 0) + 1
+    name = f"panther/here/{member_group.group_name}/{number}"
+    timeout = group_timeout(member_group, transport(group))
     with watched(doing, group):
         store = default_store()
         store.set(f"{name}/{dist.get_rank()}", "")
@@ -51,7 +51,7 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
 
 @contextmanager
 def watched(doing: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn an error of the transport while ``doing`` something into one that names ranks; other errors pass."""
+    """Turn an error of the transport into an error that names ranks and the call ``doing``; other errors pass."""
     begun = time.monotonic()
     try:
         yield
@@ -62,7 +62,7 @@ def watched(doing: str | Callable[[], str], group: dist.ProcessGroup | None = No
 
 
 def explain_transport_error(error: BaseException) -> DistributedError | None:
-    """Return an error that names ranks, for one of the transport that no other function has explained."""
+    """Return an error that names ranks, if ``error`` is of the transport and has not been explained yet; else None."""
     if isinstance(error, RuntimeError) and _is_of_transport(error):
         return _explain("a collective operation", None, None, error)
     return None
@@ -92,7 +92,7 @@ def _explain(
     for other, note in notes.items():
         if note != doing:
             by_note.setdefault(note, []).append(other)
-    parts = [f"{name_ranks(others)} failed in {note}" for note, others in by_note.items()]
+    parts = [f"{name_ranks(failed_ranks)} failed in {note}" for note, failed_ranks in by_note.items()]
     fix = "make the same call on every rank"
     if positions:
         places = [f"rank {other} {position.text}" for other, position in list(positions.items())[:_NAMED_POSITIONS]]
@@ -109,10 +109,10 @@ def _explain(
 
 
 def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]] | None:
-    """Return what each rank that also failed was doing, and where the other ones are; None if the store is gone.
+    """Return the calls in which ranks failed, and the positions of all other ranks; None if the store is gone.
 
-    The process that hosts the store may be the one that is stopped, and torch's store waits for it without a limit. So
-    a thread asks, and this one waits no longer than for the answers.
+    The process that hosts the store may be the stopped one, and torch's store waits for it without a limit. So a second
+    thread reads the store, and this thread waits for a limited time.
     """
     answers: list[tuple[dict[int, str], dict[int, Position]]] = []
 
@@ -127,22 +127,22 @@ def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str],
 
 
 def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]]:
-    """Leave a note in the store, and return what :func:`_roll_call` does; RuntimeError if the store is gone."""
+    """Leave a note in the store, and return notes and positions; raise RuntimeError if the store is gone."""
     assert dist.group.WORLD is not None
-    # Only the latest note of a rank is in the store. Its number tells whether this process has seen it before.
-    seen = _failed_calls.setdefault(dist.group.WORLD, {})
-    seen[rank] = seen.get(rank, 0) + 1
+    # The store has only the latest note of a rank. Its number says whether this process has read the note before.
+    note_numbers = _failed_calls.setdefault(dist.group.WORLD, {})
+    note_numbers[rank] = note_numbers.get(rank, 0) + 1
     notes = {rank: doing}
     begun = time.monotonic()
     store = default_store()
     request = ask(store)
-    store.set(f"panther/fault/{rank}", json.dumps([seen[rank], doing]))
+    store.set(f"panther/fault/{rank}", json.dumps([note_numbers[rank], doing]))
     while len(notes) < len(ranks) and time.monotonic() < begun + _GRACE_S:
         for other in ranks:
             if other not in notes and store.check([f"panther/fault/{other}"]):
                 number, note = json.loads(store.get(f"panther/fault/{other}"))
-                if number > seen.get(other, 0):
-                    seen[other], notes[other] = number, note
+                if number > note_numbers.get(other, 0):
+                    note_numbers[other], notes[other] = number, note
         time.sleep(_POLL_S)
     missing = [other for other in ranks if other not in notes]
     positions = positions_of(missing, store, request, begun + ANSWER_S)

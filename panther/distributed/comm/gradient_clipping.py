@@ -1,4 +1,4 @@
-"""The norm of a gradient that is sharded over ranks, for one number sent."""
+"""The norm of a gradient that is sharded over ranks. A norm costs one all-reduce of one number."""
 
 __all__ = ["clip_gradients", "gradient_norm", "scale_gradients"]
 
@@ -18,9 +18,9 @@ def gradient_norm(
 ) -> Tensor:
     """Return the Euclidean norm of the gradient of a whole model, the same number on every rank.
 
-    Nothing is sent for replicated gradients, as under DDP. Where some are sharded (FSDP2, tensor parallelism) or belong
-    to other stages, every rank of the group must call it. Gradients that are still to be summed over ranks, as those of
-    torch's SequenceParallel, are sent whole.
+    Nothing is sent for replicated gradients, as under DDP. If some gradients are sharded (FSDP2, tensor parallelism) or
+    belong to other stages, every rank of the group must call it. Gradients that are still to be summed over ranks, for
+    example with torch's SequenceParallel, are sent completely.
 
     Args:
         parameters: The parameters of this rank, after backward.
@@ -36,11 +36,11 @@ def gradient_norm(
     device = next(map(_sends_on, parameters), torch.device("cpu"))
     sharded = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
     if not sharded:
-        whole = by_shards.get(1, [])
-        return get_total_norm(whole) if whole else torch.zeros((), device=device)
+        gradients = by_shards.get(1, [])
+        return get_total_norm(gradients) if gradients else torch.zeros((), device=device)
     copies = dist.get_world_size(group) // stages
     square = torch.zeros((), dtype=torch.float64, device=device)  # squares of large float32 norms overflow
-    for shards, gradients in by_shards.items():  # a shard that several ranks have is counted by each of them
+    for shards, gradients in by_shards.items():  # each rank that has a shard counts it
         square += get_total_norm(gradients).double() ** 2 * shards / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -51,7 +51,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     parameters = list(parameters)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
-            # The norm is a plain tensor, by which torch does not multiply a DTensor.
+            # The norm is a plain tensor, and torch does not multiply a DTensor by a plain tensor.
             shard = parameter.grad.to_local()
             shard.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shard.device))
         elif parameter.grad is not None and parameter.grad.is_sparse:
@@ -68,19 +68,19 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def _sends_on(parameter: nn.Parameter) -> torch.device:
-    """Return the device of a parameter's ranks, which is not its own if it is offloaded to the CPU."""
+    """Return the device on which gradients of a parameter are sent: the GPU also if it is offloaded to the CPU."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device
 
 
 def _local(gradient: Tensor) -> tuple[int, Tensor]:
-    """Return the number of shards of a gradient, and this rank's."""
+    """Return the number of shards of a gradient, and the shard of this rank."""
     if not isinstance(gradient, DTensor):
-        # Of an embedding with sparse=True. Rows that occur several times are added up first.
+        # Embeddings with sparse=True have sparse gradients. Rows that occur several times are added up first.
         return 1, gradient.coalesce().values() if gradient.is_sparse else gradient
-    if any(placement.is_partial() for placement in gradient.placements):  # of norms in a sharded sequence
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
+    if any(placement.is_partial() for placement in gradient.placements):  # norm layers in a sharded sequence
+        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=placements)
     axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in axes if not placement.is_replicate()), gradient.to_local()

@@ -1,9 +1,9 @@
-"""Check-in: before the process group is made, every rank says that it is there, and rank 0 decides for all.
+"""Check-in: before the process group is created, every rank reports to rank 0, which decides for all ranks.
 
-A store may hold what earlier attempts of the same run wrote (the store of an elastic agent outlives restarts), so
-nothing found in it counts unless it answers the present processes. Rank 0 writes a new *token*; rank r answers under it
-with a *nonce* of its own; rank 0's decision, under the token too, counts for rank r only if its nonce is in it.
-The process group then uses keys with that token only, or a file of that name.
+A store may contain entries of earlier attempts of the same run, because the store of an elastic agent outlives
+restarts. So an entry counts only if it answers the present processes. Rank 0 writes a new *token*. Every other rank
+writes a random *nonce* under this token. Rank 0 writes its decision under the token as well, and a rank accepts the
+decision only if its nonce is in it. The process group then uses only keys with the token, or a file of that name.
 """
 
 __all__ = ["Agreement", "RankInfo", "check_in", "decide", "meet", "own_gpu"]
@@ -28,7 +28,7 @@ from panther.distributed.comm.supervision.ending import check_parent
 from panther.errors import DistributedError
 
 _POLL_S = (0.002, 0.1)  # first pause and longest
-_GRACE_S = 2.0  # for a decision on the way
+_GRACE_S = 2.0  # additional time for a decision that rank 0 is about to write
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class RankInfo:
     """Names a machine, or a container with its own network."""
     world_size: int
     backend: str | None
-    """As asked for by the user."""
+    """The backend that the user asks for."""
     gpu: str | None
     """Name of the GPU that this rank would use."""
     address: str = ""
-    """By which this machine reaches the store; "" if only this machine is known to take part, or it is loopback."""
+    """Address by which this machine reaches the store; "" for loopback, or if no other machine is known."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Agreement:
     nodes: tuple[int, ...]
     """The node of each rank, numbered from 0 in the order of ranks."""
     address: str = ""
-    """Address of one machine that all others reach. Ranks communicate on the interface of the route to it."""
+    """Address of a machine that all other machines reach. Ranks communicate on the interface of the route to it."""
 
     @property
     def one_host(self) -> bool:
@@ -64,7 +64,7 @@ class Agreement:
 
 
 def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) -> Agreement:
-    """Wait for every rank and agree on the backend, or raise the same error on every rank that is there."""
+    """Wait for every rank and agree on the backend, or raise the same error on every rank that has checked in."""
     name = f"{socket.gethostname()} {_machine()}"
     gpu = own_gpu(rank)
     info = RankInfo(name, world_size, backend, None if gpu is None else gpu[1], meeting.own_address)
@@ -78,40 +78,42 @@ def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) 
 
 
 def own_gpu(rank: int) -> tuple[int, str] | None:
-    """Return index and name of the GPU for this rank, by its number on this machine; None if it sees none."""
+    """Return index and name of the GPU for this rank, by its number on this machine; None if it has no GPU."""
     if not torch.cuda.is_available() or not dist.is_nccl_available() or is_forked_from_cuda():
         return None
-    given = os.environ.get("LOCAL_RANK", "")
-    # 0 if the launcher shows each rank just its own.
-    index = (int(given) if given.isdecimal() else rank) % torch.cuda.device_count()
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    # The index is 0 if the launcher shows each rank a single GPU.
+    index = (int(local_rank) if local_rank.isdecimal() else rank) % torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # There are too few names if the variable was changed after torch had read it.
+    # The variable has too few names if it was changed after torch had read it.
     return index, (visible[index].strip() if index < len(visible) else "") or str(index)
 
 
 def decide(token: str, infos: list[RankInfo]) -> Agreement:
-    """Choose the backend: the one that was asked for, else nccl if every rank has a GPU of its own, else gloo."""
+    """Choose the backend: the one that the user asks for, else nccl if every rank has a GPU of its own, else gloo."""
     world_size = infos[0].world_size
-    taken: set[tuple[str, str | None]] = set()
-    poor = []
+    used_gpus: set[tuple[str, str | None]] = set()
+    ranks_without_gpu = []
     for rank, info in enumerate(infos):
         if info.world_size != world_size:
             raise DistributedError(
                 f"every rank must be given the same world size: rank 0 has {world_size} and rank {rank} has "
                 f"{info.world_size}"
             )
-        if info.gpu is None or (info.host, info.gpu) in taken:  # NCCL refuses two ranks on one GPU
-            poor.append(rank)
-        taken.add((info.host, info.gpu))
-    asked = {info.backend: rank for rank, info in reversed(list(enumerate(infos))) if info.backend is not None}
-    if len(asked) > 1:
-        found = ", ".join(f"rank {rank} asks for {name!r}" for name, rank in asked.items())
-        raise DistributedError(f"every rank must ask for the same backend: {found}; or leave it None")
-    backend = next(iter(asked), "gloo" if poor else "nccl")
-    if "nccl" in backend and poor:
+        if info.gpu is None or (info.host, info.gpu) in used_gpus:  # NCCL refuses two ranks on one GPU
+            ranks_without_gpu.append(rank)
+        used_gpus.add((info.host, info.gpu))
+    rank_by_backend = {
+        info.backend: rank for rank, info in reversed(list(enumerate(infos))) if info.backend is not None
+    }
+    if len(rank_by_backend) > 1:
+        requests = ", ".join(f"rank {rank} asks for {name!r}" for name, rank in rank_by_backend.items())
+        raise DistributedError(f"every rank must ask for the same backend: {requests}; or leave it None")
+    backend = next(iter(rank_by_backend), "gloo" if ranks_without_gpu else "nccl")
+    if "nccl" in backend and ranks_without_gpu:
         raise DistributedError(
-            f"backend={backend!r} needs a GPU of its own for every rank, and {name_ranks(poor)} of {world_size} "
-            "lacks one: start fewer processes, or use backend=None or 'gloo'"
+            f"backend={backend!r} needs a GPU of its own for every rank, and {name_ranks(ranks_without_gpu)} of "
+            f"{world_size} lacks one: start fewer processes, or use backend=None or 'gloo'"
         )
     address = next((info.address for info in infos if info.address), "")
     hosts = list(dict.fromkeys(info.host for info in infos))
@@ -119,7 +121,7 @@ def decide(token: str, infos: list[RankInfo]) -> Agreement:
 
 
 def _machine() -> str:
-    # A container has its machine's boot id and often its host name; its network namespace tells it apart.
+    # A container has the boot id and often the host name of its machine, but its own network namespace.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
@@ -127,37 +129,37 @@ def _machine() -> str:
 
 
 def _lead(meeting: Meeting, info: RankInfo) -> Agreement:
-    store, token, others = meeting.store, uuid.uuid4().hex, range(1, info.world_size)
+    store, token, other_ranks = meeting.store, uuid.uuid4().hex, range(1, info.world_size)
     store.set("token", token)
     for _ in _pauses():
-        hellos = _read(store, f"hello/{token}", others)
-        if len(hellos) == len(others) or time.monotonic() > meeting.deadline:
+        hellos = _read(store, f"hello/{token}", other_ranks)
+        if len(hellos) == len(other_ranks) or time.monotonic() > meeting.deadline:
             break
     nonces = {other: hello["nonce"] for other, hello in hellos.items()}
     try:
-        if len(hellos) < len(others):
+        if len(hellos) < len(other_ranks):
             _raise_missing([0, *hellos], info.world_size, meeting)
         agreement = decide(token, [info, *(RankInfo(**hello["info"]) for hello in hellos.values())])
         store.set(f"go/{token}", json.dumps({"nonces": nonces, "agreement": asdict(agreement)}))
         return agreement
     except DistributedError as error:
         store.set(f"go/{token}", json.dumps({"nonces": nonces, "error": str(error)}))
-        # This rank may host the store, and must not end before they have read it.
+        # This rank may host the store, and must not end before the other ranks have read the error.
         meet(store, f"read/{token}", 1 + len(hellos), time.monotonic() + _GRACE_S)
         raise
     finally:
-        store.compare_set("token", token, "")  # those who come now are of another attempt
+        store.compare_set("token", token, "")  # ranks that check in from now on belong to a later attempt
 
 
 def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
     store, nonce, token, answer = meeting.store, uuid.uuid4().hex, "", {}
     hello = json.dumps({"nonce": nonce, "info": asdict(info)})
-    store.set(f"hello/{token}/{rank}", hello)  # for the errors of the others if rank 0 never comes
+    store.set(f"hello/{token}/{rank}", hello)  # other ranks name it in their errors if rank 0 never comes
     for _ in _pauses():
         if store.check(["token"]):
-            found = store.get("token").decode()
-            if found not in ("", token):  # the first, or the present one after that of an earlier attempt
-                token = found
+            current_token = store.get("token").decode()
+            if current_token not in ("", token):  # the first token, or a new one after the token of an earlier attempt
+                token = current_token
                 store.set(f"hello/{token}/{rank}", hello)
             if store.check([f"go/{token}"]):
                 answer = json.loads(store.get(f"go/{token}"))
@@ -174,17 +176,17 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
 
 
 def meet(store: dist.Store, key: str, count: int, deadline: float) -> bool:
-    """Wait until as many ranks have come to the key, a counter in the store; return whether they did."""
-    came = store.add(key, 1)
-    while came < count and time.monotonic() < deadline:
+    """Wait until ``count`` ranks have increased the counter ``key`` of the store; return whether they have in time."""
+    arrived = store.add(key, 1)
+    while arrived < count and time.monotonic() < deadline:
         check_parent()
         time.sleep(0.01)
-        came = store.add(key, 0)
-    return came >= count
+        arrived = store.add(key, 0)
+    return arrived >= count
 
 
 def _read(store: dist.Store, name: str, ranks: range) -> dict[int, Any]:
-    """Return what ranks have stored under this name, by rank, without those that have stored nothing."""
+    """Return the values that ranks have stored under a name, without the ranks that have stored nothing."""
     return {rank: json.loads(store.get(f"{name}/{rank}")) for rank in ranks if store.check([f"{name}/{rank}"])}
 
 

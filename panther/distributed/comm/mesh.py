@@ -30,7 +30,7 @@ AXES = ("replicate", "dp", "pp", "tp")
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return the rank of this process in a group, -1 outside of it; 0 where there is no process group.
+    """Return the rank of this process in a group, -1 outside of the group, and 0 without a process group.
 
     Args:
         group: Process group; None is all ranks.
@@ -43,7 +43,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes of a group, -1 outside of it; 1 where there is no process group.
+    """Return the number of processes of a group, -1 outside of the group, and 1 without a process group.
 
     Args:
         group: Process group; None is all ranks.
@@ -64,7 +64,7 @@ class DistributedInfo:
     world_size: int
     """Number of processes of the run."""
     local_rank: int
-    """Rank among the processes of this node, as the launcher said; 0 if it did not."""
+    """Rank among the processes of this node, which the launcher sets; 0 if it does not."""
     backend: str | None
     """None without a process group."""
     device: torch.device
@@ -78,11 +78,11 @@ class DistributedInfo:
         """Return a field by its name.
 
         Raises:
-            KeyError: If there is no such field.
+            KeyError: If no field has this name.
         """
-        known = [field.name for field in fields(self)]
-        if name not in known:
-            raise KeyError(f"{name!r} is unknown: use one of {', '.join(known)}")
+        names = [field.name for field in fields(self)]
+        if name not in names:
+            raise KeyError(f"{name!r} is unknown: use one of {', '.join(names)}")
         return getattr(self, name)
 
 
@@ -109,22 +109,22 @@ def make_mesh(
 ) -> DeviceMesh:
     """Arrange all ranks on named axes. Every rank must call it.
 
-    The axes that are given make the mesh, in the order replicate, dp, pp, tp; ``mesh["tp"]`` is a submesh, as is
-    ``mesh["dp", "tp"]``, in this order. Uneven shards along an axis follow :func:`torch.chunk`.
+    The mesh has the axes whose size is passed, in the order replicate, dp, pp, tp; ``mesh["tp"]`` and
+    ``mesh["dp", "tp"]``, in this order, are submeshes. Uneven shards along an axis follow :func:`torch.chunk`.
 
     Args:
-        dp: Ranks along data parallelism; with none of the four given, all ranks.
+        dp: Ranks along data parallelism; all ranks if none of the four sizes is passed.
         pp: Stages of a pipeline.
         tp: Ranks that share layers.
-        replicate: Replicas of what is sharded along dp (hybrid sharding).
+        replicate: Replicas of the shards along dp (hybrid sharding).
 
     Returns:
         The mesh, on GPUs with nccl, else on CPUs.
 
     Raises:
-        ShapeError: If the product of the axes is not the world size, or an axis is not positive; before anything is
-            sent.
-        DistributedError: If there is no process group.
+        ShapeError: If the product of the axes is not the world size, or an axis is not positive. It is raised before
+            anything is sent.
+        DistributedError: If no process group exists.
 
     Example:
         >>> import panther as pr
@@ -135,8 +135,8 @@ def make_mesh(
     """
     require_process_group()
     world = dist.get_world_size()
-    given = {"replicate": replicate, "dp": dp, "pp": pp, "tp": tp}
-    sizes = {name: check_size(name, given[name], least=1) for name in AXES if given[name] is not None}  # type: ignore[arg-type]
+    sizes_by_axis = {"replicate": replicate, "dp": dp, "pp": pp, "tp": tp}
+    sizes = {name: check_size(name, sizes_by_axis[name], least=1) for name in AXES if sizes_by_axis[name] is not None}  # type: ignore[arg-type]
     sizes = sizes or {"dp": world}
     product = math.prod(sizes.values())
     if product != world:  # torch accepts a smaller mesh; the other ranks would do nothing
@@ -151,7 +151,7 @@ def chunk_sizes(size: int, n: int) -> list[int]:
     """Return the sizes of the n chunks of :func:`torch.chunk`: 3, 3, 3, 1 for 10 and 4.
 
     Raises:
-        ShapeError: If there are fewer than n.
+        ShapeError: If the dimension has fewer than n chunks.
     """
     step = -(-size // n) if size else 0
     sizes = [max(0, min(step, size - i * step)) for i in range(n)]
@@ -179,9 +179,9 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _advice(sizes: dict[str, int], world: int, product: int) -> str:
-    """Propose another size of one axis that fits, or another world size."""
+    """Return advice: a size of one axis that fits to the world size, or a world size that fits to the axes."""
     for name in sizes:
-        others = product // sizes[name]
-        if world % others == 0:
-            return f"use {name}={world // others}, or start {product} processes"
+        product_of_other_axes = product // sizes[name]
+        if world % product_of_other_axes == 0:
+            return f"use {name}={world // product_of_other_axes}, or start {product} processes"
     return f"start {product} processes"

@@ -1,4 +1,4 @@
-"""Metrics over all ranks: means weighted by samples, sums, maxima, each rank's own, and the utilization of devices."""
+"""Metrics over all ranks: weighted means, sums, maxima, values of single ranks, and the utilization of devices."""
 
 __all__ = ["DeviceUtilization", "DistributedMetricsCollector"]
 
@@ -44,7 +44,7 @@ class _Metric(list[float]):
             return (math.nan if any(map(math.isnan, self)) else max(self, default=-math.inf)), 0.0
         if self.reduce == "sum":
             return sum(self), 0.0
-        # A rank without samples may have NaN for a mean, and nothing to add.
+        # A rank without samples may have a mean of NaN, which must not be added.
         counted = [(value, weight) for value, weight in zip(self, self.weights, strict=True) if weight]
         return sum(value * weight for value, weight in counted), sum(weight for _, weight in counted)
 
@@ -52,15 +52,16 @@ class _Metric(list[float]):
 class DistributedMetricsCollector:
     """Collect metrics on every rank, and reduce them over all of them.
 
-    A mean is weighted by ``weight``, for example the number of samples of a batch, so it is the mean over all samples
-    whatever the ranks' batches were. Values are kept until :meth:`reset`.
+    A mean is weighted by ``weight``, for example the number of samples of a batch. So it is the mean over all samples
+    for any division into batches. Values are stored until :meth:`reset`.
 
     Args:
         rank: This process.
         world_size: Number of processes.
 
     Attributes:
-        metrics: The values that this rank collected, a list by name. Values that are appended to one have weight 1.
+        metrics: The values that this rank collected, a list for each name. Values that are appended to a list have
+            weight 1.
 
     Raises:
         DistributedError: If these are not the rank and world size of the process group.
@@ -102,12 +103,12 @@ class DistributedMetricsCollector:
         """
         if reduce not in _REDUCTIONS:
             raise ValueError(f"reduce={reduce!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}")
-        for what, number in (("value", value), ("weight", weight)):
+        for quantity, number in (("value", value), ("weight", weight)):
             if isinstance(number, torch.Tensor) and number.numel() != 1:
-                raise ValueError(f"the {what} of {name!r} has shape {tuple(number.shape)} and must be one number")
+                raise ValueError(f"the {quantity} of {name!r} has shape {tuple(number.shape)} and must be one number")
             if isinstance(number, str) or not hasattr(number, "__float__"):
                 raise TypeError(
-                    f"the {what} of {name!r} must be a number or a tensor of one, not {type(number).__name__}"
+                    f"the {quantity} of {name!r} must be a number or a tensor of one, not {type(number).__name__}"
                 )
         value, weight = float(value), float(weight)
         if not weight >= 0:
@@ -118,19 +119,19 @@ class DistributedMetricsCollector:
         metric.add(value, weight)
 
     def _metric(self, name: str, reduce: str = "mean") -> _Metric:
-        found = self.metrics.get(name)
-        if not isinstance(found, _Metric):  # there is none, or a list that the caller put there
-            found = self.metrics[name] = _Metric(reduce if found is None else "mean", found or ())
-        return found
+        metric = self.metrics.get(name)
+        if not isinstance(metric, _Metric):  # it is missing, or a list of the caller
+            metric = self.metrics[name] = _Metric(reduce if metric is None else "mean", metric or ())
+        return metric
 
     def compute_global_metrics(self) -> dict[str, float]:
-        """Return every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
+        """Return every metric over all ranks, on every rank; all ranks must call it. A mean without weight is NaN.
 
-        A metric that is each rank's own has an entry for each, such as ``"utilization, rank 0"``.
+        A metric with ``reduce="each"`` has an entry for each rank, such as ``"utilization, rank 0"``.
 
         Raises:
-            DistributedError: On every rank, if the ranks have other metrics, which are named; if a rank is gone or
-                late.
+            DistributedError: On every rank, if the ranks have different metrics, which the error names; if a rank has
+                ended or is late.
 
         Cost: gathers of 16 bytes, and of the pickled totals and weights, from every rank.
         """
@@ -144,9 +145,9 @@ class DistributedMetricsCollector:
                 "metrics",
             )
         with watched("compute_global_metrics"):
-            every = gather_objects([self._metric(name).total() for name in reductions], None)
+            totals_by_rank = gather_objects([self._metric(name).total() for name in reductions], None)
         result = {}
-        for (name, reduce), totals in zip(reductions.items(), zip(*every, strict=True), strict=True):
+        for (name, reduce), totals in zip(reductions.items(), zip(*totals_by_rank, strict=True), strict=True):
             values = [value for value, _ in totals]
             if reduce == "max":
                 result[name] = math.nan if any(map(math.isnan, values)) else max(values)
@@ -156,8 +157,8 @@ class DistributedMetricsCollector:
                 for rank, (value, weight) in enumerate(totals):
                     result[f"{name}, rank {rank}"] = value / weight if weight else math.nan
             else:
-                whole = sum(weight for _, weight in totals)
-                result[name] = sum(values) / whole if whole else math.nan
+                total_weight = sum(weight for _, weight in totals)
+                result[name] = sum(values) / total_weight if total_weight else math.nan
         return result
 
     def print_metrics(self) -> dict[str, float]:
@@ -175,11 +176,11 @@ class DistributedMetricsCollector:
 
 
 class DeviceUtilization:
-    """Measure for what share of the time this rank's device computes, inside a ``with`` block.
+    """Measure the share of the time in which the device of this rank computes, inside a ``with`` block.
 
-    Of a GPU it is the share of the time in which a kernel runs, as its driver reports it, sampled while the block runs.
-    Of the CPU it is the time that this process spends on processors, over the elapsed time and torch's threads. A rank
-    that waits for others, for data or for the network has less than those that it waits for.
+    For a GPU, it is the share of the time in which a kernel runs. The driver reports it, and a thread samples it while
+    the block runs. For the CPU, it is the processor time of this process divided by the elapsed time and the number of
+    torch's threads. A rank that waits for other ranks, for data or for the network has a smaller share.
 
     Args:
         device: The device; None is that of this rank.
@@ -213,7 +214,7 @@ class DeviceUtilization:
     def __enter__(self) -> Self:
         self._device = self.device or get_distributed_info().device
         if self._device.type == "cuda":
-            self._sample()  # here, where an error reaches the caller; it is of the time before the block
+            self._sample()  # an error reaches the caller here; the value, of the time before the block, is not used
             self._end.clear()
             self._sampler = threading.Thread(target=self._follow, daemon=True)
         self._begin()
@@ -228,7 +229,7 @@ class DeviceUtilization:
         self.value = self.restart()
 
     def restart(self) -> float:
-        """Return the share since the block began, or since the last call, and begin anew."""
+        """Return the share since the block began, or since the last call, and begin a new measurement."""
         if self._device.type == "cuda":
             value = statistics.mean([*self._samples, self._sample()])
         else:
@@ -252,5 +253,5 @@ class DeviceUtilization:
                 "the utilization of a GPU is asked for by nvidia-ml-py, which is not installed: run pip install "
                 "'panther-sketch[gpu]'"
             ) from error
-        except Exception as error:  # of the driver, in classes of nvidia-ml-py
+        except Exception as error:  # the driver fails, with classes of nvidia-ml-py
             raise DistributedError(f"the driver does not report the utilization of {self._device}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which ranks share a node, the memory of this one, and the warning of what should stay within one."""
+"""The node of each rank, the memory of this node, and a warning about groups that should stay within a node."""
 
 __all__ = ["forget_nodes", "nodes_of", "note_nodes", "physical_memory", "warn_across_nodes"]
 
@@ -16,18 +16,18 @@ _nodes: tuple[int, ...] = ()
 
 
 def note_nodes(nodes: Sequence[int]) -> None:
-    """Keep the node of each rank of the process group that is about to be made."""
+    """Store the node of each rank of the process group that is about to be created."""
     global _nodes
     _nodes = tuple(nodes)
 
 
 def forget_nodes() -> None:
-    """Remove them, with the process group."""
+    """Forget the nodes of the ranks, when the process group is destroyed."""
     note_nodes(())
 
 
 def physical_memory() -> float:
-    """Return the bytes of memory of this node, or infinity where the system does not tell, as Windows."""
+    """Return the bytes of memory of this node, or infinity if the system does not report it, as Windows."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
@@ -35,9 +35,9 @@ def physical_memory() -> float:
 
 
 def nodes_of(ranks: Sequence[int]) -> list[int]:
-    """Return the node of each of the ranks, numbered from 0; all 0 where nothing is known.
+    """Return the node of each rank, numbered from 0; all ranks are on node 0 if their nodes are unknown.
 
-    A process group that torch made is numbered by LOCAL_WORLD_SIZE, which launchers set.
+    The nodes of a process group that torch created follow from LOCAL_WORLD_SIZE, which launchers set.
     """
     world = get_world_size()
     if len(_nodes) == world:
@@ -48,7 +48,7 @@ def nodes_of(ranks: Sequence[int]) -> list[int]:
     return [rank // int(local) for rank in ranks]
 
 
-def warn_across_nodes(what: str, group: Group) -> None:
+def warn_across_nodes(parallelism: str, group: Group) -> None:
     """Warn, on the group's first rank, if a group that sends activations in every layer is not within a node."""
     if is_fake(group):
         return
@@ -59,8 +59,8 @@ def warn_across_nodes(what: str, group: Group) -> None:
     least = min(share.values())
     size = f"{least}, the ranks of a node," if least > 1 else "1"
     warnings.warn(
-        f"{what} over {name_ranks(ranks)} crosses {len(share)} nodes, and every layer sends its activations between "
-        f"them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes",
+        f"{parallelism} over {name_ranks(ranks)} crosses {len(share)} nodes, and every layer sends its activations "
+        f"between them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes",
         PerformanceWarning,
         stacklevel=2,
     )

@@ -38,15 +38,15 @@ from panther.errors import DistributedError, ShapeError, check_size
 
 DEFAULT_TIMEOUT_S = 300.0
 _FAREWELL_S = 5.0
-_STUCK_S = 10.0  # after the timeout, at which a start that is not stuck has raised an error
+_STUCK_S = 10.0  # after the timeout; a start that is not stuck raises its error at the timeout
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 _at_shutdown = ExitStack()
-"""What shutdown does before it destroys the process group."""
+"""Functions that shutdown calls before it destroys the process group."""
 
 _store_folder: Path | None = None
-"""Where the file of the process group's store is, if it is a file."""
+"""Folder with the file of the process group's store, if the store is a file."""
 
 
 def start_group(
@@ -56,7 +56,7 @@ def start_group(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     store: dist.Store | Meeting | None = None,
 ) -> None:
-    """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
+    """Join the process group in ``store``, or else in the store of the environment; errors have one sentence."""
     _check_request(rank, world_size, backend, timeout_s)
     watch_parent()
     with start_limited(timeout_s + _STUCK_S):
@@ -85,7 +85,7 @@ def _join(
         device = None
         if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
             device = torch.device("cuda", gpu[0])
-            torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
+            torch.cuda.set_device(device)  # before NCCL starts; else every rank takes memory on GPU 0
         dist.init_process_group(
             agreement.backend,
             store=store,
@@ -94,11 +94,11 @@ def _join(
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        # A rank that is connected and fails at once would close the connection on one that still connects.
+        # A rank that is connected and fails at once would close the connection of a rank that still connects.
         if not meet(store, "connected", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
         with alone_in(meeting.folder):
-            del meeting  # with its store
+            del meeting  # this closes its store
         if world_size > 1:
             answer_requests(default_store(), rank)
             _at_shutdown.callback(stop_answering)
@@ -115,11 +115,11 @@ def _join(
 
 
 def _choose_interface(agreement: Agreement) -> None:
-    """Choose the interface of gloo by the route to the other nodes, unless the user has.
+    """Choose the interface of gloo by the route to the other nodes, unless the user has chosen one.
 
-    Left alone, gloo resolves the host name, which need not be possible, and on Debian gives 127.0.1.1.
+    By itself, gloo resolves the host name. That may be impossible, and it gives 127.0.1.1 on Debian.
     """
-    with suppress(OSError):  # no route is known: gloo chooses an interface itself
+    with suppress(OSError):  # gloo chooses an interface itself if no route is known
         name = interface_of("127.0.0.1" if agreement.one_host else find_route(agreement.address).own_address)
         if name is not None and _INTERFACE not in os.environ:
             os.environ[_INTERFACE] = name
@@ -127,9 +127,9 @@ def _choose_interface(agreement: Agreement) -> None:
 
 
 def _wait_for_leaving_ranks(store: dist.Store, world_size: int) -> None:
-    # After an exception the others may never come, and its message must not wait for them.
+    # After an exception, the other ranks may never come, and the message of the exception must not wait for them.
     if sys.exc_info()[0] is None:
-        with suppress(RuntimeError):  # the host of the store may go first
+        with suppress(RuntimeError):  # the host of the store may leave first
             meet(store, "leave", world_size, time.monotonic() + _FAREWELL_S)
 
 
@@ -154,11 +154,11 @@ def check_backend(backend: str | None) -> None:
     """Raise unless this build of torch has the backend."""
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string or None, not {type(backend).__name__}")
-    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     for part in backend.split(",") if backend else ():  # "gloo", or "cpu:gloo,cuda:nccl"
         name = part.rpartition(":")[2].lower()
-        if name not in known:
-            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, known))}, or None")
+        if name not in backends:
+            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, backends))}, or None")
         if not getattr(dist, f"is_{name}_available", lambda: True)():
             raise DistributedError(f"backend={backend!r} is not in this build of torch: use backend=None or 'gloo'")
 
@@ -171,7 +171,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> None:
-    """Join the process group of this run, or make one of a single process.
+    """Join the process group of this run, or create a group of a single process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment, as torchrun sets them. Without any of
     them this process is rank 0 of 1; with RANK and WORLD_SIZE only, the processes of one parent on this machine find
@@ -182,13 +182,13 @@ def init(
     reported to the launcher, and a launcher that is killed ends its processes (on Linux).
 
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or another of torch's. None means the one of ``panther launch --backend``, else
-            nccl if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device
-            becomes the rank's own.
+        backend: ``"gloo"``, ``"nccl"`` or another backend of torch. None means the backend of ``panther launch
+            --backend``, else nccl if every rank has a GPU of its own, else gloo; the ranks decide jointly. With nccl,
+            the current CUDA device becomes the GPU of this rank.
         timeout_s: Seconds to wait for the other ranks, and afterwards for each collective operation.
-        init_method: Where the ranks meet: ``"env://"`` or None, as the environment says, or ``"tcp://HOST:PORT"`` of
-            rank 0, in place of MASTER_ADDR and MASTER_PORT.
-        rank: This process, in place of RANK; together with ``world_size``.
+        init_method: Where the ranks meet: ``"env://"`` or None, by the environment, or ``"tcp://HOST:PORT"`` of rank 0,
+            in place of MASTER_ADDR and MASTER_PORT.
+        rank: Number of this process, in place of RANK; only together with ``world_size``.
         world_size: Number of processes, in place of WORLD_SIZE.
 
     Raises:
@@ -210,26 +210,26 @@ def init(
     if rank is None or world_size is None:
         rank, world_size = ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # a launcher that is killed would leave its processes behind
-        check_parent()  # which may have ended before
+        end_with_parent()  # otherwise a launcher that is killed would leave its processes behind
+        check_parent()  # the launcher may have ended already
         record_uncaught_exceptions(explain_transport_error)
     with _in_environment(meeting):
         start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
 
 
 def _meeting_place(init_method: str | None) -> dict[str, str]:
-    """Return the address of an ``init_method`` as the environment would give it; nothing for the environment's."""
+    """Return the address of an ``init_method`` as variables of the environment; none for ``"env://"`` and None."""
     if init_method in (None, "env://"):
         return {}
-    found = re.fullmatch(r"tcp://(\[.+\]|[^:/\[]+):(\d+)/?", init_method) if isinstance(init_method, str) else None
-    if found is None:
+    match = re.fullmatch(r"tcp://(\[.+\]|[^:/\[]+):(\d+)/?", init_method) if isinstance(init_method, str) else None
+    if match is None:
         raise ValueError(f"init_method={init_method!r} must be 'env://' or 'tcp://HOST:PORT'")
-    return {"MASTER_ADDR": found[1].strip("[]"), "MASTER_PORT": found[2]}
+    return {"MASTER_ADDR": match[1].strip("[]"), "MASTER_PORT": match[2]}
 
 
 @contextmanager
 def _in_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment for a while: the store's host and port are read from there only."""
+    """Set variables of the environment in a block, because torch reads the host and port of the store only there."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -267,8 +267,8 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 def shutdown() -> None:
     """Leave the process group; does nothing outside of one.
 
-    Waits up to 5 s for the other ranks, which may still need connections that this one closes; not while an exception
-    is handled.
+    It waits up to 5 s for the other ranks, which may still need the connections of this rank, unless an exception is
+    being handled.
 
     Example:
         >>> init()
@@ -292,15 +292,15 @@ def cleanup_distributed() -> None:
 
 
 def ranks_from_environment() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE; 0 and 1 if the environment has nothing of a run."""
-    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    """Return RANK and WORLD_SIZE, or 0 and 1 if the environment has no variables of a run."""
+    rank_variables = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
-    if not given and not address:
+    if not rank_variables and not address:
         return 0, 1
-    found = ", ".join(f"{name}={value}" for name, value in (given | address).items())
-    if len(given) < 2 or not all(value.isdecimal() for value in given.values()):
+    variables = ", ".join(f"{name}={value}" for name, value in (rank_variables | address).items())
+    if len(rank_variables) < 2 or not all(value.isdecimal() for value in rank_variables.values()):
         raise ValueError(
-            f"RANK and WORLD_SIZE must both be set to numbers, and the environment has {found}: start with torchrun, "
-            "or unset these for a single process"
+            f"RANK and WORLD_SIZE must both be set to numbers, and the environment has {variables}: start with "
+            "torchrun, or unset these for a single process"
         )
-    return int(given["RANK"]), int(given["WORLD_SIZE"])
+    return int(rank_variables["RANK"]), int(rank_variables["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""Ask for the process group, name ranks, and find the device on which a group exchanges small tensors."""
+"""The process group of this process, names of ranks in messages, and the device on which a group exchanges tensors."""
 
 __all__ = ["Group", "in_process_group", "is_fake", "name_ranks", "ranks_of", "require_process_group", "transport"]
 
@@ -12,20 +12,19 @@ Group = dist.ProcessGroup | None
 
 
 def in_process_group() -> bool:
-    """Return whether this process has a process group; the only place that asks torch for it."""
+    """Return whether this process has a process group. No other function asks torch for it."""
     return dist.is_initialized()
 
 
 def require_process_group(group: Group = None) -> None:
-    """Check that there is a process group, and that this rank is in ``group``.
+    """Check that a process group exists, and that this rank is in ``group``.
 
     Raises:
-        DistributedError: If there is none, or this rank is not in it.
+        DistributedError: If no process group exists, or this rank is not in ``group``.
         TypeError: If ``group`` is not a process group.
     """
-    # A rank that new_group leaves out gets a number for its group.
-    known = (None, dist.GroupMember.NON_GROUP_MEMBER)
-    if not isinstance(group, dist.ProcessGroup) and group not in known:
+    # torch's new_group returns NON_GROUP_MEMBER, a number, on ranks that are not in the group.
+    if not isinstance(group, dist.ProcessGroup) and group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
             f"a group must be a process group, such as mesh['dp'].get_group(), or None, not {type(group).__name__}"
         )
@@ -36,9 +35,9 @@ def require_process_group(group: Group = None) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Name a few ranks in words, such as "rank 1" and "ranks 0, 2"."""
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    """Return the name of ranks in messages, such as "rank 1" and "ranks 0, 2"; at most 16 ranks are listed."""
+    numbers = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def ranks_of(group: Group) -> list[int]:
@@ -55,8 +54,8 @@ def transport(group: Group) -> torch.device:
 
 
 def is_fake(group: Group) -> bool:
-    """Return whether the group is torch's fake one, on which nothing is sent and no other rank exists.
+    """Return whether the group is torch's fake group, which sends nothing and has no other rank.
 
-    The advisor shards models over such a group to measure them; there is nobody to agree with.
+    The advisor shards models over such a group to measure them, so that agreements with other ranks are left out.
     """
     return in_process_group() and dist.get_rank(group) >= 0 and dist.get_backend(group) == "fake"

@@ -1,10 +1,10 @@
 """The store in which the ranks of one run meet before they have a process group.
 
-With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
-one machine with one parent, as under ``mp.spawn``: they meet in a file that is named after the parent, and their
-process group has another one. Both are removed by the last rank that has them open.
+With MASTER_ADDR and MASTER_PORT in the environment, it is torch's TCP store. Without them, the ranks are processes of
+one machine with one parent, as under ``mp.spawn``. They meet in a file that is named after the parent, and their
+process group uses a second file. The last rank that has these files open removes them.
 
-How a machine reaches a store's host says also on which interface it reaches the other ranks.
+The route from a machine to the host of the store also determines on which interface the machine reaches other ranks.
 """
 
 __all__ = [
@@ -45,14 +45,14 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _POLL_S = 0.02
-_LAUNCHER_S = 10.0  # for a launcher on this machine that is busy
+_LAUNCHER_S = 10.0  # a busy launcher on this machine answers within this time
 _ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
 
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine reaches a host."""
+    """The addresses between which this machine reaches a host."""
 
     own_address: str
     host_address: str
@@ -72,7 +72,7 @@ class Route:
 
 
 def find_route(host: str, port: int = 1) -> Route:
-    """Return the route to a host; OSError if there is none, or the name cannot be resolved.
+    """Return the route to a host; raise OSError if no route exists, or the name cannot be resolved.
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route.
     """
@@ -83,26 +83,26 @@ def find_route(host: str, port: int = 1) -> Route:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address; None if none is found, or the system is not Linux."""
+    """Return the name of the interface that has this address; None if it is not found, or the system is not Linux."""
     if fcntl is None or not hasattr(socket, "if_nameindex") or not Path("/proc/self").exists():
         return None
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if found.is_loopback:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip.is_loopback:
         return "lo"
-    if found.version == 6:
+    if ip.version == 6:
         lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        return next((fields[-1] for fields in lines if int(fields[0], 16) == int(found)), None)
+        return next((fields[-1] for fields in lines if int(fields[0], 16) == int(ip)), None)
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
 def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of an interface; None if it has none, or the system is not Linux."""
+    """Return the IPv4 address of an interface; None if it has no address, or the system is not Linux."""
     answer = _ask(interface, _SIOCGIFADDR)
     return None if answer is None else socket.inet_ntoa(answer[20:24])
 
 
 def largest_packet_of(interface: str) -> int:
-    """Return the bytes of the largest packet of an interface (MTU); 0 if it is not known."""
+    """Return the size of the largest packet of an interface (MTU) in bytes; 0 if it is unknown."""
     answer = _ask(interface, _SIOCGIFMTU)
     return 0 if answer is None else int(struct.unpack_from("i", answer, 16)[0])
 
@@ -113,12 +113,12 @@ def _ask(interface: str, request: int) -> bytes | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe, request, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # there is no such interface, or it has no address
+        except OSError:  # the interface does not exist or has no address
             return None
 
 
 def listens(host: str, port: int) -> bool:
-    """Return whether the port accepts connections; asked first, as torch's client logs a stack for each failure."""
+    """Return whether the port accepts connections. torch's own client would log a stack for each failure."""
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
@@ -128,18 +128,18 @@ def listens(host: str, port: int) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The store in which ranks meet, and how long they wait for one another."""
+    """The store in which ranks meet, and how long they wait for each other."""
 
     store: dist.Store
     timeout_s: float
     deadline: float
-    """On time.monotonic's clock."""
+    """Time of ``time.monotonic`` until which the ranks wait."""
     where: str = "on this machine"
-    """For errors: the address of the store, and the address and interface from which it is reached."""
+    """The address of the store, and the address and interface from which it is reached, for errors."""
     own_address: str = ""
-    """By which this machine reaches the store's host, if that may be another machine."""
+    """Address by which this machine reaches the host of the store, if the host may be a different machine."""
     folder: Path | None = None
-    """For the file of the process group, if the store is a file."""
+    """Folder for the file of the process group, if the store is a file."""
 
     def group_store(self, token: str, world_size: int) -> dist.Store:
         """Return the store of the process group that the ranks have agreed on."""
@@ -149,15 +149,15 @@ class Meeting:
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
-    """Open the store of this run, if it can be made, or reached before the deadline."""
+    """Open the store of this run; raise DistributedError if it cannot be created, or reached before the deadline."""
     deadline = time.monotonic() + timeout_s
     if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
         return _tcp_store(rank, world_size, timeout_s, deadline)
     if world_size == 1:
         return Meeting(dist.HashStore(), timeout_s, deadline)
     folder = _private_folder()
-    # Named by the parent alone, because ranks need not have met as often before. It is closed once they are connected,
-    # and so before one of them can come back.
+    # The name contains nothing but the parent's id, because ranks may have met a different number of times before. The
+    # file is closed once the ranks are connected, and so before one of them can meet again.
     store = dist.FileStore(str(folder / str(os.getppid())), world_size)
     where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
     return Meeting(store, timeout_s, deadline, where, folder=folder)
@@ -180,7 +180,7 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "the launcher" if agent_hosts else "rank 0"
     if rank != 0 or agent_hosts:
-        # A launcher listens before it starts a rank. One on this machine that does not has ended.
+        # A launcher listens before it starts a rank. A launcher on this machine that does not listen has ended.
         wait_s = min(timeout_s, _LAUNCHER_S) if agent_hosts and route.is_local else timeout_s
         limit = deadline - timeout_s + wait_s
         while not listens(address, int(port)):
@@ -192,7 +192,8 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
                 )
             time.sleep(5 * _POLL_S)
     try:
-        # A world size of -1 keeps rank 0 from waiting here for the others: the check-in does, and names who is missing.
+        # With a world size of -1, rank 0 does not wait here for the other ranks: the check-in waits and names missing
+        # ranks.
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store: dist.Store = next(rendezvous(f"env://?rank={rank}&world_size=-1", timeout=left))[0]
     except (RuntimeError, ValueError, OSError) as error:
@@ -202,16 +203,17 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             f"rank {rank} of {world_size} {fault} {where}: {cause}; set MASTER_ADDR to rank 0's address and "
             "MASTER_PORT to a free port"
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))  # the rest of the deadline was for connecting only
+    store.set_timeout(timedelta(seconds=timeout_s))  # the deadline was for connecting only
     return Meeting(store, timeout_s, deadline, where, "" if route.is_loopback else route.own_address)
 
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Close a store in this folder while no other process does: FileStore counts who closes it in two steps.
+    """Hold a lock of the folder, so that only one process at a time closes its FileStore.
 
-    Where two processes take the first before either takes the second, neither is the last, and the file stays. After
-    five seconds, as when a process is stopped in between, continue nevertheless.
+    FileStore counts in two steps who closes it. If two processes take the first step before either takes the second
+    step, neither of them removes the file. The block runs without the lock if another process, for example a stopped
+    one, holds it for five seconds.
     """
     if folder is None or fcntl is None:
         yield
@@ -231,7 +233,7 @@ def alone_in(folder: Path | None) -> Iterator[None]:
 def _private_folder() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
     folder = Path(tempfile.gettempdir()) / f"panther-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)  # /tmp is everybody's, and a file of somebody else must not count
+    folder.mkdir(mode=0o700, exist_ok=True)  # all users write to /tmp, and a file of a different user must not count
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != user):
         raise DistributedError(

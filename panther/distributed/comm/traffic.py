@@ -18,10 +18,10 @@ _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "rec
 class CommunicationCounter(TorchDispatchMode):
     """Count the collective operations of this process and the bytes of their inputs, inside a ``with`` block.
 
-    The bytes are those of the tensors a call reads: of the gradients for an all-reduce, once, whatever the algorithm
-    behind it puts on the wire. A broadcast counts on every rank, a receive and a barrier on none. DDP's gradient
-    buckets are counted when ``backward`` is called inside the block, where it runs on this thread, also on a GPU. What
-    callbacks of futures send, as PowerSGD's do on gloo's threads, is counted too.
+    A call counts the bytes of the tensors that it reads. An all-reduce of gradients counts the bytes of the gradients
+    once, for any algorithm. A broadcast counts on every rank, a receive and a barrier on no rank. DDP's gradient
+    buckets are counted if ``backward`` is called inside the block, where it runs on this thread, also on a GPU.
+    Messages that callbacks of futures send, for example PowerSGD's on gloo's threads, are counted as well.
 
     Attributes:
         calls: Number of operations.
@@ -46,7 +46,7 @@ class CommunicationCounter(TorchDispatchMode):
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        # A dispatch mode does not see autograd's own threads, which it has for GPUs.
+        # A dispatch mode does not see operations of autograd's own threads, which run backward passes on GPUs.
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._one_thread.__enter__()
         self._watch_callbacks()
@@ -55,11 +55,11 @@ class CommunicationCounter(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         BaseFuture.then = self._then
-        self._watched = threading.local()  # callbacks that are still to run do not count
+        self._watched = threading.local()  # later callbacks do not count
         self._one_thread.__exit__(*exception)
 
     def _watch_callbacks(self) -> None:
-        """Count what callbacks of futures send on other threads."""
+        """Count the messages that callbacks of futures send on other threads."""
         self._then = then = BaseFuture.then
         self._watched = watched = threading.local()
         watched.here = True
@@ -99,9 +99,10 @@ class CommunicationCounter(TorchDispatchMode):
         name = schema_of(func).name.partition("::")[2]
         if func.namespace not in COLLECTIVE_NAMESPACES or name in _SENDS_NOTHING:
             return
-        # Schemas of collectives name what they read input, inputs or input_tensors; the others have it first.
-        given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False))
-        inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
+        # The inputs are called input, inputs or input_tensors in schemas of collectives, or they are the first
+        # argument.
+        arguments = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False))
+        inputs = [value for key, value in arguments.items() if key.startswith("input")] or list(arguments.values())[:1]
         with self._lock:
             self.calls_by_operation[name] += 1
             self.bytes_by_operation[name] += sum(

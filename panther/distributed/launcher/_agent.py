@@ -1,9 +1,9 @@
 """The processes of ``launch`` and ``panther launch``: torch's elastic agent, with additions.
 
-The agent restarts a group of workers and ends it as a whole. Panther's subclass adds a worker that ends with exit code
-0 and without a result (the agent waits for it for ever), the exit codes of all workers (the agent reports one, often
-not the one that failed first), a limit for ending workers once one has failed, and a guardian, which ends the workers
-of a launcher that is killed.
+The agent starts, restarts and ends all workers of a group together. Panther's subclass handles four more cases. A
+worker that ends with exit code 0 and without a result has failed; the agent would wait for it for ever. The exit codes
+of all workers are recorded; the agent reports one, often not the first failure. Once a worker has failed, the other
+workers have a limited time to end. A guardian ends the workers if the launcher is killed.
 """
 
 __all__ = ["contained", "run_agent", "run_scripts", "signals_followed"]
@@ -41,7 +41,7 @@ from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 
 _FAILURE_GRACE_S = 3
-"""Seconds that the other ranks have to end once one has failed: they cannot save together any more."""
+"""Seconds that all other ranks have to end once a rank has failed: the ranks cannot save together any more."""
 _LOGGER = logging.getLogger(__name__)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -54,7 +54,7 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._ended: frozenset[int] | None = None  # workers that had ended when the agent began to end the others
+        self._ended: frozenset[int] | None = None  # workers that had ended before the agent began to end workers
         self.failures: list[Failure] = []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -87,17 +87,17 @@ class _Agent(LocalElasticAgent):
             self._ended = frozenset(rank for rank, code in worker_exit_codes(self).items() if code is not None)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if worker_processes(self):  # torch ends the others before it closes the context
+        if worker_processes(self):  # torch ends all workers before it closes the context
             self._ended = None
             self._note_ended()
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and worker_processes(self):
-            # A worker with a result lives until the agent has read all of them, so an exit code of 0 means none.
-            gone = {rank: p for rank, p in enumerate(worker_processes(self)) if p.exitcode == 0}
-            if gone:
+            # A worker with a result lives until the agent has read all results, so a worker with exit code 0 has none.
+            ended = {rank: p for rank, p in enumerate(worker_processes(self)) if p.exitcode == 0}
+            if ended:
                 failures = {
                     rank: ProcessFailure(local_rank=rank, pid=p.pid or 0, exitcode=0, error_file="")
-                    for rank, p in gone.items()
+                    for rank, p in ended.items()
                 }
                 result = RunResult(state=WorkerState.FAILED, failures=failures)
         if result.is_failed():
@@ -106,7 +106,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _note_failures(self, worker_group: WorkerGroup, result: RunResult) -> None:
-        """Describe how the workers of this attempt ended, before the next one overwrites it."""
+        """Describe how the workers of this attempt ended, before the next attempt overwrites their exit codes."""
         codes, files = worker_exit_codes(self), error_files(self)
         logs: Any = logs_of(self)
         logs = logs if isinstance(logs, RankLogs) else None
@@ -127,13 +127,13 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if worker_processes(self):
-            # SIGTERM whatever this process got: a worker that still imports would answer SIGINT with a traceback.
+            # SIGTERM after any signal: a worker that still imports would answer SIGINT with a traceback.
             end_workers(self, signal.SIGTERM, max(1, int(self.grace_period_s)))
             death_sig = signal.SIGTERM
         super()._shutdown(death_sig, timeout)
 
     def kill(self) -> None:
-        """End the workers that are still there."""
+        """Kill the workers that are still alive."""
         for process in worker_processes(self):
             if process.is_alive():
                 process.kill()
@@ -142,7 +142,7 @@ class _Agent(LocalElasticAgent):
 
 @contextmanager
 def _guarded(grace_period_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
-    """Let agents that are made within the block have a guardian and a grace period."""
+    """Give a guardian and a grace period to the agents that are created in the block."""
     guardian = Guardian(grace_period_s, folders)
     os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"  # for the workers
     _Agent.guardian, _Agent.grace_period_s = guardian, grace_period_s
@@ -162,9 +162,9 @@ def run_agent(
     folder: str,
     grace_period_s: float,
 ) -> str:
-    """Run ``work(*args)`` in ``nproc`` workers, and return how they failed, "" if they did not.
+    """Run ``work(*args)`` in ``nproc`` workers, and return a description of their failures; "" if all succeeded.
 
-    On SIGINT, SIGTERM and the like, torch's SignalException is raised once the workers have ended.
+    On a signal such as SIGINT or SIGTERM, torch's SignalException is raised once the workers have ended.
     """
     with contained(), _guarded(grace_period_s, [folder]):
         os.environ[_SIGNALS_VARIABLE] = handled_signals()
@@ -187,13 +187,13 @@ def run_agent(
 
 
 def run_scripts(config: LaunchConfig, command: Any, arguments: Sequence[str], grace_period_s: float) -> None:
-    """Run a script in the workers that a configuration of torch's launcher asks for, and raise as that does."""
+    """Run a script in the workers of a configuration of torch's launcher, and raise the errors of torch's launcher."""
     with _guarded(grace_period_s), with_agent_class(_Agent):
         elastic_launch(config, command)(*arguments)
 
 
 def handled_signals() -> str:
-    """Return the names of the signals that end a launcher, for torch; ``nohup`` ignores SIGHUP, which then stays so."""
+    """Return the names of the signals that end a launcher, for torch, without ignored signals, as by ``nohup``."""
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     ignored = signal.SIG_IGN
     return ",".join(
@@ -203,7 +203,7 @@ def handled_signals() -> str:
 
 @contextmanager
 def signals_followed() -> Iterator[None]:
-    """Let a signal do to this process what it would have done without a launcher, once the workers have ended."""
+    """Once a signal has ended the workers, let it act on this process as it would have without a launcher."""
     try:
         yield
     except SignalException as error:
@@ -218,8 +218,8 @@ def signals_followed() -> Iterator[None]:
 def contained() -> Iterator[None]:
     """Undo the changes that a launcher makes to this process: environment variables and signal handlers.
 
-    torch's log stays off the terminal, where the errors are said in words; handlers that a user attaches to its loggers
-    still get it.
+    torch's log does not appear on the terminal, because Panther's errors describe the failures; handlers that a user
+    attaches to torch's loggers still get it.
     """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     propagate, variables = [logger.propagate for logger in loggers], dict(os.environ)
@@ -230,9 +230,9 @@ def contained() -> Iterator[None]:
         logger.addHandler(nothing)
     try:
         with warnings.catch_warnings():
-            # Python warns of any process with threads, such as a progress bar's; the user chose to fork.
+            # Python warns about forks of a process with threads, such as a progress bar's. The user chose to fork.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            # torch leaves the log files of workers that have ended to the garbage collector.
+            # torch does not close the log files of workers that have ended.
             warnings.filterwarnings("ignore", message="unclosed file", category=ResourceWarning)
             yield
     finally:

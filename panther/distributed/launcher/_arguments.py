@@ -45,10 +45,10 @@ _EPILOG = (
 def prepare(
     argv: Sequence[str], name: str | None = None
 ) -> tuple[LaunchConfig, Callable[..., object] | str, list[str], float]:
-    """Turn the arguments of ``panther launch`` into what torch's launcher takes, once node 0 can be reached.
+    """Turn the arguments of ``panther launch`` into arguments of torch's launcher, once node 0 can be reached.
 
-    Sets variables of this process, which its workers inherit. A run without a name is called by that of its script.
-    The logs of the configuration are a :class:`RankLogs`, unless torch's own options say where output goes.
+    The function sets variables of this process, which its workers inherit. A run without a name gets the name of its
+    script. The logs of the configuration are a :class:`RankLogs`, unless torch's own options redirect the output.
     """
     args = _parse(argv)
     if not args.module and not args.no_python and not Path(args.training_script).exists():
@@ -76,7 +76,7 @@ def prepare(
         nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--nproc-per-node is not valid: {error}: give a number, or auto") from None
-    # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
+    # A shared store keeps the addresses of an earlier attempt, which made 2 of 8 measured restarts hang.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     if args.backend is not None:
@@ -108,7 +108,8 @@ def prepare(
         _LOGGER.info(
             "%s of %s%s; logs in %s", counted(nproc, "process", "processes"), script, which, config.logs_specs.folder
         )
-    # torch's agent takes ${local_rank} in arguments for a macro, and $$ for a $; they arrive as they are.
+    # torch's agent replaces ${local_rank} and $$ in arguments. With $$ for each $, the script gets its arguments
+    # unchanged.
     return config, command, [text.replace("$", "$$") for text in arguments], args.grace_period
 
 
@@ -123,14 +124,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--grace-period", type=float, default=DEFAULT_GRACE_PERIOD_S, metavar="SECONDS",
         help="time that processes have to save and end once this launcher has been killed (default: 15)",
     )  # fmt: skip
-    for option in ("node_rank", "rdzv_backend"):  # to distinguish torchrun's defaults from given options
-        if f"PET_{option.upper()}" not in os.environ:  # where torchrun finds options too
+    for option in (
+        "node_rank",
+        "rdzv_backend",
+    ):  # None distinguishes an option that is not given from torchrun's default
+        if f"PET_{option.upper()}" not in os.environ:  # torchrun reads options there as well
             parser.set_defaults(**{option: None})
     parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_args(list(argv))
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--n")}
     for option in sorted({text.partition("=")[0] for text in args.training_script_args} & options):
-        # The quiet consequence would be a run on one process.
+        # Without the warning, the run would silently have one process.
         _LOGGER.warning(
             "%s after %s is passed to the script: put options of panther launch before the script",
             option,
@@ -140,7 +144,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise argparse's error as ours; an option that stands for several is told which, each of them in one spelling."""
+    """Raise argparse's error as a ConfigError; for an ambiguous option, name the options that it may stand for."""
     start, ambiguous, names = message.removeprefix("ambiguous option: ").partition(" could match ")
     if ambiguous:
         option = start.partition("=")[0]
@@ -152,9 +156,9 @@ def _refuse(message: str) -> NoReturn:
 def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
     """Choose how launchers meet, wait for node 0, and return the interface that leads there, if it is known.
 
-    torchrun's choices stand. Added to them are: the loopback interface for one node; c10d where neither a backend nor
-    --node-rank is given for several; and for c10d the addresses that torch would look up by host names, which nodes
-    need not be able to resolve.
+    Options of torchrun keep their meaning. Panther adds three defaults. A single node uses the loopback interface.
+    Several nodes use c10d if neither a backend nor --node-rank is given. With c10d, nodes use addresses, because they
+    may be unable to resolve host names, which torch would look up.
     """
     placed = args.rdzv_endpoint or args.master_port is not None
     if args.standalone or (nodes == 1 and not placed and args.rdzv_backend in (None, "static")):
@@ -187,22 +191,22 @@ def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
 
 
 def _set_addresses(args: argparse.Namespace, host: str, port: int, option: str) -> str | None:
-    conf = dict(item.split("=", 1) for item in args.rdzv_conf.split(",") if "=" in item)
-    timeout_s = float(conf.get("join_timeout" if args.rdzv_backend == "c10d" else "timeout", _JOIN_S))
-    hosts = args.node_rank == 0 if args.rdzv_backend == "static" else None
-    route = _await_node_0(host, port, hosts, timeout_s, option)
-    own = host if route.is_loopback else route.own_address
+    settings = dict(item.split("=", 1) for item in args.rdzv_conf.split(",") if "=" in item)
+    timeout_s = float(settings.get("join_timeout" if args.rdzv_backend == "c10d" else "timeout", _JOIN_S))
+    is_host = args.node_rank == 0 if args.rdzv_backend == "static" else None
+    route = _await_node_0(host, port, is_host, timeout_s, option)
+    own_address = host if route.is_loopback else route.own_address
     if args.rdzv_backend == "c10d":
         # torch would give the other nodes this host's name.
-        args.local_addr = args.local_addr or own
+        args.local_addr = args.local_addr or own_address
         if not route.is_local:
-            conf.setdefault("is_host", "False")
+            settings.setdefault("is_host", "False")
         elif not _is_host_for_torch(host):
-            conf.setdefault("is_host", "True")
-        # Three of these intervals pass until the launchers of the other nodes take a launcher for dead; torch has 5 s.
-        conf.setdefault("keep_alive_interval", "3")
-        args.rdzv_conf = ",".join(f"{key}={value}" for key, value in conf.items())
-    elif hosts:
+            settings.setdefault("is_host", "True")
+        # A launcher counts as dead after three of these intervals. torch's default interval is 5 s.
+        settings.setdefault("keep_alive_interval", "3")
+        args.rdzv_conf = ",".join(f"{key}={value}" for key, value in settings.items())
+    elif is_host:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
@@ -210,26 +214,26 @@ def _set_addresses(args: argparse.Namespace, host: str, port: int, option: str) 
                 f"node 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): give another one in {option}, "
                 "on every node"
             ) from None
-    # A name of this host that leads to loopback, as in Debian's /etc/hosts, says nothing of how others reach it.
+    # A name of this host that leads to loopback, as in Debian's /etc/hosts, does not tell how other hosts reach it.
     only_this_machine = host == "localhost" or host == route.host_address
     return interface_of(route.own_address) if only_this_machine or not route.is_loopback else None
 
 
 def _is_host_for_torch(host: str) -> bool:
-    """Return whether torch finds by itself that this machine hosts the store; it then also tries to join another's."""
+    """Return whether torch itself detects that this machine hosts the store; torch then also tries to join a store."""
     try:
         return is_this_host(host)
     except OSError:
         return False
 
 
-def _await_node_0(host: str, port: int, hosts: bool | None, timeout_s: float, option: str) -> Route:
-    """Wait until the name of node 0 is known, as of a container that starts later, and somebody listens there."""
+def _await_node_0(host: str, port: int, is_host: bool | None, timeout_s: float, option: str) -> Route:
+    """Wait until node 0, for example a container that starts later, has an address and a process listens there."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             route = find_route(host, port)
-            if hosts or (hosts is None and route.is_local) or listens(host, port):
+            if is_host or (is_host is None and route.is_local) or listens(host, port):
                 return route
             cause = f"nobody listens there, tried {route}"
         except OSError as error:

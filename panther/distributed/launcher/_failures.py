@@ -1,4 +1,4 @@
-"""How the workers of a run failed, in words: from their exit codes, their error files and what they wrote."""
+"""Describe how the workers of a run failed, by their exit codes, their error files and their output."""
 
 __all__ = ["Failure", "describe", "describe_early_end", "explain"]
 
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_LOST = re.compile(  # errors of a rank that are caused by the end of another one
+_LOST = re.compile(  # errors of a rank that the end of another rank causes
     "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
     "|lost the store|see whether one of them has ended|checked in and then ended or stalled|reported no error"
     "|Timed out waiting|Watchdog caught collective operation timeout|EnforceNotMet"
 )
-_RAISED, _LEFT, _LOST_ANOTHER = 1, 2, 3  # how probable a kind of failure is the cause of the others; a signal is 0
+_RAISED, _LEFT, _LOST_ANOTHER = 1, 2, 3  # kinds of failures, the most probable cause first; a signal is 0
 _LAST_LINES = 20
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker failed; the probable cause of all failures sorts first by ``order``."""
+    """How a worker failed; in the order of ``order``, the first failure is the probable cause of all failures."""
 
     rank: int
     order: tuple[int, float]
     text: str
-    """Follows the rank in a sentence."""
+    """The part of a sentence that follows the rank."""
     details: str = ""
-    """Its traceback, or the last lines it wrote."""
+    """Traceback of the worker, or the last lines of its output."""
     log: Path | None = None
-    """What it wrote to standard error."""
+    """File with the standard error of the worker."""
 
 
 _ABORTED = (
@@ -41,10 +41,10 @@ _ABORTED = (
 
 
 def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", stopped: bool = False) -> Failure | None:
-    """Describe how a worker ended; None if the launcher ended it, or it is still there.
+    """Describe how a worker ended; return None if the launcher ended it, or it is still alive.
 
-    It may have recorded an exception in the error file, and ``log`` has its standard error. ``stopped`` says that the
-    launcher had begun to end the workers.
+    The worker may have recorded an exception in the error file, and ``log`` contains its standard error. ``stopped``
+    says that the launcher had begun to end the workers.
     """
     path = Path(log) if log else None
     if error := recorded(error_file):
@@ -60,7 +60,7 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
         output = path.read_text(errors="replace").rstrip()
         details = "\n".join(output.splitlines()[-_LAST_LINES:])
         written = path.stat().st_mtime if details else 0.0
-        if "Traceback (most recent call last):" in output:  # of an exception before init, which records exceptions
+        if "Traceback (most recent call last):" in output:  # an exception before init, which would record it
             without = ""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
@@ -78,7 +78,7 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
 
 
 def describe_early_end(rank: int) -> Failure:
-    """Describe a worker of a script that ended with exit code 0 before another one failed."""
+    """Describe a worker of a script that ended with exit code 0 before another worker failed."""
     text = "ended with exit code 0 while other ranks still ran, as by sys.exit(0)"
     return Failure(rank, (_LEFT, 0.0), text)
 
@@ -88,12 +88,12 @@ def _waited_or_lost(message: str) -> str:
 
 
 def recorded(error_file: str | Path) -> tuple[str, str] | None:
-    """Return the message and the traceback that a worker recorded; None if it recorded nothing."""
+    """Return the message and the traceback that a worker recorded, or None if it recorded nothing."""
     try:
         message: Any = json.loads(Path(error_file).read_text())["message"]
-    except (OSError, ValueError):  # no file, or half a file of torch's own handler
+    except (OSError, ValueError):  # the file is missing, or torch's own handler wrote only a part of it
         return None
-    if isinstance(message, str):  # of an error handler other than torch's
+    if isinstance(message, str):  # a different error handler than torch's wrote it
         return message, ""
     return message["message"], message["extraInfo"]["py_callstack"]
 
@@ -102,15 +102,16 @@ def explain(failures: Sequence[Failure], world_size: int | None, attempts: int, 
     """Return all failures as text, the probable cause first and its traceback last."""
     if not failures:
         return "the processes failed, and none says why: see the launchers of the other nodes"
-    first, *others = sorted(failures, key=lambda failure: failure.order)
+    failures = sorted(failures, key=lambda failure: failure.order)
+    first = failures[0]
     of = "" if world_size is None else f" of {world_size}"
     last = f", in the last of {attempts} attempts" if attempts > 1 else ""
     lines = [f"rank {first.rank}{of} {first.text}{last}; the other ranks were ended"]
-    lines += [f"rank {other.rank}{of} {other.text}" for other in others]
+    lines += [f"rank {other.rank}{of} {other.text}" for other in failures[1:]]
     lines += [] if folder is None else [f"What every rank wrote is in {folder}"]
-    shown = next((failure for failure in (first, *others) if failure.details), None)
-    if shown is not None:
-        kind = "Traceback" if "(most recent call last):" in shown.details else "Last lines"
-        source = "" if shown.log is None else f" ({shown.log})"
-        lines += ["", f"{kind} of rank {shown.rank}{source}:", shown.details.rstrip()]
+    detailed = next((failure for failure in failures if failure.details), None)
+    if detailed is not None:
+        kind = "Traceback" if "(most recent call last):" in detailed.details else "Last lines"
+        source = "" if detailed.log is None else f" ({detailed.log})"
+        lines += ["", f"{kind} of rank {detailed.rank}{source}:", detailed.details.rstrip()]
     return "\n".join(lines)

@@ -45,34 +45,34 @@ class RankLogs(LogsSpecs):
             cause = min(self.failures, key=lambda failure: failure.order, default=None)
             reason = "" if cause is None else f" after rank {cause.rank} {cause.text.splitlines()[0]}"
             self.failures = []
-            most = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
-            _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, attempt, most)
+            max_restarts = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, attempt, max_restarts)
         self.attempts += 1
         self.world_size = int(envs[0]["WORLD_SIZE"])
-        # A node that comes or goes makes another attempt of the same number, in a folder of its own.
+        # A node that joins or leaves starts another attempt of the same number, which needs a new folder.
         self._attempt_folder = new_folder(self.folder / f"attempt-{attempt}")
-        self.destination = found = LogsDest()
-        shown: list[tuple[Path, TextIO]] = []
+        self.destination = destination = LogsDest()
+        shown_files: list[tuple[Path, TextIO]] = []
         for local_rank, env in envs.items():
             stem = self._attempt_folder / f"rank-{env['RANK']}"
-            found.stdouts[local_rank], found.stderrs[local_rank] = f"{stem}.out", f"{stem}.err"
-            found.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
+            destination.stdouts[local_rank], destination.stderrs[local_rank] = f"{stem}.out", f"{stem}.err"
+            destination.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
             if env["RANK"] == "0":
-                shown = [(Path(f"{stem}.out"), sys.stdout), (Path(f"{stem}.err"), sys.stderr)]
+                shown_files = [(Path(f"{stem}.out"), sys.stdout), (Path(f"{stem}.err"), sys.stderr)]
         self._done = threading.Event()
-        self._thread = threading.Thread(target=_tail, args=(shown, self._done), name="panther-tail", daemon=True)
+        self._thread = threading.Thread(target=_tail, args=(shown_files, self._done), name="panther-tail", daemon=True)
         self._thread.start()
-        return found
+        return destination
 
     def stop(self) -> None:
-        """Show the rest of what was written."""
+        """Show the rest of the output, and end the thread."""
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder, with a number at the end of its name if there is one of this name."""
+    """Create a folder, with a number at the end of its name if the name exists already."""
     folder, number = path, 1
     while True:
         try:
@@ -85,11 +85,11 @@ def new_folder(path: Path) -> Path:
         folder = path.with_name(f"{path.name}-{number}")
 
 
-def _tail(files: list[tuple[Path, TextIO]], done: threading.Event) -> None:
-    """Show files while they grow, in whole lines; torch's TailLog turns a progress bar into a line per update."""
+def _tail(files: list[tuple[Path, TextIO]], end: threading.Event) -> None:
+    """Show files while they grow, in complete lines; torch's TailLog turns a progress bar into a line per update."""
     offsets = dict.fromkeys(files, 0)
     while True:
-        last = done.is_set()
+        last = end.is_set()
         for path, stream in files:
             data = b""
             if path.exists():
@@ -99,9 +99,9 @@ def _tail(files: list[tuple[Path, TextIO]], done: threading.Event) -> None:
             if not last:  # a progress bar ends its line with a carriage return
                 data = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
             offsets[path, stream] += len(data)
-            with suppress(OSError, ValueError):  # the terminal is closed; the files have the output
+            with suppress(OSError, ValueError):  # the terminal is closed, and the files have the output
                 stream.write(data.decode(errors="replace"))
                 stream.flush()
         if last:
             return
-        done.wait(_POLL_S)
+        end.wait(_POLL_S)

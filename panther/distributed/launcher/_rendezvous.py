@@ -1,4 +1,4 @@
-"""The rendezvous of launchers on a single node: nobody to wait for."""
+"""The rendezvous of a launcher on a single node, which waits for no other launcher."""
 
 __all__ = ["BACKEND", "LoopbackRendezvous"]
 
@@ -17,12 +17,12 @@ BACKEND = "panther-loopback"
 class LoopbackRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous for one node, with a new store for every attempt.
 
-    The store that torch reuses after a restart keeps addresses of workers that are gone, and some restarts then hang.
+    The store that torch reuses after a restart keeps addresses of workers that have ended, and some restarts then hang.
 
     Args:
         listen: Whether workers are scripts that connect to the store, which then listens on a free port of the loopback
-            interface. A function that is forked must not find such a store in this process: with torch's c10d
-            rendezvous and its threads, one forked worker in some hundred hung at birth.
+            interface. Workers that run a function may be forked, and this process must not have such a store then: with
+            torch's c10d rendezvous and its threads, about one in a hundred forked workers hung at its start.
     """
 
     def __init__(self, listen: bool) -> None:
@@ -31,7 +31,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers connect to the launcher's store, so that none of them has to find a free port."""
+        """Whether workers connect to the store of the launcher, so that no worker has to find a free port."""
         return self._listen
 
     def get_backend(self) -> str:
@@ -43,8 +43,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         if self._listen:
             listener = socket.create_server((_LOOPBACK, 0), backlog=socket.SOMAXCONN)
             port = listener.getsockname()[1]
-            # Without a socket of ours torch's server would listen on every interface, and the port could be taken
-            # meanwhile.
+            # With its own socket, torch's server would listen on every interface, and another process could take the
+            # port before.
             store = TCPStore(
                 _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )

@@ -1,4 +1,4 @@
-"""The settings with which a script is started."""
+"""The settings to start a script with."""
 
 __all__ = ["LOG_DIR", "LaunchConfig"]
 
@@ -31,13 +31,14 @@ class LaunchConfig(Settings):
         rdzv_id: A name of the run, the same on every node, for runs that share an endpoint.
         rdzv_timeout_s: How long to wait for the other nodes, in whole seconds.
         max_restarts: How often to start all processes again after a failure.
-        monitor_interval_s: Time between two looks at the processes.
-        backend: What :func:`panther.distributed.init` uses in the script: ``"gloo"``, ``"nccl"``, or None, by the GPUs.
-        log_dir: Folder in which each run gets a folder for what its ranks write.
+        monitor_interval_s: Time between two checks of the processes.
+        backend: The backend of :func:`panther.distributed.init` in the script: ``"gloo"``, ``"nccl"``, or None, which
+            chooses by the GPUs.
+        log_dir: Folder in which each run gets a folder for the output of its ranks.
         shutdown_timeout_s: Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed;
             whole seconds.
         grace_period_s: Time that processes have to save and end once the launcher itself was killed, before they are
-            killed too. A TrainConfig with a grace period of its own should not have a longer one.
+            killed as well. The grace period of a TrainConfig should not be longer.
         module: Whether the script is the name of a module, as after ``python -m``.
         monitor_interval: Another name of monitor_interval_s.
         start_timeout: Another name of rdzv_timeout_s.
@@ -86,20 +87,20 @@ class LaunchConfig(Settings):
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive and finite")
 
     def arguments(self) -> list[str]:
-        """Return these options as ``panther launch`` takes them, without those that have their default."""
-        found = []
+        """Return these settings as arguments of ``panther launch``, without settings that have their default."""
+        arguments = []
         for field in fields(self):
             value = getattr(self, field.name)
             if value == field.default:
                 continue
             if field.name == "module":
-                found.append("--module")
-            elif field.name == "rdzv_timeout_s":  # the static rendezvous has the first, c10d the second
-                found.append(f"--rdzv-conf=timeout={int(value)},join_timeout={int(value)}")
+                arguments.append("--module")
+            elif field.name == "rdzv_timeout_s":  # timeout is for static, join_timeout for c10d
+                arguments.append(f"--rdzv-conf=timeout={int(value)},join_timeout={int(value)}")
             else:
                 value = int(value) if field.name == "shutdown_timeout_s" else value
-                found.append(f"--{field.name.removesuffix('_s').replace('_', '-')}={value}")
-        return found
+                arguments.append(f"--{field.name.removesuffix('_s').replace('_', '-')}={value}")
+        return arguments
 
 
 _init = LaunchConfig.__init__
@@ -115,5 +116,5 @@ def _init_by_either_name(self: LaunchConfig, **settings: Any) -> None:
     _init(self, **settings)
 
 
-# Not fields, because dataclasses.replace would then give the old value of one name with the new one of the other.
+# The other names are not fields, because dataclasses.replace would pass a field's old value beside the new value.
 LaunchConfig.__init__ = _init_by_either_name  # type: ignore[method-assign]

@@ -45,13 +45,14 @@ def launch(
     """Run ``fn(*args)`` on ``nproc`` processes of this machine, in one process group.
 
     Each process gets its own copy of ``fn`` and ``args``, an equal share of the cores (``OMP_NUM_THREADS`` overrides
-    it), and is initialised before and shut down after the call. If one fails, all are ended, and started again while
-    ``max_restarts`` lasts. The processes are torch elastic workers: ``TORCHELASTIC_RESTART_COUNT`` counts the restarts.
+    it), and is initialised before and shut down after the call. If a process fails, all processes are ended, and
+    started again up to ``max_restarts`` times. The processes are torch elastic workers: ``TORCHELASTIC_RESTART_COUNT``
+    counts the restarts.
 
     Args:
         fn: A function of a module, or of a script whose call of ``launch`` is under ``if __name__ == "__main__":``.
             With ``start_method="fork"`` any function.
-        *args: Its arguments, picklable unless forked.
+        *args: Arguments of ``fn``; they are pickled unless the processes are forked.
         nproc: Number of processes.
         max_restarts: How often to start all processes again after a failure.
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in :mod:`multiprocessing`. Forked processes
@@ -61,10 +62,10 @@ def launch(
             was killed. Then they are killed.
 
     Returns:
-        What ``fn`` returned, by rank. Results travel as pickles.
+        The values that ``fn`` returned, by rank. They are sent as pickles.
 
     Raises:
-        DistributedError: If a process raised, was killed or left, with its rank and traceback.
+        DistributedError: If a process raised an error, was killed or exited; the message has its rank and traceback.
         TypeError: If ``fn`` or ``args`` cannot be pickled.
         ValueError: If a number or the start method is not valid.
 
@@ -74,7 +75,7 @@ def launch(
         >>> launch(max, 3, 5, nproc=2, start_method="fork")
         [5, 5]
     """
-    from panther.distributed.launcher import _agent  # whose import takes as long as that of torch
+    from panther.distributed.launcher import _agent  # its import takes as long as the import of torch
 
     _check_launch(fn, nproc, max_restarts, start_method)
     for name, seconds in (("timeout_s", timeout_s), ("grace_period_s", grace_period_s)):
@@ -100,7 +101,7 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     with open(folder / "new", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(folder / "new", folder / _LOCK)  # locked before anybody can look at it
+        os.rename(folder / "new", folder / _LOCK)  # the file is locked before any process can see it
         yield
 
 
@@ -110,7 +111,7 @@ def _remove_left_folders() -> None:
         return
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), open(folder / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the launcher or a worker is there
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this fails while the launcher or a worker is alive
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -119,17 +120,19 @@ def _result_of(rank: int, folder: Path) -> Path:
 
 
 def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path, timeout_s: float) -> None:
-    """Run in each worker of launch."""
-    # SIGINT is also what a worker gets when its parent dies: it must end even one that waits in a collective operation.
-    # The others may be handled by the parent that was forked.
+    """Run the function of :func:`launch`, in one of its workers."""
+    # A worker also gets SIGINT when its parent dies, and SIGINT must end even a worker that waits in a collective. The
+    # parent may have handlers of all these signals, which a forked worker inherits.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:  # as nohup does
+        if (
+            hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
+        ):  # nohup ignores SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         _run(call, folder, timeout_s)
     except BaseException as error:
-        # Leave at once, with the record written: the others find out by the closed connections, so theirs come later,
-        # and a live process group would abort the interpreter's shutdown.
+        # Exit at once after the error is recorded. Other ranks notice it by their closed connections, so their records
+        # come later. With a process group, the normal shutdown of the interpreter would abort.
         record_failure(explain_transport_error(error) or error)
         for child in multiprocessing.active_children():
             child.terminate()
@@ -145,7 +148,7 @@ def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path,
         # A forked OpenMP pool would hang.
         torch.set_num_threads(1 if forked else max(1, usable_cores() // world_size))
     fn, args = call if isinstance(call, tuple) else pickle.loads(call)
-    # A file of this attempt: nothing of an earlier one is in it, and no port can be taken.
+    # This attempt has a new file, which contains no entries of earlier attempts and needs no free port.
     file = folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     start_group(rank, world_size, timeout_s=timeout_s, store=dist.FileStore(str(file), world_size))
     try:
@@ -185,9 +188,9 @@ def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_m
         )
     check_size("nproc", nproc, least=1)
     check_size("max_restarts", max_restarts, least=0)
-    known = multiprocessing.get_all_start_methods()
-    if start_method not in known:
-        raise ValueError(f"start_method={start_method!r} is unknown: use one of {', '.join(map(repr, known))}")
+    start_methods = multiprocessing.get_all_start_methods()
+    if start_method not in start_methods:
+        raise ValueError(f"start_method={start_method!r} is unknown: use one of {', '.join(map(repr, start_methods))}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DistributedError(
             "a process started by launch imports the script and calls launch again: put the call under "

@@ -1,10 +1,10 @@
 """A process beside a launcher that ends the launcher's workers if the launcher itself is killed.
 
 A worker that hangs, is stopped, or still imports cannot notice that its launcher has died. The guardian is a Python
-process of its own session with the standard library alone. It reads what to guard from its standard input, whose other
-end the launcher holds. At the end of the input the guardian asks the workers that are still there to save and end, by
-SIGTERM, and ends the ones that are left after the grace period by SIGKILL. If the launcher did not say that it ends, it
-was killed, and the guardian removes its temporary folders.
+process in a separate session that imports only the standard library. It reads the workers and folders to guard from its
+standard input, a pipe that the launcher holds open. At the end of the input, the guardian asks the workers that are
+still alive to save and end, by SIGTERM, and ends the remaining workers after the grace period by SIGKILL. If the
+launcher has not announced its end, it was killed, and the guardian removes its temporary folders.
 """
 
 __all__ = ["Guardian"]
@@ -27,7 +27,7 @@ _guardians: "weakref.WeakSet[Guardian]" = weakref.WeakSet()
 
 
 class Guardian:
-    """The launcher's side: starts the process and tells it what to guard. Without one, nothing is guarded.
+    """Start the guardian and tell it what to guard, in the launcher. If the process cannot start, nothing is guarded.
 
     Args:
         grace_period_s: Seconds that workers have to save and end once the launcher has died.
@@ -36,24 +36,24 @@ class Guardian:
 
     def __init__(self, grace_period_s: float, folders: Sequence[str] = ()) -> None:
         self._process: subprocess.Popen[str] | None = None
-        with contextlib.suppress(OSError):  # then a worker that hangs outlives a launcher that is killed
+        with contextlib.suppress(OSError):  # without a guardian, a worker that hangs outlives a killed launcher
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that what ends the launcher's process group does not end it
+                start_new_session=True,  # so that a signal to the launcher's process group does not end it
                 text=True,
             )
         _guardians.add(self)
         self._tell("limits", [grace_period_s, list(folders)])
 
     def guard(self, pids: Collection[int]) -> None:
-        """Guard these workers in place of earlier ones."""
+        """Guard these workers in place of earlier workers."""
         self._tell("workers", [[pid, _start_time(pid)] for pid in pids])
 
     def end(self) -> None:
-        """Say that the launcher ends by itself. Workers that it has left are ended nevertheless."""
+        """Announce that the launcher ends by itself. The guardian still ends workers that are left."""
         self._tell("end", True)
         process, self._process = self._process, None
         if process is not None:
@@ -73,7 +73,7 @@ class Guardian:
     def _tell(self, name: str, value: Any) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # somebody has ended it
+            with contextlib.suppress(OSError):  # another process has ended the guardian
                 self._process.stdin.write(f"{json.dumps([name, value])}\n")
                 self._process.stdin.flush()
 
@@ -88,7 +88,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _start_time(pid: int) -> str:
-    """Return when a process started, which tells it from a later one of the same number; "" if that is not known."""
+    """Return the start time of a process, which differs for a later process of the same number; "" if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -96,10 +96,10 @@ def _start_time(pid: int) -> str:
 
 
 def _main() -> None:
-    """Wait for the end of the input, and clean up if the launcher has not."""
+    """Wait for the end of the input, and clean up after the launcher."""
     state: dict[str, Any] = {"limits": [0.0, []], "workers": [], "end": False}
     for line in sys.stdin:
-        with contextlib.suppress(ValueError):  # half a line, of a launcher that was killed in the middle of it
+        with contextlib.suppress(ValueError):  # the launcher was killed while it wrote the line
             name, value = json.loads(line)
             state[name] = value
     grace_period_s, folders = state["limits"]
@@ -110,7 +110,7 @@ def _main() -> None:
     deadline = time.monotonic() + grace_period_s
     while _alive(workers) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    # A stopped process gets no other signal, and the children of a worker may be there when it has ended.
+    # A stopped process reacts to no other signal, and children of a worker may outlive the worker.
     if workers:
         _send(workers, signal.SIGKILL)
     for folder in folders:

@@ -1,6 +1,6 @@
 """Start a script on several processes, on one node or several: ``panther launch`` and the same from Python.
 
-torch's own launcher does it, with torchrun's options.
+torch's own launcher starts the processes, with torchrun's options.
 """
 
 __all__ = ["DistributedLauncher", "launch_distributed_training", "run_script"]
@@ -22,14 +22,14 @@ def launch_distributed_training(
 ) -> Path:
     """Run a script on several processes, as ``panther launch`` and torchrun do.
 
-    The script finds RANK, WORLD_SIZE and LOCAL_RANK in its environment, and joins the others by
-    :func:`panther.distributed.init` or ``torch.distributed.init_process_group``. What its ranks write goes to files;
-    what rank 0 writes is shown as well. On one node nothing listens beyond the loopback interface.
+    The script finds RANK, WORLD_SIZE and LOCAL_RANK in its environment, and joins the process group by
+    :func:`panther.distributed.init` or ``torch.distributed.init_process_group``. The output of all ranks is written to
+    files; the output of rank 0 is also shown. On one node nothing listens beyond the loopback interface.
 
     Args:
         script: Path of the script, or the name of a module with ``module=True``.
-        *args: Its arguments.
-        config: How to start it.
+        *args: Arguments of the script.
+        config: Settings to start the script with.
         **options: Fields of :class:`LaunchConfig`, in place of ``config``.
 
     Returns:
@@ -66,7 +66,7 @@ class DistributedLauncher:
     """Start scripts by one configuration, and return exit statuses: :func:`launch_distributed_training` as a class.
 
     Args:
-        config: How to start them.
+        config: Settings to start the scripts with.
 
     Example:
         >>> import tempfile, pathlib
@@ -100,9 +100,9 @@ def _checked(config: Any) -> LaunchConfig:
 
 
 def run_script(argv: list[str], name: str | None = None) -> Path:
-    """Do what ``panther launch`` is asked to, and return the folder of the logs.
+    """Run a script by the arguments of ``panther launch``, and return the folder of the logs.
 
-    Raises torch's SignalException if a signal ended the launcher, and with it the processes.
+    torch's SignalException is raised if a signal ended the launcher and its processes.
     """
     # torch's launcher is as slow to import as torch.
     import torch.distributed as dist
@@ -124,7 +124,7 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
             text = _explain(error, logs)
         except (RendezvousError, dist.DistError, OSError) as error:
             reason = str(error.__cause__ or error)
-            if isinstance(error, RendezvousTimeoutError):  # which has no text
+            if isinstance(error, RendezvousTimeoutError):  # its text is empty
                 reason = (
                     f"fewer than {config.min_nodes} nodes came within {config.rdzv_configs.get('join_timeout', 600)} s"
                 )
@@ -143,10 +143,10 @@ def _explain(error: Any, logs: Any) -> str:
 
     if isinstance(logs, RankLogs):
         return explain(logs.failures, logs.world_size, logs.attempts, logs.folder)
-    found, begun = [], min(failure.timestamp for failure in error.failures.values())
+    failures, first_end = [], min(failure.timestamp for failure in error.failures.values())
     for place, (rank, failure) in enumerate(error.failures.items()):
-        # torch lists the processes that failed by themselves first. Then it ends the others by SIGTERM, and much later
-        # by SIGKILL.
-        stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > begun + 2)
-        found.append(describe(rank, failure.exitcode, failure.error_file, stopped=stopped))
-    return explain([failure for failure in found if failure is not None], None, 1)
+        # torch lists the processes that failed by themselves first. Then it ends all other processes by SIGTERM, and
+        # much later by SIGKILL.
+        stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > first_end + 2)
+        failures.append(describe(rank, failure.exitcode, failure.error_file, stopped=stopped))
+    return explain([failure for failure in failures if failure is not None], None, 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from panther._torch import forget_shapes
-from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.agreement import agree, describe_settings
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.pipeline.balance import stages_of_rank
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
@@ -169,9 +169,9 @@ def make_schedule(
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of output and target, not a {type(loss_fn).__name__}")
         schedules[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
-        return in_words({"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}) | {
-            "the loss's reduction": reduction_of(loss_fn)
-        }
+        return describe_settings(
+            {"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}
+        ) | {"the loss's reduction": reduction_of(loss_fn)}
 
     agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
     return schedules[0]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from panther._version import __version__
-from panther.distributed.comm.agreement import agree, in_words
+from panther.distributed.comm.agreement import agree, describe_settings
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.ranks import name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
@@ -52,7 +52,7 @@ def check_same_model(
     """
 
     def describe() -> dict[str, str]:
-        described_settings = in_words(settings())
+        described_settings = describe_settings(settings())
         ranks = ranks_of(group)
         _check_replicated(model, ranks)
         # Different versions may draw, pack or split differently, and different settings of the process compute
