@@ -125,9 +125,11 @@ class Feed:
         self.left_out = 0
         """Number of samples of the epoch that was planned last that no process has."""
         self.user_loader: Any = data
-        own = getattr(data, "batch_size", None)
-        if shuffle and batch_size is not None and own is not None and own != batch_size:
-            raise ConfigError(f"batch_size={batch_size} and a loader with batches of {own}: leave batch_size out")
+        loader_batch_size = getattr(data, "batch_size", None)
+        if shuffle and batch_size is not None and loader_batch_size is not None and loader_batch_size != batch_size:
+            raise ConfigError(
+                f"batch_size={batch_size} and a loader with batches of {loader_batch_size}: leave batch_size out"
+            )
         self.is_stream = _is_stream(data)
         self._order: list[tuple[int | None, list[int]]] = []  # of this process in the present epoch
         if isinstance(data, DataLoader) and data.num_workers and not isinstance(data.worker_init_fn, WorkerSignals):

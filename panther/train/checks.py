@@ -22,27 +22,27 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def knows_settings(method: _Method) -> _Method:
-    """Return a method of the Trainer that says where to put a setting, in place of Python's TypeError."""
+    """Wrap a method of the Trainer so that a setting among its arguments raises an error that says where to put it."""
     arguments = [name for name in inspect.signature(method).parameters if name != "self"]
     place = "Trainer" if method.__name__ == "__init__" else f"Trainer.{method.__name__}"
 
     @functools.wraps(method)
-    def checked(self: Any, *values: Any, **named: Any) -> Any:
+    def checked(self: Any, *arguments_by_position: Any, **keywords: Any) -> Any:
         settings = [field.name for field in dataclasses.fields(TrainConfig)]
-        for name in named:
+        for name in keywords:
             if name in settings:
                 fix = f"pass config=TrainConfig({name}=...) to Trainer"
                 raise ConfigError(f"{name!r} is not an argument of {place}: {fix}")
             if name not in arguments:
                 hint = name_hint(name, [*arguments, *settings], "TrainConfig")
                 raise ConfigError(f"{name!r} is not an argument of {place}, nor a setting of TrainConfig: {hint}")
-        return method(self, *values, **named)
+        return method(self, *arguments_by_position, **keywords)
 
     return checked  # type: ignore[return-value]
 
 
 def check_model(model: Any) -> None:
-    """Raise ConfigError unless it is a module with something to train."""
+    """Raise ConfigError unless the model is a module with a trainable parameter."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {_kind(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -50,7 +50,7 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any) -> None:
-    """Raise ConfigError, saying what to pass instead, if one of the other arguments has the wrong type."""
+    """Raise ConfigError if an argument has the wrong type; the message says what to pass instead."""
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an object, loss_fn={loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
@@ -64,7 +64,7 @@ def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, m
         raise ConfigError(
             f"config must be a TrainConfig, not a {_kind(config)}: use TrainConfig(**settings) for a dict"
         )
-    if not isinstance(callbacks, list | tuple) or not all(isinstance(one, Callback) for one in callbacks):
+    if not isinstance(callbacks, list | tuple) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise ConfigError("callbacks must be a list of objects whose classes derive from panther.train.Callback")
     for callback in callbacks:
         check_callback(callback)

@@ -218,8 +218,8 @@ class StepExchange:
             self._work = None
         if self._carrier is not None:
             self._sent = self._carrier.receive()
-        sent = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed, first = sent
+        sums = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
+        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed, first = sums
         if self._device is not None and round(first) != 1:
             raise TrainingError(
                 "DistributedDataParallel has not averaged the gradients of this step, because the backward pass did "
@@ -242,11 +242,13 @@ class StepExchange:
     def describe_nonfinite(self, indices: Sequence[int]) -> str:
         """Name the ranks whose loss is not finite, and their samples of the step. Every rank must call it."""
         parts = []
-        for rank, (loss, own) in enumerate(gather_objects((float(self._own_loss), list(indices)), None)):
+        for rank, (loss, indices_of_rank) in enumerate(gather_objects((float(self._own_loss), list(indices)), None)):
             if loss - loss != 0.0:
-                more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
-                samples = ", ".join(map(str, own[:_SHOWN])) + more
-                parts.append(f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if own else ""))
+                more = f" and {len(indices_of_rank) - _SHOWN} more" if len(indices_of_rank) > _SHOWN else ""
+                samples = ", ".join(map(str, indices_of_rank[:_SHOWN])) + more
+                parts.append(
+                    f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if indices_of_rank else "")
+                )
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"

@@ -276,8 +276,8 @@ class ModelEngine(Engine):
         """
         if not (positions := unreduced_positions(model)):
             return
-        named = list(self.reduced.items())
-        waiting = [named[position] for position in positions]
+        parameters = list(self.reduced.items())
+        waiting = [parameters[position] for position in positions]
         if unused := [name for name, parameter in waiting if parameter.requires_grad]:
             raise ConfigError(
                 f"the loss of this step does not depend on the parameters {list_names(unused)}, and DDP waits for "

@@ -28,8 +28,9 @@ class History:
     """The records of a run, each a mapping with ``step``, ``epoch``, ``elapsed_s`` and quantities.
 
     ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
-    time spent in ``fit``, with that of the run which this one resumed, ``device_hours`` the same time of all processes
-    together, and ``price`` their price with ``TrainConfig(price_per_device_hour=...)``. Training records have ``loss``
+    time spent in ``fit``, including the time of the run that this run resumed. ``device_hours`` is the same time
+    multiplied by the number of processes, and ``price`` is their price with
+    ``TrainConfig(price_per_device_hour=...)``. Training records have ``loss``
     (the mean over the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``,
     ``samples_per_s``, ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``;
     with ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``. Validation records have
@@ -65,11 +66,11 @@ class History:
         """Return steps and values of one quantity.
 
         Raises:
-            KeyError: If no record has it.
+            KeyError: If no record has the quantity.
         """
         rows = [row for row in self._records if row.get(name) is not None]
         if not rows:
-            fix = f"choose one of {', '.join(self.names)}" if self.names else "there are none, train first"
+            fix = f"choose one of {', '.join(self.names)}" if self.names else "the history has no records, train first"
             raise KeyError(f"no record has {name!r}: {fix}")
         return [row["step"] for row in rows], [row[name] for row in rows]
 
@@ -116,7 +117,7 @@ class History:
         """The highest ``validation_accuracy``.
 
         Raises:
-            ValueError: If no record has it.
+            ValueError: If no record has this quantity.
         """
         values = [row["validation_accuracy"] for row in self._records if row.get("validation_accuracy") is not None]
         if not values:
@@ -146,9 +147,11 @@ class History:
         figure_module = require_extra("matplotlib.figure", "demo")
         losses: list[str] = [name for name in ("loss", "validation_loss") if name in self.names]
         metrics = [name for name in self.names if name.startswith("validation_") and name not in losses]
-        shown = {"loss": losses, "metric": metrics} if metrics else {"loss": losses}
-        figure = figure_module.Figure(figsize=(5 * len(shown), 3.5), layout="constrained")
-        for panel, (label, names) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        panels = {"loss": losses, "metric": metrics} if metrics else {"loss": losses}
+        figure = figure_module.Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
+        for panel, (label, names) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
             for name in names:
                 steps, values = self[name]
                 panel.plot(steps, values, marker="." if len(steps) < 50 else "", label=name.replace("_", " "))
@@ -162,7 +165,7 @@ class History:
 
 
 def peak_memory() -> int | None:
-    """Return this process's peak memory in bytes: the GPU's if it uses one, else resident memory; None on Windows."""
+    """Return the peak memory of this process in bytes: on its GPU if it uses one, else resident; None on Windows."""
     if torch.cuda.is_initialized() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     if resource is None:
@@ -170,21 +173,21 @@ def peak_memory() -> int | None:
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB, macOS in bytes
     if sys.platform == "darwin":
         return largest
-    return 1024 * (largest if largest > _inherited_peak() else _own_peak() or largest)
+    return 1024 * (largest if largest > _inherited_peak() else _process_peak() or largest)
 
 
 @functools.cache
 def _inherited_peak() -> int:
-    """Return the KiB that getrusage begins with on Linux: the peak of the process that started this one, or 0.
+    """Return the KiB with which getrusage begins on Linux: the peak of the process that started this process, or 0.
 
-    It is told from the process's own by a file that takes 0.1 ms to read, once.
+    A file tells the peak of this process alone. Reading it takes 0.1 ms, which happens once.
     """
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    own = _own_peak()
-    return largest if own is not None and own < largest else 0
+    process_peak = _process_peak()
+    return largest if process_peak is not None and process_peak < largest else 0
 
 
-def _own_peak() -> int | None:
+def _process_peak() -> int | None:
     with contextlib.suppress(OSError, StopIteration):  # not Linux
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

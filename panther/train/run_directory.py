@@ -25,26 +25,27 @@ _FAR = 1 << 30  # beyond the text in the file: locked bytes cannot be read on Wi
 
 @contextmanager
 def locked_directory(directory: Path) -> Iterator[None]:
-    """Make a directory if it is missing, and hold a lock on it; one that is still empty afterwards is removed.
+    """Create a directory if it is missing, and hold a lock on it; remove the directory if it is still empty at the end.
 
     Raises:
         TrainingError: On every rank, if another run holds the lock.
-        CheckpointError: On every rank, if the directory cannot be written to, or is another one on some rank.
+        CheckpointError: On every rank, if the directory cannot be written to, or is not the same directory on all
+            ranks.
     """
-    made: list[Path] = []
-    with ExitStack() as held:
+    created: list[Path] = []
+    with ExitStack() as lock_files:
 
         def lock() -> None:
             missing = [path for path in (directory, *directory.parents) if not path.exists()]
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                file = held.enter_context(open(directory / _LOCK, "a+", encoding="utf-8"))
+                file = lock_files.enter_context(open(directory / _LOCK, "a+", encoding="utf-8"))
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint_dir {directory} cannot be written to ({error.strerror}): name another directory"
                 ) from None
             try:
-                # The operating system releases the lock with the process, so a killed run leaves no stale one.
+                # The operating system releases the lock when the process ends, so a killed run leaves no stale lock.
                 _lock(file)
             except (BlockingIOError, PermissionError):
                 file.seek(0)
@@ -55,45 +56,48 @@ def locked_directory(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            made.extend(missing)
+            created.extend(missing)
 
         run_on_first_rank(lock, None)
         try:
             _check_shared(directory)
             yield
         finally:
-            # Only what this run made, and while it holds the lock: a folder of another run stays, even if it is empty.
-            with suppress(OSError):  # rmdir refuses a folder that holds something
-                if made and os.listdir(directory) == [_LOCK]:
+            # Remove only folders that this run created, while it holds the lock: a folder of another run stays, even if
+            # empty.
+            with suppress(OSError):  # rmdir refuses a folder that is not empty
+                if created and os.listdir(directory) == [_LOCK]:
                     (directory / _LOCK).unlink()
-                    for path in made:
+                    for path in created:
                         path.rmdir()
 
 
 def _check_shared(directory: Path) -> None:
-    """Raise CheckpointError on every rank unless all see what the first one writes.
+    """Raise CheckpointError on every rank unless all ranks see a file that the first rank writes.
 
-    Otherwise the first checkpoint would tell, perhaps at the end of the run.
+    Without this check, the first checkpoint would fail, perhaps at the end of the run.
     """
     if get_world_size() == 1:
         return
 
     def write() -> str:
-        # A new name each time, because file systems remember for a while what was not there.
+        # The name is new each time, because file systems remember for a while which names did not exist.
         token = directory / f".shared-{secrets.token_hex(8)}"
         token.touch()
         return token.name
 
     name = run_on_first_rank(write, None)
-    seen = gather_objects(((directory / name).exists(), socket.gethostname(), str(directory.absolute())), None)
+    views = gather_objects(((directory / name).exists(), socket.gethostname(), str(directory.absolute())), None)
     if get_rank() == 0:
         (directory / name).unlink()
-    blind = [f"rank {rank} ({host}, {path})" for rank, (found, host, path) in enumerate(seen) if not found]
-    if blind:
-        more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
+    failed_ranks = [
+        f"rank {rank} ({host}, {path})" for rank, (sees_token, host, path) in enumerate(views) if not sees_token
+    ]
+    if failed_ranks:
+        more = f" and {len(failed_ranks) - 3} more" if len(failed_ranks) > 3 else ""
         raise CheckpointError(
-            f"checkpoint_dir must be one folder for all ranks, and {', '.join(blind[:3])}{more} cannot see what rank 0 "
-            f"({seen[0][1]}, {seen[0][2]}) wrote there: name a folder of a file system that all nodes share"
+            f"checkpoint_dir must be one folder for all ranks, and {', '.join(failed_ranks[:3])}{more} cannot see what "
+            f"rank 0 ({views[0][1]}, {views[0][2]}) wrote there: name a folder of a file system that all nodes share"
         )
 
 
@@ -102,7 +106,7 @@ def _lock(file: Any) -> None:
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return
-    import msvcrt  # on Windows, where there is no fcntl
+    import msvcrt  # Windows has no fcntl
 
     file.seek(_FAR)
     msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]

@@ -1,4 +1,4 @@
-"""The built-in callbacks of a run: its progress, JSON lines, TensorBoard and MLflow on the first rank; a profiler."""
+"""The built-in callbacks of a run: progress, JSON lines, TensorBoard and MLflow on the first rank, and a profiler."""
 
 __all__ = ["built_in_callbacks"]
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _JsonLines(BuiltInCallback):
-    """One line per record in ``log.jsonl``, written anew when a run resumes, from the history in its checkpoint."""
+    """Write a line per record to ``log.jsonl``; a resumed run first writes the records in its checkpoint again."""
 
     def __init__(self, path: Path, history: History) -> None:
         try:
@@ -39,7 +39,7 @@ class _JsonLines(BuiltInCallback):
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         try:
             self._file.write(_line(record))
-            # Each record is on disk at once, for whoever watches the run.
+            # Each record is written at once, because a user may watch the file.
             self._file.flush()
         except OSError as error:
             raise TrainingError(f"{self._file.name} cannot be written ({error.strerror}): make room") from error
@@ -47,7 +47,7 @@ class _JsonLines(BuiltInCallback):
     def close(self, status: str) -> None:
         self._file.close()
         path = Path(self._file.name)
-        if not path.stat().st_size:  # a run that failed at once leaves nothing
+        if not path.stat().st_size:  # a run that failed at once leaves no file
             path.unlink()
 
 
@@ -58,7 +58,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 class _TensorBoard(BuiltInCallback):
-    """Event files in ``tensorboard/``. On resuming, ``purge_step`` hides the steps that are repeated."""
+    """Write event files to ``tensorboard/``. After resuming, ``purge_step`` hides the repeated steps."""
 
     def __init__(self, folder: Path, step: int) -> None:
         module = require_extra("torch.utils.tensorboard", "tensorboard")
@@ -73,20 +73,20 @@ class _TensorBoard(BuiltInCallback):
 
 
 class _MLflow(BuiltInCallback):
-    """The run that is active in this process, else one of the Trainer's own, which a restart continues.
+    """Log to the MLflow run that is active in this process, or else to a new run, which a restart continues.
 
-    Its store is that of ``mlflow.set_tracking_uri`` or MLFLOW_TRACKING_URI, else ``mlflow.db`` in the folder.
+    The store is set by ``mlflow.set_tracking_uri`` or MLFLOW_TRACKING_URI, and is else ``mlflow.db`` in the folder.
     """
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
-        # Nothing of a run goes to a third party unless the user asks for it.
+        # Nothing is sent to a third party unless the user asks for it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         mlflow = require_extra("mlflow", "mlflow")
         active = mlflow.active_run()
-        users = active is not None or mlflow.is_tracking_uri_set()
-        uri = mlflow.get_tracking_uri() if users else f"sqlite:///{folder.resolve()}/mlflow.db"
+        is_uri_set_by_user = active is not None or mlflow.is_tracking_uri_set()
+        uri = mlflow.get_tracking_uri() if is_uri_set_by_user else f"sqlite:///{folder.resolve()}/mlflow.db"
         self._client, self._folder = mlflow.MlflowClient(tracking_uri=uri), folder
-        self._is_own = active is None  # a run that the user began is the user's to end
+        self._is_own = active is None  # the user ends a run that the user began
         identifier = folder / "mlflow-run"
         is_continued = self._is_own and identifier.exists()
         try:
@@ -118,7 +118,7 @@ class _MLflow(BuiltInCallback):
         return self._run
 
     def _log_settings(self, config: TrainConfig) -> None:
-        """Log the settings as parameters, except for those that the run has already, which MLflow does not change."""
+        """Log each setting as a parameter, unless the run has it already: MLflow does not change parameters."""
         present = self._client.get_run(self._run).data.params
         for name, value in asdict(config).items():
             if name not in present:
@@ -141,36 +141,36 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iterator[list[BuiltInCallback]]:
-    """Yield the profiler of each rank and, on the first one, the trackers of a run that continues after a step."""
+    """Yield the profiler of each rank and, on the first rank, the trackers of a run that continues after ``step``."""
     folder = Path(config.checkpoint_dir or "")
     makers: dict[str, Callable[[], BuiltInCallback]] = {
         "jsonl": lambda: _JsonLines(folder / "log.jsonl", history),
         "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
         "mlflow": lambda: _MLflow(config, folder),
     }
-    found: list[BuiltInCallback] = []
+    callbacks: list[BuiltInCallback] = []
 
     def make_trackers() -> None:
-        if config.progress and sys.stderr is not None:  # there is no stderr under pythonw
-            # In a file, the bar would be asked in every step, and show nothing.
+        if config.progress and sys.stderr is not None:  # pythonw has no stderr
+            # A bar would cost time in every step and show nothing in a file.
             shows_bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm")
-            found.append(ProgressBar() if shows_bar else ProgressLines())
+            callbacks.append(ProgressBar() if shows_bar else ProgressLines())
         for name in config.trackers if config.checkpoint_dir is not None else ():
-            found.append(makers[name]())
+            callbacks.append(makers[name]())
 
     status = "FAILED"
     try:
         run_on_first_rank(make_trackers, None)
         if config.profile:
-            found.append(StepProfiler(folder / "profile"))
-        yield found
+            callbacks.append(StepProfiler(folder / "profile"))
+        yield callbacks
         status = "FINISHED"
     except SystemExit:
         status = "KILLED"
         raise
     finally:
-        for callback in found:
+        for callback in callbacks:
             try:
                 callback.close(status)
-            except Exception as error:  # it must not hide how the run ended
+            except Exception as error:  # this error must not hide how the run ended
                 _log.warning("%s could not be closed: %s: %s", type(callback).__name__, type(error).__name__, error)
