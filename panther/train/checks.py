@@ -14,9 +14,9 @@ from torch import nn
 
 from panther._setting_names import name_hint
 from panther.errors import ConfigError
-from panther.train.batches import Feed
 from panther.train.callbacks import Callback, check_callback
 from panther.train.config import TrainConfig
+from panther.train.loading.feed import Feed
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -33,7 +33,6 @@ from panther.distributed.data.gradient_compression import hook_state, load_hook_
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
-from panther.train.batches import Batch, Feed
 from panther.train.callbacks import BuiltInCallback, Callback, may_stop
 from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
 from panther.train.config import TrainConfig
@@ -46,6 +45,7 @@ from panther.train.coordination import (
 )
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
+from panther.train.loading.feed import Batch, Feed
 from panther.train.loading.loader_workers import workers_needed
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import (

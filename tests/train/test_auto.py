@@ -26,7 +26,7 @@ from panther.distributed.comm.nodes import physical_memory
 from panther.errors import ConfigError
 from panther.nn import SKLinear
 from panther.train import TrainConfig, Trainer
-from panther.train.batches import Feed
+from panther.train.loading.feed import Feed
 from panther.train.strategy.automatic import choose_strategy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]

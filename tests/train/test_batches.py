@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from panther.errors import ConfigError
 from panther.train import Callback, TrainConfig, Trainer
-from panther.train.batches import Feed
+from panther.train.loading.feed import Feed
 from panther.train.loading.loader_workers import workers_needed
 
 

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from panther.distributed import data_parallel, get_distributed_info, init, shutdown
 from panther.train import coordination
-from panther.train.batches import Batch
 from panther.train.coordination import GradientCarrier, StepExchange
 from panther.train.engines import ModelEngine
+from panther.train.loading.feed import Batch
 
 SIZES = 6, 9, 2
 

@@ -1,3 +1,3 @@
-"""How data is read: streams of unequal length, and the worker processes of DataLoaders."""
+"""The data of a run: batches in an order that can continue anywhere, streams, and worker processes of DataLoaders."""
 
 __all__: list[str] = []

@@ -21,9 +21,9 @@ from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.strategies import check_model
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError, PantherError
-from panther.train.batches import Feed, count_samples
 from panther.train.config import TrainConfig
 from panther.train.engines import loss_of_output
+from panther.train.loading.feed import Feed, count_samples
 from panther.train.strategy.rules import is_model_parallel, possible_strategies
 
 if TYPE_CHECKING:
