@@ -20,10 +20,11 @@ from panther._torch import buffers_of, tree_leaves, tree_map_only, unreduced_pos
 from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
-from panther.train.coordination import GradientCarrier, sum_over_ranks
 from panther.train.loading.feed import Batch
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.trainable import list_names
+from panther.train.reductions import sum_over_ranks
+from panther.train.step_exchange import GradientCarrier
 
 if TYPE_CHECKING:
     from panther.distributed import HybridParallelTrainer

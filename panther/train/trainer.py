@@ -36,13 +36,6 @@ from panther.train.agreement import agree_on_progress, agree_on_run, compare_sam
 from panther.train.callbacks import BuiltInCallback, Callback, may_stop
 from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.coordination import (
-    StepExchange,
-    catch_signals,
-    gather_over_ranks,
-    join_process_group,
-    sum_over_ranks,
-)
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loading.feed import Batch, Feed
@@ -57,7 +50,10 @@ from panther.train.optimization.optimizer import (
     step_error,
 )
 from panther.train.optimization.trainable import LossParameters, TrainableSet, average_gradients, list_names
+from panther.train.process import catch_signals, join_process_group
+from panther.train.reductions import gather_over_ranks, sum_over_ranks
 from panther.train.run_directory import locked_directory
+from panther.train.step_exchange import StepExchange
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
 

@@ -1,15 +1,10 @@
 """The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
-__all__ = ["StepExchange", "catch_signals", "gather_over_ranks", "join_process_group", "sum_over_ranks"]
+__all__ = ["GradientCarrier", "StepExchange"]
 
-import atexit
 import math
-import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +13,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import parameters_of, run_backward, tree_map
-from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
+from panther.distributed import get_distributed_info, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects
-from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
-from panther.distributed.comm.ranks import in_process_group
-from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
-from panther.distributed.comm.supervision.groups import apply_timeout
+from panther.distributed.comm.supervision.ending import SIGNALS
 from panther.errors import ConfigError, TrainingError
 
 _NAME = "_numbers_of_the_step"
-_NUMBERS = 10
+_NUM_NUMBERS = 10
 _NO_SIGNAL = [0.0, 0.0]
-_SHOWN = 16  # samples of a rank that an error message lists
+_MAX_LISTED = 16  # an error message lists at most this many samples of a rank, or parameters
 
 
 class GradientCarrier:
-    """Sends a few numbers as the gradient of a parameter that only DistributedDataParallel knows.
+    """Send a few numbers as the gradient of a parameter that only DistributedDataParallel knows.
 
-    torch's own code averages it in a bucket with the others. A separate message (of 40
-    bytes, when it was measured), or a communication hook in Python that appends the numbers to a bucket, made a step of
-    5 ms on two processes 12 to 15 % longer.
+    torch's own code averages this gradient in a bucket with other gradients. A separate message (of 40 bytes, when it
+    was measured), or a communication hook in Python that appends the numbers to a bucket, made a step of 5 ms on two
+    processes 12 to 15 % longer.
     """
 
     def __init__(self, parameter: nn.Parameter, model: DistributedDataParallel) -> None:
@@ -52,12 +44,12 @@ class GradientCarrier:
     ) -> tuple[DistributedDataParallel, "GradientCarrier"]:
         """Return the model as ``wrap`` wraps it in DDP, without a communication hook, and the carrier of its numbers.
 
-        DDP must not look for unused parameters, which it would take this one for.
+        DDP must not look for unused parameters, because it would count the carrier's parameter among them.
         """
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32  # half precision would round
-        parameter = nn.Parameter(torch.zeros(_NUMBERS, dtype=dtype, device=first.device))
-        # DDP collects parameters at construction only. Afterwards the model is again as the user made it.
+        parameter = nn.Parameter(torch.zeros(_NUM_NUMBERS, dtype=dtype, device=first.device))
+        # DDP collects parameters at construction only, so the model of the user does not keep the parameter.
         model.register_parameter(_NAME, parameter)
         try:
             parallel = wrap(model)
@@ -66,21 +58,22 @@ class GradientCarrier:
         return parallel, cls(parameter, parallel)
 
     def begin(self) -> None:
-        """Note that the passes from here to :meth:`backward` are a Trainer's, and carry zeros or what is sent."""
+        """Begin a step of the Trainer: its passes up to :meth:`backward` send zeros or the numbers of :meth:`send`."""
         self._in_step, self._row = True, None
 
     def send(self, numbers: Tensor | list[float]) -> None:
-        """Give the numbers that :meth:`backward` sends."""
+        """Set the numbers that :meth:`backward` sends."""
         like = self._parameter
         self._row = numbers.to(like) if isinstance(numbers, Tensor) else like.new_tensor(numbers)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients that DDP averages, once it has those of all its parameters."""
+        """Run the backward pass; DDP averages the gradients once it has the gradients of all its parameters."""
         parameter, row = self._parameter, self._row
         parameter.grad = None
         if row is None:
             row = torch.zeros_like(parameter)
-        # As a second root: no product or sum with the loss is needed, and a loss that is not finite does not spread.
+        # The parameter is a second root of the backward pass. So it needs no product or sum with the loss, and an
+        # infinite loss does not change the numbers.
         options = {"allow_unreachable": True, "accumulate_grad": True}
         run_backward((loss, parameter), (torch.ones_like(loss), row), False, False, (), **options)
         self._in_step = False
@@ -100,20 +93,22 @@ class GradientCarrier:
         def connected(leaf: Any) -> Any:
             return leaf + nothing.to(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
-        return tree_map(connected, output)  # all, because the loss may depend on any of them
+        return tree_map(connected, output)  # all tensors, because the loss may depend on any of them
 
 
 class StepExchange:
-    """Ten numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
+    """Sum ten numbers of every step over the ranks: with the gradients, or by a message during the backward pass.
 
-    They are how many ranks received a signal, the numbers of these signals, whether a loss is not finite, the weighted
-    losses, the number of samples and their weight, whether some weight is not the number of samples, how many ranks are
-    to stop, how many have frozen or unfrozen parameters, and 1 from the first rank. With the gradients, the last number
-    shows whether they were summed at all: a rank that sums nothing does not get 1.
+    The numbers are how many ranks received a signal, the sum of the numbers of these signals, whether a loss is not
+    finite, the weighted losses, the number of samples and their weight, whether some weight is not the number of
+    samples, how many ranks are to stop, how many ranks have frozen or unfrozen parameters, and 1 from the first rank.
+    If the numbers are sent with the gradients, the last number shows whether DDP has summed them: otherwise it is not
+    1.
 
-    Nothing waits for a GPU before the backward pass: the loss is read after it. It is not read a step later, because
-    the parameters of a step that is to be stopped or skipped must not change; and that would save nothing, for the
-    message costs time and not the wait (2 to 19 % of steps of 1 and 5 ms over gloo, either way).
+    Nothing waits for a GPU before the backward pass, because the loss is read after this pass. It is not read a step
+    later, because the parameters of a step that is to be stopped or skipped must not change. Reading it later would
+    save
+    nothing: the message costs the time, and not the wait (2 to 19 % of steps of 1 and 5 ms over gloo, in both cases).
     """
 
     def __init__(self) -> None:
@@ -128,7 +123,7 @@ class StepExchange:
         self.weight = 0.0
         """The sum of the weights of all samples of the last step."""
         self.gradient_factor = 1.0
-        """By which the gradients of the last step are to be multiplied: its samples divided by their weight."""
+        """Factor for the gradients of the last step: the number of its samples divided by their weight."""
         self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
@@ -147,34 +142,34 @@ class StepExchange:
         weight: float | None = None,
         stops: bool = False,
     ) -> None:
-        """Send the numbers of this rank. Those of the loss are ignored where the rank does not report.
+        """Send the numbers of this rank. The loss and its samples do not count if the rank does not report its loss.
 
         Args:
             loss_sum: The sum of the losses times their weights.
             samples: Number of samples.
             reports_loss: Whether this rank's losses are counted.
-            carrier: What sends the numbers with the gradients; None for a message.
+            carrier: The carrier that sends the numbers with the gradients; None sends a message.
             changed: Names of parameters that this rank has frozen or unfrozen since the last step.
-            everywhere: Whether all ranks must have changed some before the backward pass. Ranks that reduce gradients
-                of different parameters end in torch, without a name.
+            everywhere: Whether all ranks must have changed parameters before the backward pass. Ranks that reduce
+                gradients of different parameters fail in torch, with an error that names no parameter.
             weight: The sum of the weights; None if every sample weighs 1.
             stops: Whether this rank is to stop.
 
         Raises:
-            ConfigError: If this rank has changed some, and others that had to have not.
+            ConfigError: If this rank has changed parameters, and other ranks have not although they must.
         """
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
-        # Whether there is a signal, and its number: their sums tell which it is, wherever all ranks received the same.
+        # A flag for a signal, and its number. The sums tell which signal it is, if all ranks received the same signal.
         signals = [1.0, float(self.received[0])] if self.received else _NO_SIGNAL
         counted = float(samples) if reports_loss else 0.0
         weighs = counted if weight is None else weight * reports_loss
         totals = [counted, weighs, float(weight is not None and weight != samples), float(stops)]
         row: Tensor | list[float]
         if isinstance(loss_sum, Tensor):
-            # Filled where it is: copying numbers from the host's memory would wait for all that the GPU has to do.
-            row = loss_sum.new_zeros(_NUMBERS)
+            # The row is filled on the GPU, because a copy from the host's memory would wait for all work of the GPU.
+            row = loss_sum.new_zeros(_NUM_NUMBERS)
             *signaled, nonfinite, losses, count, weighed, differs, stopped, changes, first = row.unbind()
             flags = (*signals, bool(changed), get_rank() == 0)
             for place, value in zip((*signaled, changes, first), flags, strict=True):
@@ -182,7 +177,7 @@ class StepExchange:
                     place.fill_(float(value))
             nonfinite.copy_(loss_sum.isfinite().logical_not())
             if reports_loss:
-                losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # a NaN would hide which of the sums it came from
+                losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # NaN would spread to the loss of all ranks
             for place, number in zip((count, weighed, differs, stopped), totals, strict=True):
                 place.fill_(number)
         else:
@@ -194,24 +189,24 @@ class StepExchange:
             carrier.send(row)
         elif self._device is not None:
             row = torch.as_tensor(row, dtype=torch.float64, device=self._device)
-            # Asynchronous: the backward pass that follows takes longer.
+            # The message is asynchronous, because the backward pass that follows takes longer.
             self._work = dist.all_reduce(row, async_op=True)
         self._sent = row
         if changed and everywhere and self._work is not None:
             self._work.wait()
             if (num_changed := round(float(row[-2]))) < get_world_size():
                 raise ConfigError(
-                    f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:_SHOWN])}, as {num_changed} of "
+                    f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:_MAX_LISTED])}, as {num_changed} of "
                     f"{get_world_size()} ranks did: freeze and unfreeze parameters on every rank, in the same step"
                 )
 
     def finish(self) -> tuple[float, float]:
-        """Return the mean loss of the step (NaN if a rank's is not finite) and the number of samples of all ranks.
+        """Return the mean loss of the step (NaN if the loss of a rank is not finite) and the samples of all ranks.
 
-        After it, :attr:`gradient_factor` is known: 0 if nothing has a weight, and the loss is NaN then.
+        It also sets :attr:`gradient_factor`. If no sample has a weight, the factor is 0 and the loss is NaN.
 
         Raises:
-            TrainingError: If the numbers were not summed, and so neither were the gradients with which they were sent.
+            TrainingError: If the numbers, and so the gradients with which they were sent, were not summed.
         """
         if self._work is not None:
             self._work.wait()
@@ -226,11 +221,11 @@ class StepExchange:
                 "not reach all of its parameters: set find_unused_parameters=True"
             )
         self.num_changed = round(num_changed)
-        samples = float(round(samples))  # a mean times the number of ranks may be off by a rounding
+        samples = float(round(samples))  # a mean times the number of ranks has rounding errors
         self.stop_signal = 0
         if ranks_with_signal := round(signaled):
             number = round(numbers) / ranks_with_signal
-            # The mean of different signals need not be one.
+            # The mean of different signals may be no signal.
             self.stop_signal = int(number) if number in SIGNALS else int(signal.SIGTERM)
         self.stops, self.weight, self.gradient_factor = stops > 0.5, samples, 1.0
         if differs > 0.5:
@@ -244,75 +239,11 @@ class StepExchange:
         parts = []
         for rank, (loss, indices_of_rank) in enumerate(gather_objects((float(self._own_loss), list(indices)), None)):
             if loss - loss != 0.0:
-                more = f" and {len(indices_of_rank) - _SHOWN} more" if len(indices_of_rank) > _SHOWN else ""
-                samples = ", ".join(map(str, indices_of_rank[:_SHOWN])) + more
+                more = f" and {len(indices_of_rank) - _MAX_LISTED} more" if len(indices_of_rank) > _MAX_LISTED else ""
+                samples = ", ".join(map(str, indices_of_rank[:_MAX_LISTED])) + more
                 parts.append(
                     f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if indices_of_rank else "")
                 )
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"
-
-
-def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Return the sum of each value over all ranks."""
-    if get_world_size() == 1:
-        return list(values)
-    row = torch.tensor(values, dtype=torch.float64, device=get_distributed_info().device)
-    dist.all_reduce(row)
-    return row.tolist()
-
-
-def gather_over_ranks(values: Sequence[int]) -> list[list[int]]:
-    """Return the values of every rank, by rank. All ranks must have as many."""
-    row = torch.tensor(values, dtype=torch.int64, device=get_distributed_info().device)
-    rows = [torch.empty_like(row) for _ in range(get_world_size())]
-    dist.all_gather(rows, row)
-    return torch.stack(rows).tolist()
-
-
-def join_process_group(timeout_s: float | None) -> None:
-    """Join the process group of the launcher that started this process, if there is one, until the process ends.
-
-    A group that exists gets the timeout, unless that is None. The group is not left when training ends: evaluating,
-    exporting or training a distributed model further needs it.
-    """
-    if in_process_group():
-        if timeout_s is not None:
-            apply_timeout(timeout_s)
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        init(timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
-        atexit.register(_leave_process_group)
-
-
-def _leave_process_group() -> None:
-    # After an exception the other ranks may be waiting in another operation, and shutdown would wait for them.
-    if not hasattr(sys, "last_value"):
-        shutdown()
-
-
-@contextmanager
-def catch_signals(grace_period_s: float | None = None) -> Iterator[StepExchange]:
-    """Yield an exchange that is notified of signals; a second SIGINT raises KeyboardInterrupt at once.
-
-    SIGHUP and SIGUSR1 are left to whoever catches or ignores them already. After a second signal the process has the
-    grace period to end.
-    """
-    exchange = StepExchange()
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
-        yield exchange
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if number in exchange.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        exchange.received.append(number)
-
-    caught = [number for number in SIGNALS if number in (signal.SIGTERM, signal.SIGINT) or is_free(number)]
-    before = {number: signal.signal(number, note) for number in caught}
-    try:
-        with signals_counted(grace_period_s):
-            yield exchange
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
