@@ -191,7 +191,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
-    """Return the tensor itself; the backward pass sums its gradient, of which each rank has a term, over the ranks."""
+    """Return the tensor itself; the backward pass sums the terms of its gradient over the ranks."""
     return _Collective.apply(x, _view, partial(_sum, group=group))
 
 

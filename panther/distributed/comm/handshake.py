@@ -55,7 +55,7 @@ class Agreement:
     nodes: tuple[int, ...]
     """The node of each rank, numbered from 0 in the order of ranks."""
     address: str = ""
-    """Address of a machine that all other machines reach. Ranks communicate on the interface of the route to it."""
+    """Address of a node that all other nodes reach. Ranks communicate on the interface of the route to it."""
 
     @property
     def one_host(self) -> bool:
