@@ -36,7 +36,7 @@ from panther.train.agreement import agree_on_progress, agree_on_run, compare_sam
 from panther.train.callbacks import BuiltInCallback, Callback, may_stop
 from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.engines import Engine
+from panther.train.engines.engine import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loading.feed import Batch, Feed
 from panther.train.loading.loader_workers import workers_needed

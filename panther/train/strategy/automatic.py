@@ -22,7 +22,7 @@ from panther.distributed.data.strategies import check_model
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError, PantherError
 from panther.train.config import TrainConfig
-from panther.train.engines import loss_of_output
+from panther.train.engines.losses import loss_of_output
 from panther.train.loading.feed import Feed, count_samples
 from panther.train.strategy.rules import is_model_parallel, possible_strategies
 

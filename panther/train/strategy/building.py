@@ -26,7 +26,9 @@ from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
-from panther.train.engines import Engine, ModelEngine, PipelineEngine
+from panther.train.engines.engine import Engine
+from panther.train.engines.model_engine import ModelEngine
+from panther.train.engines.pipeline_engine import PipelineEngine
 from panther.train.loading.feed import Feed
 from panther.train.optimization.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
 from panther.train.optimization.trainable import reduced_parameters

@@ -1,0 +1,179 @@
+"""The base class of the engines, which compute losses and gradients of the batches of a step."""
+
+__all__ = ["Engine", "Metrics", "Report"]
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
+from panther.distributed.data.gradient_compression import hook_state
+from panther.distributed.pipeline.losses import reduction_of
+from panther.errors import ConfigError
+from panther.train.loading.feed import Batch
+from panther.train.optimization.loss_weights import LossWeights
+from panther.train.reductions import sum_over_ranks
+from panther.train.step_exchange import GradientCarrier
+
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
+Report = Callable[[float | Tensor], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class Engine(ABC):
+    """A distributed model that computes the losses and gradients of the batches of a step."""
+
+    model: Any
+    """The model, or the list of this rank's stages, in the form that checkpoints take."""
+    loss_fn: Callable[..., Tensor] | None
+    device: torch.device
+    rank: int = 0
+    """Number of this rank among the ranks that split the data."""
+    size: int = 1
+    """Number of ranks that split the data."""
+    stages: int = 1
+    """Number of ranks of the pipeline."""
+    num_microbatches: int = 1
+    """Number of microbatches of a batch, with a pipeline."""
+    batch_factor: int = 1
+    """Number of batches of the data that form one batch of this rank."""
+    reports_loss: bool = True
+    """Whether the losses of this rank count. Only one of the ranks that have the same samples reports them."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that split the data; None is all ranks."""
+    carrier: GradientCarrier | None = None
+    """The carrier that sends the numbers of a step with the gradients; None where that is impossible."""
+    reduced: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """The parameters whose gradients DDP averages, in the order of DDP."""
+    autocast_dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
+    """Scales the loss of fp16. In other dtypes the scaler is disabled, and only calls the optimizer."""
+    loss_weight: Callable[[Any], Any] | str | int | None = None
+    """How much a batch counts; None uses the divisor of the loss function, if it is known."""
+
+    def __post_init__(self) -> None:
+        """Find out whether the loss is a sum, which is not divided by the number of samples."""
+        self.loss_is_sum = reduction_of(self.loss_fn) == "sum"
+        self.weights = LossWeights(self.loss_fn, self.loss_weight)
+        self.weight_unit: float | None = 1.0 if self.weights.by_samples else None
+        """A power of two near the weight of a sample, the same on all ranks; None before the first step."""
+        self.weight: float | None = None
+        """Sum of the weights of this rank's batches in the last step, in units; None if every sample weighs 1."""
+
+    @abstractmethod
+    def forward_backward(self, window: list[Batch], before_backward: Report) -> None:
+        """Add the gradients of the batches of one optimizer step to the parameters.
+
+        They are the gradients of ``sum(weight * loss) / samples``, with weights in units and the samples of all ranks;
+        :attr:`weight` is the sum of this rank's weights. The engine calls ``before_backward`` before the last backward
+        pass, with this rank's ``sum(weight * loss)``. It is a tensor on a GPU, because nothing must wait for the GPU.
+        """
+
+    def evaluate(self, batches: Iterable[Batch], metrics: Metrics) -> Tensor:
+        """Return the weighted sum of the loss, the sums of metrics over samples, the weight and number of samples."""
+        # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
+        modes = [(module, module.training) for part in self.modules() for module in part.modules()]
+        totals = torch.zeros(len(metrics) + 3, dtype=torch.float64)
+        try:
+            for part in self.modules():
+                part.eval()
+            with torch.no_grad():
+                for batch in batches:
+                    totals += self.evaluate_batch(batch, metrics)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return totals
+
+    @abstractmethod
+    def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:
+        """Return the terms of one batch in :meth:`evaluate`; zeros on a rank that does not report its losses."""
+
+    def _weigh(self, window: list[Batch]) -> list[float]:
+        """Return the weights of the batches of a step in units, and note their sum."""
+        is_divided = self.size > 1 or len(window) > 1 or self.stages > 1
+        for batch in window:
+            if batch.samples and is_divided:
+                self.weights.warn_of_ignored_labels(batch.data)
+        weights = [self.weights.of(batch.data, batch.samples) for batch in window]
+        if self.weight_unit is None:
+            # Weights far from 1 would leave the range of gradients in fp16. The unit is a power of two, which rounds
+            # nothing, and is set once.
+            total, samples = sum_over_ranks([sum(weights), float(sum(batch.samples for batch in window))])
+            if total > 0:
+                self.weight_unit = 2.0 ** round(math.log2(total / samples))
+        unit = self.weight_unit or 1.0
+        weights = [weight / unit for weight in weights]
+        self.weight = None if self.weights.by_samples else sum(weights)
+        return weights
+
+    def check_evaluation(self) -> None:  # noqa: B027 (most engines can evaluate)
+        """Raise ConfigError if this layout cannot be evaluated."""
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:
+        """Run a backward pass, after which DDP reorders its buckets once, so that resumed runs sum in the same order.
+
+        It changes buffers and generators, so it must come before the checkpoint is loaded.
+        """
+        # The sum of two numbers does not depend on the order of the buckets, but the state of a hook does.
+        matters = self.size > 2 or hook_state(self.modules()[0]) is not None
+        if isinstance(self.model, DistributedDataParallel) and matters and (window := first_window()) is not None:
+            self.forward_backward(window[-1:], lambda loss_sum: None)
+            self.model.zero_grad()
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast the floating-point buffers of the first rank, such as BatchNorm's. DDP does it by itself."""
+        if self.size == 1 or isinstance(self.model, DistributedDataParallel):
+            return
+        first = dist.get_process_group_ranks(self.group)[0]
+        for part in self.modules():
+            for module in part.modules():
+                for name, buffer in buffers_of(module).items():
+                    # Buffers that are not saved, such as sketches, are equal on all ranks.
+                    saved = name not in unsaved_buffers_of(module)
+                    if buffer is not None and saved and buffer.is_floating_point() and module.training:
+                        dist.broadcast(buffer, first, group=self.group)
+
+    def _to_device(self, data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return data.to(self.device, non_blocking=True)
+        if type(data) in (tuple, list):  # this is the usual batch; the general function takes 40 us longer
+            return type(data)([self._to_device(part) for part in data])
+        return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _totals(self, loss: Tensor, output: Any, target: Any, samples: int, weight: float, metrics: Metrics) -> Tensor:
+        """Return the loss of a batch times its weight, metrics times its samples, the weight, and the samples."""
+        # The mean over no tokens is NaN.
+        loss_sum = loss.item() * (1.0 if self.loss_is_sum else weight) if weight else 0.0
+        values: list[float] = []
+        for name, metric in metrics.items():
+            result = metric(output, target)
+            try:
+                value = torch.as_tensor(result)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(
+                    f"metric {name!r} returned a {type(result).__name__} and must return one number: the batch's mean"
+                ) from None
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean"
+                )
+            values.append(value.item())
+        means = [value * samples for value in values]
+        return torch.tensor([loss_sum, *means, weight, samples], dtype=torch.float64)
