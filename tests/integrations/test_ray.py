@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::ray.data.context"),
 ]
 STEPS = 12
+_FOLDERS_OF_TESTS = (Path(__file__).parent, Path(waits.__file__).parent)
 
 
 def network():
@@ -302,7 +303,7 @@ def head(tmp_path):
         "TIMEOUT_FOR_SPECIFIC_SERVER_S": "120",  # for the client's server to start
         # The client's proxy forks while its threads use gRPC, whose handlers then end the child before it begins.
         "GRPC_ENABLE_FORK_SUPPORT": "0",
-        "PYTHONPATH": os.pathsep.join([str(Path(pr.__file__).parents[1]), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, [Path(pr.__file__).parents[1], *_FOLDERS_OF_TESTS])),
     }  # fmt: skip
     with open(tmp_path / "head.txt", "w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -321,7 +322,7 @@ def test_a_cluster_by_its_address(head, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         f"""
-import sys; sys.path += [{str(Path(__file__).parent)!r}, {str(Path(waits.__file__).parent)!r}]
+import sys; sys.path += {[str(folder) for folder in _FOLDERS_OF_TESTS]!r}
 import ray, torch
 from panther.integrations.ray import RayTrainer
 from test_ray import network, samples, settings
