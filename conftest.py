@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Keras' pages and docstrings run on torch; other backends have processes of their own.
 os.environ.setdefault("KERAS_BACKEND", "torch")
+# torch 2.11 warns once of unchecked sparse tensors, also where a test asks for them.
+torch.sparse.check_sparse_tensor_invariants.disable()
 # Workers of Ray run at a niceness of 15, and starve beside the tests of another process.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.

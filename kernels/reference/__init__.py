@@ -7,12 +7,13 @@ from .philox import philox_4x32, random_block
 from .quantized import quantized_matmul
 from .sketched import sketched_matmul
 from .sketched_halves import as_sequence, sketched_inner, sketched_outer
-from .sparse import csr_matmul, csr_tensor
+from .sparse import coo_tensor, csr_matmul, csr_tensor
 from .windowed_attention import windowed_linear_attention
 
 __all__ = [
     "as_sequence",
     "causal_linear_attention",
+    "coo_tensor",
     "csr_matmul",
     "csr_tensor",
     "hadamard_transform",

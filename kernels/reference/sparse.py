@@ -1,13 +1,13 @@
 """A sparse matrix in CSR times a dense one, in plain torch."""
 
-__all__ = ["csr_matmul", "csr_tensor"]
+__all__ = ["coo_tensor", "csr_matmul", "csr_tensor"]
 
 import warnings
 
 import torch
 from torch import Tensor
 
-_csr_allowed = False
+_has_warned = False
 
 
 def csr_matmul(
@@ -29,12 +29,24 @@ def csr_matmul(
 
 
 def csr_tensor(starts: Tensor, index: Tensor, value: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return torch's CSR tensor, unchecked and without torch's warning that the layout is in beta."""
-    global _csr_allowed
-    if not _csr_allowed:
+    """Return torch's CSR tensor, unchecked and without torch's warnings."""
+    _let_torch_warn()
+    return torch.sparse_csr_tensor(starts, index, value, shape, device=value.device, check_invariants=False)
+
+
+def coo_tensor(index: Tensor, value: Tensor, shape: tuple[int, int], *, is_coalesced: bool = False) -> Tensor:
+    """Return torch's COO tensor, unchecked and without torch's warnings."""
+    _let_torch_warn()
+    return torch.sparse_coo_tensor(index, value, shape, check_invariants=False, is_coalesced=is_coalesced or None)
+
+
+def _let_torch_warn() -> None:
+    """Let torch give two warnings unseen, which it gives once: CSR is in beta, and in 2.11 nothing is checked."""
+    global _has_warned
+    if not _has_warned:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
+            for message in ("Sparse CSR tensor support", "Sparse invariant checks"):
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
             none = torch.zeros(1, dtype=torch.int64, device="cpu")
             torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 1), check_invariants=False)
-        _csr_allowed = True
-    return torch.sparse_csr_tensor(starts, index, value, shape, device=value.device, check_invariants=False)
+        _has_warned = True

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
+from panther.kernels.reference import coo_tensor
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
 from panther.linalg.error import ErrorEstimate
@@ -312,7 +313,7 @@ def _coo_tensor(A: Any) -> Tensor:
     """Return a matrix of scipy as a COO tensor, whose entries are in any order: sorting them would take longer."""
     coo = A.tocoo()
     index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
-    return torch.sparse_coo_tensor(index, tensor_of(coo.data), coo.shape, check_invariants=False)
+    return coo_tensor(index, tensor_of(coo.data), coo.shape)
 
 
 def _scaled(operand: Operand, power: int) -> Operand:
@@ -325,7 +326,7 @@ def _scaled(operand: Operand, power: int) -> Operand:
         values = times_two_to(tensor_of(A.data), [power]).numpy()
         return _like(operand, type(A)((values, A.indices, A.indptr), shape=A.shape))
     values = times_two_to(A.values(), [power])
-    return _like(operand, torch.sparse_coo_tensor(A.indices(), values, A.shape, check_invariants=False))
+    return _like(operand, coo_tensor(A.indices(), values, tuple(A.shape), is_coalesced=True))
 
 
 def _warn(solution: Solution, N: Preconditioner) -> None:

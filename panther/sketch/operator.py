@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
+from panther.kernels.reference import coo_tensor
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
 _Drawn = TypeVar("_Drawn", bound=Tensor | tuple[Tensor, ...])
@@ -105,9 +106,7 @@ class SketchingOperator(ABC):
             if last > first:  # rows without entries need no columns of S
                 index = A.indices()[:, first:last] - torch.tensor([[cols.start], [0]], device=row.device)
                 shape = (len(cols), A.shape[1])
-                part = torch.sparse_coo_tensor(
-                    index, values[first:last], shape, is_coalesced=True, check_invariants=False
-                )
+                part = coo_tensor(index, values[first:last], shape, is_coalesced=True)
                 out = out + (part.t() @ self._panel(cols).mT.to(A.dtype)).mT
         return out
 
