@@ -27,6 +27,11 @@ if not torch.cuda.is_available():
 os.environ.setdefault("KERAS_BACKEND", "torch")
 # torch 2.11 warns once of unchecked sparse tensors, also where a test asks for them.
 torch.sparse.check_sparse_tensor_invariants.disable()
+# A build of torch for CUDA gives autograd a thread for a GPU that is not there once a test has used fake tensors, and
+# no process that is forked after that can run backward.
+if torch.version.cuda and not torch.cuda.is_available():
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+
 # Workers of Ray run at a niceness of 15, and starve beside the tests of another process.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.
