@@ -76,7 +76,7 @@ def _matching(x: Tensor, mask: Tensor, axis: int | None) -> Tensor | None:
 
 
 def positions_of(mask: Any) -> Tensor | None:
-    """Return which positions a mask keeps, (N, T) of booleans, or None for what is no mask.
+    """Return which positions a mask keeps, (N, T) of booleans, or None for what is not a mask.
 
     A mask that is added to scores has zeros there. A mask (N, ..., T) of pairs, queries by keys, keeps the positions
     that any query of any head reads.

@@ -16,7 +16,7 @@ class ScoreFill:
     """The entries of a model's output that hold a large negative number in the place of a score.
 
     Models fill the scores of choices that are not allowed with -inf, the smallest number of the dtype, -1e9 or -1e4.
-    The square of such a number would hide every error in the other entries.
+    The square of such a number would hide every error in the entries that are scores.
     """
 
     threshold: float | None
@@ -34,13 +34,13 @@ class ScoreFill:
         threshold, scores = None, output.detach()
         while scores.numel() and (lowest := scores.amin().item()) <= -_SMALLEST_FILL:
             limit = max(lowest, torch.finfo(scores.dtype).min) / 2
-            filled, others = scores[scores <= limit], scores[scores > limit]
-            if not others.numel() or not _FILL_GAP * others.abs().amax().item() <= -lowest:
+            filled, larger_scores = scores[scores <= limit], scores[scores > limit]
+            if not larger_scores.numel() or not _FILL_GAP * larger_scores.abs().amax().item() <= -lowest:
                 break
             repeated = int((filled == lowest).sum())
             if lowest > -_CERTAIN_FILL and (repeated < 2 or 2 * repeated < len(filled)):
                 break
-            threshold, scores = limit, others
+            threshold, scores = limit, larger_scores
         return cls(threshold, -torch.inf if threshold is None else scores.amin().item())
 
     def scores(self, output: Tensor) -> Tensor:
