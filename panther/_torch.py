@@ -521,10 +521,13 @@ def group_timeout(group: "dist.ProcessGroup", device: torch.device) -> timedelta
 
 
 def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta) -> None:
-    """Set the timeout of a group's operations. There is no public fallback in torch 2.11: make another group."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    """Set the timeout of a group's operations. Torch 2.14 has a public function; before it, make another group."""
+    from torch.distributed import distributed_c10d
 
-    _set_pg_timeout(timeout, group)
+    if hasattr(distributed_c10d, "set_timeout"):
+        distributed_c10d.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager
