@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.train.steps import CASES, Samples, beside, clocks, model_and_data
 from panther.distributed import launch
-from panther.train import Callback, TrainConfig, Trainer, process
-from panther.train.step_exchange import StepExchange
+from panther.train import Callback, TrainConfig, Trainer
+from panther.train.coordination import process
+from panther.train.coordination.step_exchange import StepExchange
 
 SENT_ALONE: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},

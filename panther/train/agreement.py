@@ -35,8 +35,8 @@ from panther.distributed.comm.ranks import name_ranks
 from panther.errors import DistributedError
 from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
+from panther.train.coordination.reductions import gather_over_ranks
 from panther.train.optimization.optimizer import Optimizer
-from panther.train.reductions import gather_over_ranks
 
 _log = logging.getLogger(__name__)
 _FIX = "start every rank with the same script, arguments, data and versions"

@@ -1,7 +1,7 @@
 """The Trainer: the loop around torch's engines, the same on a laptop and on many ranks.
 
 Every decision that ranks take in the loop (to stop, to skip a step, to save) follows from numbers that
-:class:`StepExchange` has summed over all of them, so that no rank waits in a collective that others do not enter.
+:class:`StepExchange` has summed over all ranks, so that no rank waits in a collective that other ranks do not enter.
 """
 
 __all__ = ["Trainer"]
@@ -11,7 +11,6 @@ import logging
 import math
 import signal
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -26,46 +25,35 @@ from panther._logs import logs_shown
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
-from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
-from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
+from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
-from panther.train.callbacks import BuiltInCallback, Callback, may_stop
+from panther.train.callbacks import BuiltInCallback, Callback
 from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
 from panther.train.config import TrainConfig
+from panther.train.coordination.process import catch_signals, join_process_group
+from panther.train.coordination.reductions import sum_over_ranks
+from panther.train.coordination.step_exchange import StepExchange
+from panther.train.coordination.stopping import StopVotes
 from panther.train.engines.engine import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loading.feed import Batch, Feed
 from panther.train.loading.loader_workers import workers_needed
+from panther.train.meter import Meter
 from panther.train.optimization.loss_weights import LossWeights
-from panther.train.optimization.optimizer import (
-    Optimizer,
-    clear_gradients,
-    is_extended_by_default,
-    learning_rate_factor,
-    set_learning_rate,
-    step_error,
-)
+from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
+from panther.train.optimization.parameter_groups import ParameterGroups
 from panther.train.optimization.trainable import LossParameters, TrainableSet, average_gradients, list_names
-from panther.train.process import catch_signals, join_process_group
-from panther.train.reductions import gather_over_ranks, sum_over_ranks
+from panther.train.resuming import SAVED_ATTRIBUTES, read_progress, resume_run
 from panther.train.run_directory import locked_directory
-from panther.train.step_exchange import StepExchange
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
 
-_SAVED = (
-    "epoch",
-    "skipped",
-    "_windows_done",
-    "_sums",
-    "_validated_at",
-    "_elapsed_s",
-)  # attributes that checkpoints hold as they are
-_LISTED = 16  # samples that a note on an error lists
+_MAX_LISTED = 16  # a note on an error lists at most this many samples
 _log = logging.getLogger(__name__)
 
 
@@ -127,7 +115,7 @@ class Trainer:
         model = built(model)
         check_model(model)
         check_arguments(optimizer, loss_fn, config, callbacks, metrics)
-        LossWeights(loss_fn, loss_weight)  # checks it
+        LossWeights(loss_fn, loss_weight)  # it checks loss_weight
         self.config = config or TrainConfig()
         self.model: Any = model
         self.optimizer: Any = optimizer
@@ -138,30 +126,24 @@ class Trainer:
         self.total_steps: int | None = None
         self.stop = False
         self._ends = False  # whether all ranks have agreed to stop
-        self._calls = self._votes = False  # whether some rank has callbacks, and callbacks that may stop the run
+        self._votes: StopVotes = None  # type: ignore[assignment] # _train sets it
         self._checked_at = 0  # the last step whose gradient is known to be finite
         self.skipped = 0
         """Number of steps that were skipped because a loss or gradient was not finite."""
         self._windows_done = 0  # in the present epoch
         self._windows_per_epoch: int | None = None  # None for streams, whose length is unknown
-        self._engine: Engine = None  # type: ignore[assignment] # set by _start, which precedes everything
-        self._built_in: list[BuiltInCallback] = []
-        self._sums = [0.0, 0.0]  # weighted losses and weights since the last record
-        self._utilization: DeviceUtilization | None = None
-        self._peak_rates: list[float] = []
-        self._rates_left: list[float | Tensor] = []  # by the last step
-        self._trainable: TrainableSet = None  # type: ignore[assignment] # set by _start, as the next two are
+        # _start sets these four before anything else uses them.
+        self._engine: Engine = None  # type: ignore[assignment]
+        self._trainable: TrainableSet = None  # type: ignore[assignment]
+        self._groups: ParameterGroups = None  # type: ignore[assignment]
         self._loss_parameters: LossParameters = None  # type: ignore[assignment]
-        self._joins_by_default = False  # whether parameters that are unfrozen later become a group of the optimizer
-        self._averaged_apart: list[nn.Parameter] = []  # whose gradients DDP does not average
-        self._not_in_optimizer: list[nn.Parameter] = []
+        self._built_in: list[BuiltInCallback] = []
+        self._meter = Meter()
         self._has_stepped = False  # in this process
-        self._pending: Any = None
+        self._pending: Any = None  # the checkpoint that is being written
         self._validated_at = -1
-        self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
-        self._device_seconds = 0.0  # the same, times the number of processes at that time
         self._saved_at: tuple[int, ...] = ()
-        self._activity = "the start of the run"  # for errors of ranks that wait for one another
+        self._activity = "the start of the run"  # for errors of ranks that wait for each other
 
     @knows_settings
     def fit(self, train: Any, validation: Any = None) -> History:
@@ -193,7 +175,7 @@ class Trainer:
             self._agree("fit", {"training": train, "validation": validation})
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
-            # After the lock in the stack, so the checkpoint is complete before another run may begin.
+            # It is called before the lock is released, so that the checkpoint is complete before another run begins.
             stack.callback(self._finish_saving)
             if self.config.deterministic:
                 stack.enter_context(deterministic_algorithms())
@@ -201,14 +183,14 @@ class Trainer:
             exchange = stack.enter_context(catch_signals(self.config.grace_period_s))
             self._start(train)
             feed = self._feed(train)
-            self._resume(feed)
+            resume_run(self.config.checkpoint_dir, self.config.resume, lambda path: self._load(path, feed))
             self._agree_on_progress("the start")
             check_batches(self._engine.modules(), feed)
             validation_feed = None if validation is None else self._feed(validation, False)
             self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
             if self.config.utilization:
                 utilization = DeviceUtilization(self._engine.device)
-                self._utilization = run_on_all_ranks(lambda: stack.enter_context(utilization), None)
+                self._meter.utilization = run_on_all_ranks(lambda: stack.enter_context(utilization), None)
             self._train(feed, validation_feed, exchange)
         return self.history
 
@@ -232,7 +214,7 @@ class Trainer:
     # Starting and resuming
 
     def _agree(self, call: str, data: Mapping[str, Any]) -> None:
-        """Compare what ranks have been given, before one of them waits for what others do not do."""
+        """Compare the arguments of all ranks, before a rank waits for an operation that other ranks do not call."""
         is_new = self._engine is None
         loss = {"loss_fn": self.loss_fn, "loss_weight": self.loss_weight, "metrics": self.metrics}
         agree_on_run(
@@ -250,7 +232,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.epoch,
             "the number of records": len(self.history),
-            # Other spellings of one folder, which agree_on_run lets pass, could not be told from other folders later.
+            # agree_on_run accepts different spellings of one folder, which later look like different folders.
             "checkpoint_dir": self.config.checkpoint_dir,
         }
         agree_on_progress(self.optimizer, progress, self._engine.stages, moment)
@@ -258,26 +240,20 @@ class Trainer:
     def _start(self, data: Any) -> None:
         if self._engine is not None:
             return
-        # Before the model is distributed: layers that are made lazily draw their weights then.
+        # Generators are seeded before the model is distributed, because lazy layers draw their weights then.
         seed_generators(self.config.seed)
 
         def feed() -> Feed:
             return Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
 
-        self._joins_by_default = is_extended_by_default(self.optimizer)
+        is_extended = is_extended_by_default(self.optimizer)
         self._loss_parameters = LossParameters(self.loss_fn, self.model)
-        self._engine, self.optimizer = set_up(
-            self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight
+        engine, optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight)
+        self._trainable = TrainableSet(named_parameters(engine))
+        self._groups = ParameterGroups(
+            optimizer, self._trainable, self.config, is_extended=is_extended, uses_ddp=bool(engine.reduced)
         )
-        self.model = self._engine.model
-        self._trainable = TrainableSet(named_parameters(self._engine))
-        self._note_groups()
-        if self.config.schedule != "callback" and any("initial_lr" in group for group in self.optimizer.param_groups):
-            raise ConfigError(
-                f"the optimizer has a scheduler, and schedule={self.config.schedule!r} sets the learning rate in every "
-                "step: set schedule='callback' and step the scheduler in a callback, or make the optimizer without it"
-            )
-        self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._engine, self.model, self.optimizer = engine, engine.model, optimizer
         # Dropout differs between ranks with different samples, and agrees between ranks that share layers.
         torch.manual_seed(self.config.seed + self._engine.rank)
 
@@ -299,102 +275,43 @@ class Trainer:
             shuffle=training,
         )
 
-    def _resume(self, feed: Feed) -> None:
-        directory, resume = self.config.checkpoint_dir, self.config.resume
-        checkpoint_paths = (
-            [] if directory is None else run_on_first_rank(lambda: checkpoint.checkpoints(directory), None)
-        )
-        if resume == "never":
-            if checkpoint_paths:
-                raise ConfigError(
-                    f"resume='never', but {directory} has checkpoints ({checkpoint_paths[-1]}): use another one"
-                )
-        elif resume == "auto":
-            reasons = []
-            for path in reversed(checkpoint_paths):
-                try:
-                    self._load(path, feed)
-                    break
-                except FormatError as error:
-                    warnings.warn(f"{path} is skipped: {error}", UserWarning, stacklevel=4)
-                    reasons.append(str(error))
-            else:
-                if reasons:
-                    raise CheckpointError(
-                        f"every checkpoint in {directory} is damaged, and none was removed; of the latest, "
-                        f"{reasons[0]}: copy a sound one there, or name another checkpoint_dir to begin anew"
-                    )
-        else:
-            self._load(Path(resume), feed)
-            if checkpoint_paths and int(checkpoint_paths[-1].stem.removeprefix("step-")) > self.step:
-                raise ConfigError(
-                    f"the run resumes from step {self.step}, but {directory} has {checkpoint_paths[-1].name}, which "
-                    "the next run would take for the latest: name another checkpoint_dir, or remove the later "
-                    "checkpoints"
-                )
-
-    def _load(self, path: Path, feed: Feed) -> None:
-        # It changes buffers, gradients and generators, which loading then sets.
+    def _load(self, path: Path, feed: Feed) -> int:
+        """Load a checkpoint, and return the step after which it was saved."""
+        # This changes buffers, gradients and generators, which loading then sets.
         self._engine.prepare_resume(lambda: next(feed.windows(0), None))
         loaded = checkpoint.load(path, self.model, self.optimizer)
-        extra = loaded.extra
-        if self._add_saved_groups(loaded.optimizer_groups or [], extra):
-            checkpoint.load(path, self.model, self.optimizer)  # again, with the states of these groups
-        if not isinstance(extra, Mapping) or "_windows_done" not in extra:
-            raise CheckpointError(
-                f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
-            )
-        try:
-            progress = {name: extra[name] for name in _SAVED}
-            history = History(json.loads(bytes(extra["history"].numpy())))
-            saved_names = [name for name, _ in extra["callbacks"]]
-            samples, scaler = int(extra["samples"]), extra["scaler"]
-            # Earlier versions did not save it, and a run rarely continues on another number of processes.
-            self._device_seconds = float(extra.get("device_seconds", extra["_elapsed_s"] * get_world_size()))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
-        self.step, self.history = loaded.step, history
-        self._rates_left = []
-        if restored := self._trainable.restore(extra.get("trainable", {})):
+        saved = read_progress(path, loaded.extra)
+        if self._groups.add_saved(loaded.optimizer_groups or [], saved.peak_rates):
+            checkpoint.load(path, self.model, self.optimizer)  # again, with the states of the added groups
+        self.step, self.history = loaded.step, saved.history
+        self._meter.sums = saved.loss_sums
+        self._meter.elapsed_s, self._meter.device_seconds = saved.elapsed_s, saved.device_seconds
+        if restored := self._trainable.restore(saved.trainable):
             _log.info("frozen or unfrozen as in %s: %s", path, list_names(restored))
-        for name, value in progress.items():
+        for name, value in saved.attributes.items():
             setattr(self, name, value)
-        # So that a run that ends at once does not write the same checkpoint again.
+        # A run that ends at once must not write the same checkpoint again.
         self._saved_at = (self.step, self.epoch, len(self.history))
-        if scaler:
-            self._engine.scaler.load_state_dict(scaler)
+        if saved.scaler:
+            self._engine.scaler.load_state_dict(saved.scaler)
         if loaded.per_rank_extra is not None:
             feed.load_state_dict(loaded.per_rank_extra["feed"])
         load_hook_state(self.model, (loaded.per_rank_extra or {}).get("hook"))
-        if feed.window_samples and samples:
-            # Windows may have another size now. Rounding down repeats some samples and leaves none out.
-            self._windows_done = self._windows_done * samples // feed.window_samples
+        if feed.window_samples and saved.samples:
+            # Windows may have a different size now. Rounding down repeats some samples and leaves none out.
+            self._windows_done = self._windows_done * saved.samples // feed.window_samples
+        saved_names = [name for name, _ in saved.callbacks]
         callback_names = [type(callback).__name__ for callback in self._stateful()]
         if saved_names != callback_names:
             raise CheckpointError(
                 f"{path} has states of the callbacks {saved_names}, but the run has {callback_names}: pass the same "
                 "callbacks in the same order"
             )
-        for callback, (_, state) in zip(self._stateful(), extra["callbacks"], strict=True):
+        for callback, (_, state) in zip(self._stateful(), saved.callbacks, strict=True):
             callback.load_state_dict(state)
         if get_rank() == 0:
             _log.info("resuming from step %d of %s", self.step, path)
-
-    def _add_saved_groups(self, groups: list[list[str]], extra: Any) -> bool:
-        """Add the groups that a checkpoint's optimizer had in addition; return whether there are any."""
-        count = len(self.optimizer.param_groups)
-        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        by_name = self._trainable.by_name
-        added = groups[count:]
-        if any(by_name[name] in trained for names in added for name in names if name in by_name):
-            return False  # this run's optimizer has them in other groups
-        rates = extra.get("peak_rates", []) if isinstance(extra, Mapping) else []
-        for number, names in enumerate(added, start=count):
-            # A pipeline stage has only some of the parameters.
-            self.optimizer.add_param_group({"params": [by_name[name] for name in names if name in by_name]})
-            self._peak_rates.append(float(rates[number]) if number < len(rates) else self._peak_rates[0])
-        self._note_groups()
-        return bool(added)
+        return self.step
 
     def _stateful(self) -> list[Any]:
         return [
@@ -406,7 +323,7 @@ class Trainer:
     # The loop
 
     def _notify(self, method: str, *arguments: Any) -> None:
-        """Call a method of all callbacks, the built-in ones first."""
+        """Call a method of all callbacks, first of the built-in callbacks."""
         for callback in (*self._built_in, *self.callbacks):
             try:
                 getattr(callback, method)(self, *arguments)
@@ -428,19 +345,19 @@ class Trainer:
         if self.total_steps is None and config.schedule in ("linear", "cosine"):
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
         self._notify("on_start")
-        self._begin_votes()
+        self._votes = StopVotes(self.callbacks, self.stop)
+        self.stop = self._ends = self._votes.ends
         self._checked_at = self.step
-        self._clock, self._samples_seen = time.perf_counter(), 0.0
-        self._counted_until = self._clock
+        self._meter.start()
         if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
             _log.warning("training is finished (step %d): raise epochs or max_steps to continue", self.step)
-        # A signal may have come between the last step of an epoch and the end of that epoch.
+        # The run may have been stopped by a signal between the last step of an epoch and the end of the epoch.
         if self._windows_done and self._windows_done == windows_per_epoch:
             self._end_epoch(feed, validation)
         while self.epoch < epochs and not self._is_over():
             with preserved_generators():
                 windows = feed.windows(self.epoch, self._windows_done)
-            # An exception may be kept, by a notebook for example, and would keep the loader's workers alive.
+            # A notebook, for example, may keep an exception, which would keep the loader's workers alive.
             with closing(windows):
                 for window in windows:
                     self._step(window, exchange)
@@ -448,10 +365,11 @@ class Trainer:
                         self._validate(validation)
                     if exchange.stop_signal:
                         self._leave(feed, exchange.stop_signal)
-                    # The last step of an epoch is saved at its end, so that resuming does not repeat that.
+                    # The last step of an epoch is saved at the end of the epoch, so that resuming does not repeat it.
                     if self._is_due(config.checkpoint_every_n_steps) and self._windows_done != windows_per_epoch:
                         self._save(feed)
-                    self._agree_to_stop(exchange)
+                    self._ends = self._votes.after_step(self.stop, exchange)
+                    self.stop |= self._ends
                     if self._is_over():
                         break
             if self._windows_done == 0:
@@ -459,7 +377,7 @@ class Trainer:
             if self._is_over() and self._windows_done != windows_per_epoch:
                 break
             self._end_epoch(feed, validation)
-        if self._sums[1]:
+        if self._meter.sums[1]:
             self._record()
         if validation is not None and self._validated_at != self.step:
             self._validate(validation)
@@ -471,36 +389,16 @@ class Trainer:
         if validation is not None and self.config.validate_every_n_steps is None:
             self._validate(validation)
         self._notify("on_epoch")
-        if self._calls:
+        if self._votes.has_callbacks:
             self._agree_on_progress("the end of an epoch")
-        if self._votes:
-            self._ends = self.stop = _any_rank(self.stop)
+        self._ends = self._votes.after_epoch(self.stop, self._ends)
+        self.stop |= self._ends
         num_epochs = self.config.checkpoint_every_n_epochs
         if self._is_due(self.config.checkpoint_every_n_steps) or (num_epochs and self.epoch % num_epochs == 0):
             self._save(feed)
 
     def _is_over(self) -> bool:
         return self._ends or (self.config.max_steps is not None and self.step >= self.config.max_steps)
-
-    def _begin_votes(self) -> None:
-        """Find out whether some rank has callbacks, whether they may stop the run, and whether one has done so."""
-        kinds = {type(callback) for callback in self.callbacks}
-        answers = [[int(bool(kinds)), int(any(map(may_stop, kinds))), int(self.stop)]]
-        if get_world_size() > 1:
-            answers = gather_over_ranks(answers[0])
-        self._calls, self._votes, self._ends = (any(column) for column in zip(*answers, strict=True))
-        self.stop = self._ends
-
-    def _agree_to_stop(self, exchange: StepExchange) -> None:
-        """Stop on every rank at the same step if one is to stop; ranks that continued would wait for it."""
-        if get_world_size() == 1:
-            self._ends = self.stop
-        # A message of its own, which is 12 to 15 % of a step of 5 ms, only where a callback may have set it just now.
-        elif self._votes:
-            self._ends = _any_rank(self.stop)
-        else:
-            self._ends = exchange.stops
-        self.stop |= self._ends
 
     def _is_due(self, num_steps: int | None) -> bool:
         return num_steps is not None and self.step % num_steps == 0
@@ -509,11 +407,7 @@ class Trainer:
         config, engine = self.config, self._engine
         self._activity = f"step {self.step + 1}"
         scaler = engine.scaler
-        self._check_learning_rates()
-        self._set_learning_rates()
-        clear_gradients(self.optimizer)
-        for parameter in self._not_in_optimizer:
-            parameter.grad = None
+        self._groups.begin_step(self.step, self.total_steps)
         if (changed := self._trainable.changed()) and engine.stages > 1:
             self._trainable.check_stage(changed)
         samples = sum(batch.samples for batch in window)
@@ -526,7 +420,7 @@ class Trainer:
 
         try:
             engine.forward_backward(window, start_exchange)
-        except Exception as error:  # of the user's model or loss: its own text stays first
+        except Exception as error:  # the text of an error of the user's model or loss stays first
             error.add_note(_place_of(self.step + 1, window))
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise ConfigError(
@@ -537,32 +431,33 @@ class Trainer:
         self._loss_parameters.check()
         loss, samples_of_all_ranks = exchange.finish()
         if exchange.num_changed:
-            self._adopt_changes()
-        if self._averaged_apart:
-            average_gradients(self._averaged_apart)
+            self._groups.adopt_changes(self.step, self.total_steps)
+        if self._groups.averaged_apart:
+            average_gradients(self._groups.averaged_apart)
         step = self.step + 1
         if not math.isfinite(loss):
             self._skip_or_stop(window, exchange)
             return
         logs = step % config.log_every_n_steps == 0
-        # Whether this step may be saved: parameters of a gradient that is not finite must not reach a checkpoint.
+        # A step with an infinite gradient must not reach a checkpoint, so the gradient of a step that may be saved is
+        # checked.
         saves = config.checkpoint_dir is not None and (
             self._windows_per_epoch in (None, self._windows_done + 1)
             or step == config.max_steps
             or (config.checkpoint_every_n_steps is not None and step % config.checkpoint_every_n_steps == 0)
             or exchange.stop_signal
         )
-        # Others are neither unscaled nor cleared, and the optimizer's list is read in less time than the model.
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        # All other gradients are neither unscaled nor cleared, and reading the groups is faster than reading the model.
+        trained = self._groups.parameters
         if exchange.gradient_factor != 1.0:
             scale_gradients(trained, exchange.gradient_factor)
         scaler.unscale_(self.optimizer)
         norm_value = math.nan
         if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
             norm = gradient_norm(trained, stages=engine.stages)
-            if logs or not scaler.is_enabled():  # which waits for a GPU
+            if logs or not scaler.is_enabled():  # reading the norm waits for a GPU
                 norm_value = norm.item()
-            # A scaler skips such steps itself, and lowers its scale.
+            # A scaler skips steps that are not finite itself, and lowers its scale.
             if not scaler.is_enabled() and not math.isfinite(norm_value):
                 self._skip_or_stop(window, exchange)
                 return
@@ -577,77 +472,17 @@ class Trainer:
                 raise
             raise refused from error
         self._has_stepped = True
-        self._rates_left = [group["lr"] for group in self.optimizer.param_groups]
+        self._groups.end_step()
         scaler.update()
         self.step, self._windows_done = step, self._windows_done + 1
-        self._samples_seen += samples_of_all_ranks
-        weight = exchange.weight * (engine.weight_unit or 1.0)
-        self._sums = [self._sums[0] + loss * weight, self._sums[1] + weight]
-        if overflowed:  # which is how the scale is found, and so also no error with on_nonfinite="stop"
+        self._meter.add_step(loss, exchange.weight * (engine.weight_unit or 1.0), samples_of_all_ranks)
+        if overflowed:  # the scaler finds its scale by overflows, so this is not an error with on_nonfinite="stop"
             self.skipped += 1
             self._notify("on_skip")
         else:
             self._notify("on_step", loss)
         if logs:
             self._record(gradient_norm=norm_value if math.isfinite(norm_value) else None)
-
-    def _check_learning_rates(self) -> None:
-        """Raise ConfigError if a callback has set a rate that the next step would overwrite."""
-        if self.config.schedule == "callback":
-            return
-        # Rates that are tensors are not read, which would wait for a GPU.
-        for number, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._rates_left, strict=False)):
-            if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
-                raise ConfigError(
-                    f"the learning rate of the optimizer's group {number} was set to {group['lr']} after step "
-                    f"{self.step}, and schedule={self.config.schedule!r} sets it in every step: set schedule='callback'"
-                )
-
-    def _set_learning_rates(self) -> None:
-        """Set the rates of the next step, also of groups that were added since the last one."""
-        if self.config.schedule == "callback":
-            return
-        groups = self.optimizer.param_groups
-        if len(groups) < len(self._peak_rates):
-            raise ConfigError(
-                f"the optimizer has {len(groups)} groups, and had {len(self._peak_rates)}: to leave parameters as they "
-                "are, set requires_grad=False for them"
-            )
-        if len(groups) > len(self._peak_rates):
-            self._peak_rates += [float(group["lr"]) for group in groups[len(self._peak_rates) :]]
-            self._note_groups()
-        factor = learning_rate_factor(self.config.schedule, self.step, self.total_steps, self.config.warmup_steps)
-        for group, peak in zip(groups, self._peak_rates, strict=True):
-            set_learning_rate(group, peak * factor)
-
-    def _note_groups(self) -> None:
-        """Note which trainable parameters the optimizer does not have, whose gradients it does not clear."""
-        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
-        parameters = self._trainable.by_name.values()
-        self._not_in_optimizer = [p for p in parameters if p.requires_grad and p not in trained]
-
-    def _adopt_changes(self) -> None:
-        """Agree with the other ranks on what is trained from this step on, and give it to the optimizer."""
-        trainable = self._trainable
-        unfrozen = trainable.agree()
-        late = trainable.late()
-        if self._engine.reduced:
-            self._averaged_apart = list(late.values())
-        self._note_groups()
-        absent = [name for name in unfrozen if name in late and any(late[name] is p for p in self._not_in_optimizer)]
-        # Every rank has the same groups, also a stage that has none of the parameters.
-        absent_anywhere = sorted({name for names in gather_objects(absent, None) for name in names})
-        if not absent_anywhere:
-            return
-        if not self._joins_by_default:
-            raise ConfigError(
-                f"{list_names(absent_anywhere)} was unfrozen after step {self.step}, and the optimizer does not have "
-                "it: add it in the same callback, by trainer.optimizer.add_param_group({'params': [...]}), or make the "
-                "optimizer of all parameters, frozen ones too"
-            )
-        self.optimizer.add_param_group({"params": [late[name] for name in absent]})
-        self._note_groups()
-        self._set_learning_rates()
 
     def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
         """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``."""
@@ -669,51 +504,30 @@ class Trainer:
         """Add a record to the history."""
         # The last step of an epoch is recorded before the end of the epoch, which it completes.
         completed = self.epoch + (self._windows_done != 0 and self._windows_done == self._windows_per_epoch)
-        elapsed = self._count_time()
-        hours, price = self._device_seconds / 3600, self.config.price_per_device_hour
-        cost = {"device_hours": hours} if price is None else {"device_hours": hours, "price": hours * price}
-        record = {"step": self.step, "epoch": completed, **quantities, "elapsed_s": elapsed, **cost}
+        cost = self._meter.cost(self.config.price_per_device_hour)
+        record = {"step": self.step, "epoch": completed, **quantities, **cost}
         self.history.append(record)
         self._notify("on_record", record)
 
-    def _count_time(self) -> float:
-        now = time.perf_counter()
-        seconds, self._counted_until = now - self._counted_until, now
-        self._elapsed_s += seconds
-        self._device_seconds += seconds * get_world_size()
-        return self._elapsed_s
-
     def _record(self, **more: float | None) -> None:
-        losses, weight = self._sums
-        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        """Add a record of the steps since the last one to the history."""
         quantities = {
-            "loss": losses / weight,
+            "loss": self._meter.mean_loss,
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             **more,
-            "samples_per_s": self._samples_seen / seconds,
-            **self._utilizations(),
+            "samples_per_s": self._meter.samples_per_s(),
+            **self._meter.utilizations(),
             "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }
-        self._sums, self._clock, self._samples_seen = [0.0, 0.0], time.perf_counter(), 0.0
+        self._meter.begin_record()
         self._append(quantities)
-
-    def _utilizations(self) -> dict[str, float]:
-        """Return the share of the time since the last record in which each rank's device computed, and the mean."""
-        if self._utilization is None:
-            return {}
-        world = get_world_size()
-        shares = [0.0] * world
-        shares[get_rank()] = self._utilization.restart()
-        shares = sum_over_ranks(shares)
-        by_rank = {f"utilization_rank_{rank}": share for rank, share in enumerate(shares)} if world > 1 else {}
-        return {"utilization": sum(shares) / world, **by_rank}
 
     def _validate(self, validation: Feed) -> None:
         begin = time.perf_counter()
         values = self._evaluate(validation)
         self._validated_at = self.step
-        self._clock += time.perf_counter() - begin  # samples_per_s is the speed of training alone
+        self._meter.leave_out(time.perf_counter() - begin)
         self._append({f"validation_{name}": value for name, value in values.items()})
 
     def _evaluate(self, feed: Feed) -> dict[str, float]:
@@ -734,17 +548,20 @@ class Trainer:
         self._saved_at = state
         self._agree_on_progress("a checkpoint")
         self._check_last_gradient()
-        self._count_time()
-        text = json.dumps(list(self.history), default=float)  # of NumPy's numbers, and of tensors
-        extra = {name: getattr(self, name) for name in _SAVED} | {
+        self._meter.count_time()
+        text = json.dumps(list(self.history), default=float)  # float converts NumPy's numbers and tensors
+        extra = {name: getattr(self, name) for name in SAVED_ATTRIBUTES} | {
+            "_sums": self._meter.sums,
+            "_elapsed_s": self._meter.elapsed_s,
+            "device_seconds": self._meter.device_seconds,
             "samples": feed.window_samples,
-            "device_seconds": self._device_seconds,
-            # As bytes: a checkpoint encodes nested values one by one, 1.7 s for 100,000 records in place of 0.6 s.
+            # The text is stored as bytes, because a checkpoint encodes nested values one by one: 100,000 records take
+            # 1.7 s then, in place of 0.6 s.
             "history": torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in self._stateful()],
             "scaler": self._engine.scaler.state_dict(),
             "trainable": self._trainable.changes,
-            "peak_rates": self._peak_rates,
+            "peak_rates": self._groups.peak_rates,
             "config": asdict(self.config),
         }
         save = checkpoint.async_save if self.config.checkpoint_asynchronously else checkpoint.save
@@ -761,11 +578,10 @@ class Trainer:
         self._notify("on_checkpoint")
 
     def _check_last_gradient(self) -> None:
-        """Raise TrainingError before a step is saved that was not expected to be the last one, and is not finite."""
+        """Raise TrainingError if the run saves after a step whose gradient has not been checked, and is not finite."""
         if self._checked_at == self.step or self._engine.scaler.is_enabled():
             return
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = gradient_norm(trained, stages=self._engine.stages).item()
+        norm = gradient_norm(self._groups.parameters, stages=self._engine.stages).item()
         if not math.isfinite(norm):
             raise TrainingError(
                 f"the norm of the gradient of step {self.step} is {norm}, so the step is not saved: resume from the "
@@ -791,18 +607,13 @@ class Trainer:
 
 
 def _place_of(step: int, window: list[Batch]) -> str:
-    """Return where in a run an error came."""
+    """Return a sentence with the step, the samples and the rank of an error."""
     indices = [str(index) for batch in window for index in batch.indices or ()]
-    more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
-    samples = f", on the samples {', '.join(indices[:_LISTED])}{more}" if indices else ""
+    more = f" and {len(indices) - _MAX_LISTED} more" if len(indices) > _MAX_LISTED else ""
+    samples = f", on the samples {', '.join(indices[:_MAX_LISTED])}{more}" if indices else ""
     return f"This was in step {step}{samples} of rank {get_rank()}."
 
 
-def _any_rank(flag: bool) -> bool:
-    """Return whether a flag is set on some rank."""
-    return sum_over_ranks([flag])[0] > 0
-
-
 def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the scaler will skip the step of gradients that it has unscaled."""
+    """Return whether the scaler will skip the step, because gradients that it has unscaled are infinite."""
     return any(infinity.item() for infinity in first_infinities(scaler, optimizer))

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from panther.distributed import data_parallel, get_distributed_info, init, shutdown
-from panther.train import step_exchange
+from panther.train.coordination import step_exchange
+from panther.train.coordination.step_exchange import GradientCarrier, StepExchange
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.loading.feed import Batch
-from panther.train.step_exchange import GradientCarrier, StepExchange
 
 SIZES = 6, 9, 2
 

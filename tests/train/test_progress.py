@@ -92,7 +92,7 @@ def test_the_command_line_shows_logs_beside_a_program_s_own(capsys):
 def test_records_have_the_cost_of_the_run_so_far(tmp_path):
     class Clock(Callback):
         def on_step(self, trainer, loss):
-            trainer._counted_until -= 3600.0  # a step takes an hour
+            trainer._meter.counted_until -= 3600.0  # a step takes an hour
 
     def run(steps):
         config = TrainConfig(

@@ -18,10 +18,10 @@ from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
 from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
+from panther.train.coordination.reductions import sum_over_ranks
+from panther.train.coordination.step_exchange import GradientCarrier
 from panther.train.loading.feed import Batch
 from panther.train.optimization.loss_weights import LossWeights
-from panther.train.reductions import sum_over_ranks
-from panther.train.step_exchange import GradientCarrier
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]

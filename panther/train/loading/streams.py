@@ -22,7 +22,7 @@ from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError, DistributedError
 from panther.train.agreement import digest_of_tensors
-from panther.train.reductions import gather_over_ranks
+from panther.train.coordination.reductions import gather_over_ranks
 
 _log = logging.getLogger(__name__)
 

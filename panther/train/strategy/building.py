@@ -26,13 +26,13 @@ from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
+from panther.train.coordination.step_exchange import GradientCarrier
 from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.engines.pipeline_engine import PipelineEngine
 from panther.train.loading.feed import Feed
 from panther.train.optimization.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
 from panther.train.optimization.trainable import reduced_parameters
-from panther.train.step_exchange import GradientCarrier
 from panther.train.strategy.automatic import choose_strategy
 from panther.train.strategy.rules import Axes, axes_of, is_model_parallel
 

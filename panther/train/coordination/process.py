@@ -16,7 +16,7 @@ from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.supervision.groups import apply_timeout
-from panther.train.step_exchange import StepExchange
+from panther.train.coordination.step_exchange import StepExchange
 
 
 def join_process_group(timeout_s: float | None) -> None:

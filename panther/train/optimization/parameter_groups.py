@@ -1,0 +1,158 @@
+"""The parameter groups of a run's optimizer: their learning rates in each step, and parameters that join later."""
+
+__all__ = ["ParameterGroups"]
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from panther.distributed.comm.agreement import gather_objects
+from panther.errors import ConfigError
+from panther.train.config import TrainConfig
+from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
+from panther.train.optimization.trainable import TrainableSet, list_names
+
+
+class ParameterGroups:
+    """The groups of an optimizer during a run.
+
+    Args:
+        optimizer: The optimizer of the distributed model.
+        trainable: The parameters of this rank that are trained.
+        config: The settings of the run.
+        is_extended: Whether parameters that are unfrozen later form a group with the optimizer's default settings.
+        uses_ddp: Whether DDP averages gradients; it does not average the gradients of parameters unfrozen later.
+
+    Attributes:
+        peak_rates: The learning rate of each group after the warm-up.
+        averaged_apart: Parameters whose gradients DDP does not average.
+
+    Raises:
+        ConfigError: If a scheduler has the optimizer, and the schedule of the run sets learning rates as well.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trainable: TrainableSet,
+        config: TrainConfig,
+        *,
+        is_extended: bool,
+        uses_ddp: bool,
+    ) -> None:
+        if config.schedule != "callback" and any("initial_lr" in group for group in optimizer.param_groups):
+            raise ConfigError(
+                f"the optimizer has a scheduler, and schedule={config.schedule!r} sets the learning rate in every "
+                "step: set schedule='callback' and step the scheduler in a callback, or make the optimizer without it"
+            )
+        self._optimizer, self._trainable, self._config = optimizer, trainable, config
+        self._is_extended, self._uses_ddp = is_extended, uses_ddp
+        self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.averaged_apart: list[nn.Parameter] = []
+        self._rates_after_step: list[float | Tensor] = []
+        self._find_absent()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer has, in the order of its groups."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def begin_step(self, step: int, total_steps: int | None) -> None:
+        """Set the learning rates of the next step, and clear the gradients of all trainable parameters.
+
+        Raises:
+            ConfigError: If a callback has set a learning rate that this step overwrites, or has removed a group.
+        """
+        self._check_rates(step)
+        self._set_rates(step, total_steps)
+        clear_gradients(self._optimizer)
+        for parameter in self._absent:
+            parameter.grad = None
+
+    def end_step(self) -> None:
+        """Note the learning rates, which callbacks must not change."""
+        self._rates_after_step = [group["lr"] for group in self._optimizer.param_groups]
+
+    def _check_rates(self, step: int) -> None:
+        """Raise ConfigError if a callback has set a rate that the next step would overwrite."""
+        if self._config.schedule == "callback":
+            return
+        # Rates that are tensors are not read, because reading them would wait for a GPU.
+        groups = zip(self._optimizer.param_groups, self._rates_after_step, strict=False)
+        for number, (group, rate) in enumerate(groups):
+            if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
+                raise ConfigError(
+                    f"the learning rate of the optimizer's group {number} was set to {group['lr']} after step {step}, "
+                    f"and schedule={self._config.schedule!r} sets it in every step: set schedule='callback'"
+                )
+
+    def _set_rates(self, step: int, total_steps: int | None) -> None:
+        """Set the rates of the next step, also for groups that were added since the last step."""
+        if self._config.schedule == "callback":
+            return
+        groups = self._optimizer.param_groups
+        if len(groups) < len(self.peak_rates):
+            raise ConfigError(
+                f"the optimizer has {len(groups)} groups, and had {len(self.peak_rates)}: to leave parameters as they "
+                "are, set requires_grad=False for them"
+            )
+        if len(groups) > len(self.peak_rates):
+            self.peak_rates += [float(group["lr"]) for group in groups[len(self.peak_rates) :]]
+            self._find_absent()
+        factor = learning_rate_factor(self._config.schedule, step, total_steps, self._config.warmup_steps)
+        for group, peak in zip(groups, self.peak_rates, strict=True):
+            set_learning_rate(group, peak * factor)
+
+    def _find_absent(self) -> None:
+        """Find the trainable parameters that the optimizer does not have, because it does not clear their gradients."""
+        present = set(self.parameters)
+        trainable = self._trainable.by_name.values()
+        self._absent = [p for p in trainable if p.requires_grad and p not in present]
+
+    def adopt_changes(self, step: int, total_steps: int | None) -> None:
+        """Agree with the other ranks on the parameters that are trained from now on, and add them to the optimizer.
+
+        Raises:
+            ConfigError: On every rank, if a parameter was unfrozen that the optimizer does not have and that cannot
+                join with default settings.
+        """
+        unfrozen = self._trainable.agree()
+        late = self._trainable.late()
+        if self._uses_ddp:
+            self.averaged_apart = list(late.values())
+        self._find_absent()
+        absent = [name for name in unfrozen if name in late and any(late[name] is p for p in self._absent)]
+        # Every rank gets the same groups, also a stage that has none of the parameters.
+        absent_anywhere = sorted({name for names in gather_objects(absent, None) for name in names})
+        if not absent_anywhere:
+            return
+        if not self._is_extended:
+            raise ConfigError(
+                f"{list_names(absent_anywhere)} was unfrozen after step {step}, and the optimizer does not have it: "
+                "add it in the same callback, by trainer.optimizer.add_param_group({'params': [...]}), or make the "
+                "optimizer of all parameters, frozen ones too"
+            )
+        self._optimizer.add_param_group({"params": [late[name] for name in absent]})
+        self._find_absent()
+        self._set_rates(step, total_steps)
+
+    def add_saved(self, groups: Sequence[Sequence[str]], peak_rates: Sequence[float]) -> bool:
+        """Add the groups that the optimizer of a checkpoint had in addition; return whether it had any.
+
+        Args:
+            groups: The names of the parameters of each saved group.
+            peak_rates: The peak learning rates of the saved groups; empty in checkpoints of earlier versions.
+        """
+        self._rates_after_step = []
+        count = len(self._optimizer.param_groups)
+        present, by_name = set(self.parameters), self._trainable.by_name
+        added = groups[count:]
+        if any(by_name[name] in present for names in added for name in names if name in by_name):
+            return False  # this run's optimizer has the parameters in different groups
+        for number, names in enumerate(added, start=count):
+            # A pipeline stage has only some of the parameters.
+            self._optimizer.add_param_group({"params": [by_name[name] for name in names if name in by_name]})
+            self.peak_rates.append(float(peak_rates[number]) if number < len(peak_rates) else self.peak_rates[0])
+        self._find_absent()
+        return bool(added)
