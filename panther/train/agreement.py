@@ -1,7 +1,7 @@
-"""What the ranks of a run must have in common, in a form that is compared before the first step.
+"""Compare the settings and data of all ranks before the first step.
 
 A difference is an error that names the setting, its values and the ranks. Without the comparison, ranks with different
-settings train different models, or wait for one another until ``timeout_s`` has passed.
+settings train different models, or wait for each other until ``timeout_s`` has passed.
 """
 
 __all__ = [
@@ -40,16 +40,16 @@ from panther.train.optimization.optimizer import Optimizer
 
 _log = logging.getLogger(__name__)
 _FIX = "start every rank with the same script, arguments, data and versions"
-# The first rank alone reads these, or they change nothing that ranks exchange.
+# Only the first rank reads these settings, or they do not change what ranks exchange.
 _OF_A_RANK = ("cluster_file", "profile", "progress", "run_name", "timeout_s", "trackers")
-# Nodes may have copies of weights in other places. Whether checkpoint_dir is one folder is tested by writing to it.
+# Nodes may have copies of weights in different places. A written file tests whether checkpoint_dir is one folder.
 _PATHS = ("checkpoint_dir", "initial_weights")
-_RANK_NAMES = ("device", "rank", "local_rank", "training")  # attributes that are a rank's own, or of no effect
+_RANK_NAMES = ("device", "rank", "local_rank", "training")  # attributes that may differ between ranks
 _PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.Size)
-_ROWS = 4  # of a dataset in memory, at both ends, which are compared
-_DEPTH = 3  # of objects in objects
-_ITEMS = 16  # of a long list, at both ends
-_BYTES = 1 << 16  # of a large tensor, at both ends
+_ROWS = 4  # number of rows that are compared at both ends of a dataset in memory
+_DEPTH = 3  # levels of objects in objects that are compared
+_ITEMS = 16  # number of items that are compared at both ends of a long list
+_BYTES = 1 << 16  # number of bytes that are compared at both ends of a large tensor
 
 
 def agree_on_run(
@@ -61,19 +61,19 @@ def agree_on_run(
     callbacks: Sequence[Callback],
     data: Mapping[str, Any],
 ) -> None:
-    """Raise DistributedError on every rank unless all of them start the same run. It costs one exchange.
+    """Raise DistributedError on every rank unless all ranks start the same run. It costs one exchange.
 
-    Settings of one rank alone may differ: progress bars, trackers, profiles, the path of ``initial_weights``,
+    Settings that concern a single rank may differ: progress bars, trackers, profiles, the path of ``initial_weights``,
     ``timeout_s``, callbacks without a state, devices, and how loaders fetch (workers, pinned memory).
 
     Args:
         call: The method of the Trainer that every rank calls.
-        model: The model before it is distributed, when its tensors are compared; None if that has been done.
-        optimizer: What the Trainer was given.
+        model: The model before it is distributed; None if it has been compared already.
+        optimizer: The argument of the Trainer.
         loss: The loss function, its weights and the metrics, by the names of the arguments.
         config: The settings.
         callbacks: The callbacks of the user.
-        data: What the method was given, by the names of the arguments.
+        data: The data, by the names of the method's arguments.
     """
     if get_world_size() == 1:
         return
@@ -109,9 +109,9 @@ def agree_on_progress(optimizer: torch.optim.Optimizer, progress: Mapping[str, A
 
     Args:
         optimizer: The optimizer of the distributed model.
-        progress: The numbers that say how far the run is, by name.
-        stages: Number of pipeline stages, whose optimizers have different parameters, and so may have other groups.
-        moment: When this is compared, for the message.
+        progress: Numbers that tell how far the run is, by name.
+        stages: Number of pipeline stages, whose optimizers have different parameters and may have different groups.
+        moment: The moment of the comparison, for the message.
     """
     if get_world_size() == 1:
         return
@@ -130,13 +130,13 @@ def agree_on_progress(optimizer: torch.optim.Optimizer, progress: Mapping[str, A
 
 
 def compare_samples(name: str, data: Any, is_shared: bool) -> None:
-    """Compare samples at both ends of data in memory: raise if ranks must have the same ones, or else log a warning.
+    """Compare samples at both ends of data in memory: raise if ranks must have the same samples, or else warn.
 
     Args:
-        name: What the data is for.
-        data: The data. Only TensorDatasets and lists are compared: others may draw random numbers, read files or count
-            when a sample is fetched.
-        is_shared: Whether some ranks share layers or stages. They compute one loss of the samples that both have.
+        name: The purpose of the data.
+        data: The data. Only TensorDatasets and lists are compared, because other datasets may draw random numbers, read
+            files or count when a sample is fetched.
+        is_shared: Whether some ranks share layers or stages. Together they compute one loss, of the same samples.
 
     Raises:
         DistributedError: On every rank, if the samples differ and some must be the same.
@@ -163,11 +163,11 @@ def compare_samples(name: str, data: Any, is_shared: bool) -> None:
 
 
 def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
-    """Raise DistributedError on every rank unless a sampler gave the same order on all of them.
+    """Raise DistributedError on every rank unless a sampler returned the same order on all ranks.
 
     Args:
         epoch: Number of the epoch.
-        plan: The indices of all ranks: windows of batches of lists, one for each rank.
+        plan: The indices of all ranks: windows of batches; a batch has a list of indices for each rank.
     """
     if get_world_size() == 1:
         return
@@ -217,7 +217,7 @@ def _describe_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _describe_data(name: str, data: Any) -> dict[str, str]:
-    """Describe what can be compared of data: of a stream only its type, because its length is not known."""
+    """Describe data by its types and its number of samples; describe a stream only by its type."""
     subject = f"the {name} data"
     described = {subject: type(data).__qualname__}
     dataset = data
@@ -243,12 +243,12 @@ def _ends(rows: Any) -> Any:
 
 
 def describe_value(value: Any, depth: int = _DEPTH) -> str:
-    """Return a text that is equal for equal settings, in every process: of plain values, functions and objects.
+    """Return a text that is equal in every process for equal plain values, functions and objects.
 
     Args:
-        value: The setting. Of an object, the type and the public attributes count; of a function, its name, code,
-            defaults and what it has enclosed; of a tensor, a digest.
-        depth: Number of levels of objects in objects. What lies deeper is described by its type.
+        value: The setting. An object is described by its type and public attributes; a function by its name, code,
+            defaults and enclosed variables; a tensor by a digest.
+        depth: Number of levels of objects in objects. Deeper objects are described by their type.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -276,19 +276,19 @@ def describe_value(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.MethodType):
         return f"{inner(value.__func__)} of {inner(value.__self__)}"
     if isinstance(value, nn.Module) and depth < _DEPTH:
-        return name  # perhaps the model, whose buffers may differ before it is distributed
+        return name  # it may be the model, whose buffers may differ before it is distributed
     attributes = {key: item for key, item in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
     if isinstance(value, nn.Module):
         attributes |= dict(value.named_buffers())
         attributes |= {key: f"{p.dtype} {tuple(p.shape)}" for key, p in value.named_parameters()}
     elif callable(value) and not attributes:
-        name = getattr(value, "__qualname__", name)  # of a function that is built in
+        name = getattr(value, "__qualname__", name)  # a built-in function
     settings = [f"{key}={inner(item)}" for key, item in attributes.items() if key not in _RANK_NAMES]
     return f"{name}({', '.join(settings)})" if settings else name
 
 
 def _describe_function(function: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    """Describe a function by its name and a digest of its code, which may be of another version on another node."""
+    """Describe a function by its name and a digest of its code, because nodes may have different versions of it."""
     digest = _digest(_describe_code(function.__code__).encode())
     settings = [f"default {inner(value)}" for value in function.__defaults__ or ()]
     settings += [f"{key}={inner(value)}" for key, value in (function.__kwdefaults__ or {}).items()]

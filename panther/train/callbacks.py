@@ -20,7 +20,7 @@ from panther.files import write_text
 if TYPE_CHECKING:
     from panther.train.trainer import Trainer
 
-_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps: the first ones allocate and compile, and are left out of the profile
+_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps; the first steps allocate and compile, and are left out of the profile
 _log = logging.getLogger(__name__)
 
 
@@ -47,13 +47,13 @@ class Callback:
         """Run after every epoch."""
 
     def on_checkpoint(self, trainer: "Trainer") -> None:
-        """Run when saving a checkpoint has begun; an asynchronous one is still being written."""
+        """Run when saving a checkpoint has begun; an asynchronous checkpoint is still being written."""
 
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-_CLOSE = 0.8  # of difflib: 'on_stpe' has 0.86 to 'on_step', 'on_load' has 0.67 to 'on_record'
-# Of Lightning, Keras and transformers: their names, and what to write in their place.
-_ELSEWHERE = {
+_CLOSE = 0.8  # difflib's similarity of 'on_stpe' and 'on_step' is 0.86, and of 'on_load' and 'on_record' 0.67
+# Names of hooks in Lightning, Keras and transformers, by the hook to write in their place.
+_OTHER_NAMES = {
     "on_start": "on_begin on_fit_begin on_fit_start on_init_end on_train_begin on_train_start",
     "on_step": (
         "on_batch_end on_optimizer_step on_step_end on_substep_end on_train_batch_end on_train_step_end "
@@ -66,7 +66,7 @@ _ELSEWHERE = {
     "on_checkpoint": "on_save on_save_checkpoint on_save_end",
     "load_state_dict": "on_load on_load_checkpoint",
 }
-_ADVICE = {other: f"use {name}" for name, equals in _ELSEWHERE.items() for other in equals.split()}
+_ADVICE = {other: f"use {name}" for name, equals in _OTHER_NAMES.items() for other in equals.split()}
 _ADVICE |= dict.fromkeys(
     ["on_end", "on_fit_end", "on_stop", "on_train_end", "on_train_finish"], "write what follows training after fit"
 )
@@ -74,10 +74,10 @@ _ADVICE |= dict.fromkeys(["on_error", "on_exception", "on_keyboard_interrupt"], 
 
 
 def check_callback(callback: Callback) -> None:
-    """Raise ConfigError if a Trainer would never call a method, or would call it with other arguments, or lose a state.
+    """Raise ConfigError if a Trainer would never call a method, would call it with wrong arguments, or lose a state.
 
-    Every method whose name begins with ``on_``, or is like that of a hook, is meant as one. Attributes of the object
-    are not looked at, so a callback may keep functions of its user under such names.
+    Every method whose name begins with ``on_``, or is similar to the name of a hook, is meant as a hook. Attributes of
+    the object are not checked, so a callback may store functions under such names.
     """
     kind = type(callback).__name__
     for name in dir(type(callback)):
@@ -96,7 +96,7 @@ def check_callback(callback: Callback) -> None:
             raise ConfigError(
                 f"{kind}.{name} does not take what it is called with: write {name}(self, {', '.join(passed)})"
             ) from None
-        except ValueError:  # of a function without a signature, such as one of a compiled module
+        except ValueError:  # the function has no signature, for example in a compiled module
             continue
     saves, loads = (hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
     if saves != loads:
@@ -105,7 +105,7 @@ def check_callback(callback: Callback) -> None:
 
 
 def may_stop(kind: type[Callback]) -> bool:
-    """Return whether a method of a class names the attribute ``stop``, as the one that ends a run does."""
+    """Return whether a method of a class names an attribute ``stop``, which ends a run."""
 
     def names(code: CodeType) -> bool:
         return "stop" in code.co_names or any(names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
@@ -116,17 +116,17 @@ def may_stop(kind: type[Callback]) -> bool:
 
 
 class BuiltInCallback(Callback):
-    """A callback that the Trainer makes for each run, and closes at its end."""
+    """A callback that the Trainer creates for each run, and closes at the end of the run."""
 
     def close(self, status: str) -> None:
         """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
 
 
 class StepProfiler(BuiltInCallback):
-    """Profiles a few steps into a Chrome trace and a table for each rank."""
+    """Profile a few steps, and write a Chrome trace and a table for each rank."""
 
     def __init__(self, folder: Path) -> None:
-        # Without it, the profiler's library writes to the terminal that it starts and stops.
+        # Without this variable, the profiler's library prints that it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._folder, self._steps = folder, 0
         plan = profiler.schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1)

@@ -1,4 +1,4 @@
-"""What a run shows of its progress on the first rank: a bar in a terminal, else a line for each record."""
+"""The progress of a run on the first rank: a bar in a terminal, else a line for each record."""
 
 __all__ = ["ProgressBar", "ProgressLines"]
 
@@ -45,11 +45,11 @@ class ProgressBar(BuiltInCallback):
 
 
 class ProgressLines(BuiltInCallback):
-    """Logs a line for each record: the step, the losses and metrics, the samples a second and the time that is left.
+    """Log a line for each record: the step, the losses and metrics, the samples per second and the remaining time.
 
     Args:
-        prefix: What the lines begin with.
-        every_s: Seconds from a line to the next one; records in between have none.
+        prefix: A text at the start of each line.
+        every_s: Seconds between two lines. Records in between have no line.
     """
 
     def __init__(self, prefix: str = "", every_s: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class ProgressLines(BuiltInCallback):
         self._last: Mapping[str, Any] = {}
 
     def on_start(self, trainer: Any) -> None:
-        """Note where the run begins, or continues."""
+        """Note the step and the time at which the run begins or continues."""
         self._begun = (trainer.step, time.perf_counter())
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class ProgressLines(BuiltInCallback):
         return (time.perf_counter() - begin) / (step - first) * (total - step)
 
     def close(self, status: str) -> None:
-        """Log what a finished run took."""
+        """Log the time and the price of a finished run."""
         if status == "FINISHED" and "device_hours" in self._last:
             price = "" if self._last.get("price") is None else f", which cost {self._last['price']:,.2f}"
             elapsed = datetime.timedelta(seconds=round(self._last["elapsed_s"]))

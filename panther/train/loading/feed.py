@@ -1,9 +1,9 @@
 """The data of a run as windows of batches, in an order that follows from seed and epoch, and can start anywhere.
 
-A window holds the batches of one optimizer step: ``accumulation`` batches on each process. Sample i of the order goes
-to process i modulo n, the number of processes, so that n processes with batches of b samples together see, step by
-step, what one with batches of n b samples sees. Nothing is padded or dropped: the last batches are smaller, and every
-loss is weighted by its samples.
+A window contains the batches of one optimizer step: ``accumulation`` batches on each process. Sample i of the order
+goes to process i modulo n, where n is the number of processes. So n processes with batches of b samples have, in each
+step, the same samples as one process with batches of n b samples. No sample is repeated or dropped: the last batches
+are smaller, and every loss is weighted by its samples.
 """
 
 __all__ = ["Batch", "Feed", "count_samples"]
@@ -35,32 +35,32 @@ class Batch:
 
     data: Any
     samples: int
-    """Number of samples that count. It is 0 for a filler batch, where the other processes have one batch more."""
+    """Number of samples that count. It is 0 for a filler, which replaces a batch that only other processes have."""
     share: float
-    """Share of this batch in the samples of the window, over all processes."""
+    """Number of samples divided by the samples of the window over all processes."""
     indices: list[int] | None
-    """Indices of its samples in the dataset; None for a stream."""
+    """Indices of the samples in the dataset; None for a stream."""
     largest: int = 0
-    """Number of samples of this batch on the process that has the most."""
+    """Number of samples of this batch on the process that has the most samples."""
 
 
 Windows = Generator[list[Batch], None, None]
 
-_KEPT = (
+_KEPT_SETTINGS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-"""The settings of a user's DataLoader that are kept."""
-_ENDED = "panther_stream_has_ended"  # the key under which the state of a loader is saved that has ended before others
+"""The settings of a user's DataLoader that the loader of the Feed keeps."""
+_ENDED = "panther_stream_has_ended"  # key for the state of a loader that has ended before the loaders of other ranks
 
 _log = logging.getLogger(__name__)
 
 
 class _SeededDataset(Dataset[Any]):
-    """A dataset that is asked for a batch by a seed and its indices.
+    """A dataset that returns the batch of a seed and a list of indices.
 
-    In a worker process, random transforms thus depend on the batch, and not on what the worker fetched before. In the
-    process of the run there is no seed, because its generators are those of the run.
+    So random transforms in a worker process depend on the batch, and not on the earlier batches of the worker. In the
+    process of the run the seed is None, because the transforms use the generators of the run.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -80,16 +80,16 @@ class Feed:
     Args:
         data: A DataLoader, whose sampler defines the order and whose other settings are kept, or a Dataset or another
             object with a length that returns samples by number. If it is a stream (an IterableDataset, or a loader with
-            its own iteration), each process reads its own loader, from where the loader's ``load_state_dict`` sets it
-            if it has one.
+            its own iteration), each process reads its own loader, and continues where ``load_state_dict`` of the loader
+            sets it.
         batch_size: Samples per batch and process of a Dataset. A DataLoader for training must have the same or none.
         seed: Seed of the order.
         rank: The rank of this process among those that split the data.
         size: Number of processes that split the data.
         accumulation: Number of batches per window.
-        factor: Number of the data's batches that make one of this process: of ranks that share theirs, for example.
-        even: Leave out the last samples if they do not fill a batch on every process, and of streams the batches that
-            do not have the same size on every process.
+        factor: Number of batches of the data that form one batch of this process, for example if ranks share a batch.
+        even: Whether to leave out the last samples if they do not fill a batch on every process, and batches of streams
+            that do not have the same size on every process.
         multiple: With ``even``, the divisor of the sizes of a stream's batches.
         shuffle: Whether the order of a Dataset is random.
 
@@ -123,7 +123,7 @@ class Feed:
         self.factor, self.shuffle = factor, shuffle
         self._has_warned = False
         self.left_out = 0
-        """Number of samples of the epoch that was planned last that no process has."""
+        """Number of samples that no process has in the epoch that was planned last."""
         self.user_loader: Any = data
         loader_batch_size = getattr(data, "batch_size", None)
         if shuffle and batch_size is not None and loader_batch_size is not None and loader_batch_size != batch_size:
@@ -131,7 +131,7 @@ class Feed:
                 f"batch_size={batch_size} and a loader with batches of {loader_batch_size}: leave batch_size out"
             )
         self.is_stream = _is_stream(data)
-        self._order: list[tuple[int | None, list[int]]] = []  # of this process in the present epoch
+        self._order: list[tuple[int | None, list[int]]] = []  # the batches of this process in the present epoch
         if isinstance(data, DataLoader) and data.num_workers and not isinstance(data.worker_init_fn, WorkerSignals):
             data.worker_init_fn = WorkerSignals(data.worker_init_fn)
         self.loader: Any = data if self.is_stream else self._own_loader(data)
@@ -143,18 +143,18 @@ class Feed:
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
         if data.batch_size is None and data.batch_sampler is None:
             raise ConfigError("a DataLoader with batch_size=None has no batches: give it batch_size or batch_sampler")
-        # A loader of its own, because the sampler of a DataLoader cannot be replaced. It iterates over the same list in
-        # every epoch.
+        # A new loader is needed, because the sampler of a DataLoader cannot be replaced. It iterates over the same list
+        # in every epoch.
         return DataLoader(
             _SeededDataset(data.dataset),
             batch_sampler=self._order,  # type: ignore[arg-type]
-            generator=torch.Generator(),  # else every epoch's worker seeds would advance the run's generator
-            **{name: getattr(data, name) for name in _KEPT},
+            generator=torch.Generator(),  # otherwise seeds of workers would advance the run's generator
+            **{name: getattr(data, name) for name in _KEPT_SETTINGS},
         )
 
     @property
     def window_samples(self) -> int:
-        """Samples of a full window over all processes; its batches, where these have no fixed size."""
+        """Samples of a full window over all processes; the number of its batches if they have no fixed size."""
         return (getattr(self.user_loader, "batch_size", None) or 1) * self.size * self.factor * self.accumulation
 
     def first_batch(self) -> Any:
@@ -164,11 +164,11 @@ class Feed:
 
     @property
     def has_batch_size(self) -> bool:
-        """Whether it forms batches of any size itself: not of a stream, or where a batch_sampler gives whole ones."""
+        """Whether the Feed itself forms the batches: neither a stream nor a batch_sampler does."""
         return not self.is_stream and self.user_loader.batch_size is not None
 
-    def fills(self, count: int) -> bool:
-        """Return whether the samples of an epoch, or those that the loader keeps, are multiples of so many batches."""
+    def divides_into(self, count: int) -> bool:
+        """Return whether an epoch is a whole number of groups of ``count`` batches; the rest may have been dropped."""
         if not self.has_batch_size or self.user_loader.drop_last:
             return self.has_batch_size
         samples = sum(len(indices) for window in self._plan(0) for batch in window for indices in batch)
@@ -184,7 +184,7 @@ class Feed:
         return any(len(indices) < 2 for window in plan for batch in window for indices in batch)
 
     def warn_of_left_out(self, name: str) -> None:
-        """Log on the first rank, once, how many samples of an epoch no process has, unless the user asked for it."""
+        """Log once, on the first rank, how many samples of an epoch no process has, unless the user drops them."""
         if self.is_stream or self._has_warned or get_rank() or (self.shuffle and self.user_loader.drop_last):
             return
         self._has_warned = True
@@ -196,7 +196,7 @@ class Feed:
             _log.warning("%d samples of the %s data are left out, because %s", self.left_out, name, reason)
 
     def no_windows_error(self, name: str, epoch: int = 0) -> ConfigError:
-        """Return the error to raise if there are no windows in an epoch."""
+        """Return the error to raise if an epoch has no windows."""
         if epoch:
             return ConfigError(
                 f"the {name} data is empty in epoch {epoch + 1}: __iter__ of a stream must begin anew in every epoch"
@@ -212,7 +212,7 @@ class Feed:
     def windows(self, epoch: int, start: int = 0, *, is_alone: bool = False) -> Windows:
         """Yield the windows of an epoch from the ``start``-th on. Closing the generator ends the loader's workers.
 
-        Ranks exchange the sizes of their batches of streams, unless this one ``is_alone``. The random generators are
+        Ranks exchange the sizes of their batches of streams, unless this rank ``is_alone``. The random generators are
         unchanged until the first batch is fetched.
         """
         plan = None if self.is_stream else self._plan(epoch)
@@ -226,15 +226,15 @@ class Feed:
             for step, window in enumerate((plan or [])[start:], start)
             for number, batch in enumerate(window)
         ]
-        if self._has_ended:  # in the epoch that is resumed
+        if self._has_ended:  # the stream has ended in the epoch that is resumed
             self._has_ended = False
             return self._stream_windows(iter(()), 0, is_alone)
         with signals_blocked(self.loader):
             loaded = iter(self.loader)
         if plan is not None:
             return self._planned_windows(plan[start:], loaded)
-        # Batches of an epoch that was resumed are fetched again and thrown away, unless the loader has been given a
-        # state, from which it continues by itself.
+        # Batches before the first window of a resumed epoch are fetched again and ignored, unless the loader continues
+        # from a state.
         first_window, self._positioned = 0 if self._positioned else start, False
         return self._stream_windows(loaded, first_window, is_alone)
 
@@ -248,15 +248,15 @@ class Feed:
                 ]
 
     def _plan(self, epoch: int) -> list[list[list[list[int]]]]:
-        """Return the indices of all processes: a list of windows of batches, each with a list for every process."""
+        """Return the indices of all processes: a list of windows of batches; a batch has a list for every process."""
         loader = self.user_loader
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
-        # Drawing the order must not change what dropout or transforms draw next.
+        # Drawing the order must not change the next random numbers of dropout and transforms.
         with preserved_generators():
             seed_cpu_generators(_mix(self.seed, epoch))
             order = _order_of(sampler, epoch)
         batches: list[list[list[int]]]
-        if loader.batch_size is None:  # a batch_sampler gives whole batches, which the processes take in turn
+        if loader.batch_size is None:  # the processes take the batches of a batch_sampler in turn
             samples = sum(map(len, order))
             batches = [[*map(list, order[i : i + self.size])] for i in range(0, len(order), self.size)]
             if self.even:
@@ -276,7 +276,7 @@ class Feed:
     def _stream_windows(self, loaded: Iterator[Any], start: int, is_alone: bool) -> Windows:
         with closing_workers(self.loader, loaded):
             batches = filter(count_samples, loaded)  # an empty batch is not the end
-            # Only the last one, which may become a filler, is needed of those before.
+            # Earlier batches are ignored, except for the last one, which may become a filler.
             last = next(iter(deque(islice(batches, start * self.accumulation), maxlen=1)), None)
             for window in self._stream.read(batches, last, is_alone):
                 yield [
@@ -285,11 +285,11 @@ class Feed:
                 ]
 
     def state_dict(self) -> Any:
-        """Return the state of the user's loader; None where the number of windows done is enough."""
+        """Return the state of the user's loader; None if the number of finished windows is enough to continue."""
         if not self.keeps_own_state:
             return None
         state = self.loader.state_dict()
-        # A loader at its end would begin anew, while other ranks are still in the epoch.
+        # A loader at its end would begin again, while other ranks are still in the epoch.
         return {_ENDED: state} if self._stream.has_ended else state
 
     def load_state_dict(self, state: Any) -> None:
@@ -302,9 +302,9 @@ class Feed:
 
 
 def _check_samples(data: Any, batch_size: int | None, name: str) -> None:
-    """Raise ConfigError unless a DataLoader can be made of the data: a Dataset, or samples by number and a length."""
+    """Raise ConfigError unless the data is a Dataset, or has samples by number and a length, for a DataLoader."""
     by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    # Not a tensor or a tuple (inputs, targets), whose rows and items would be taken for samples without targets.
+    # The rows of a tensor and the items of a tuple (inputs, targets) would be read as samples without targets.
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple | str) or not (by_number or isinstance(data, Dataset)):
         kind = type(data).__name__
         if isinstance(data, Iterator):
@@ -320,21 +320,21 @@ def _check_samples(data: Any, batch_size: int | None, name: str) -> None:
         raise ConfigError(
             f"a {type(data).__name__} needs batch_size in the configuration: set it, or pass DataLoader(data, size)"
         )
-    # Also before torch's sampler says that num_samples should be positive.
+    # Without this check, torch's sampler would say that num_samples should be positive.
     if by_number and not isinstance(data, IterableDataset) and not len(data):
         raise ConfigError(f"the {name} data is empty")
 
 
 def _is_stream(data: Any) -> bool:
-    """Return whether the order of a loader is unknown. That of torchdata's, over a map-style dataset, is known."""
+    """Return whether the order of a loader is unknown. The order of torchdata's loader over a dataset is known."""
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return True
     return type(data).__iter__ is not DataLoader.__iter__ and not type(data).__module__.startswith("torchdata.")
 
 
 def _order_of(sampler: Any, epoch: int) -> list[Any]:
-    """Return all indices that a sampler gives in an epoch, the same on every process."""
-    if isinstance(sampler, DistributedSampler):  # it would split the order, which the Feed does itself
+    """Return all indices that a sampler yields in an epoch, which are equal on all processes."""
+    if isinstance(sampler, DistributedSampler):  # it would split the order, and the Feed splits it itself
         size = len(sampler.dataset)  # type: ignore[arg-type]
         return torch.randperm(size).tolist() if sampler.shuffle else list(range(size))
     # The order of the usual sampler is drawn at once, in less than half of the time that iterating over it takes.
@@ -346,7 +346,7 @@ def _order_of(sampler: Any, epoch: int) -> list[Any]:
         return torch.randperm(len(sampler.data_source)).tolist()
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    # A generator of its own is seeded by epoch too, or resuming could not repeat its order.
+    # The generator of a sampler is also seeded by epoch; otherwise a resumed run could not repeat its order.
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(torch.initial_seed())
     return list(sampler)
@@ -364,12 +364,12 @@ def _equal_batches(batches: list[list[list[int]]], size: int) -> list[list[list[
 
 
 def _first_of(batch: list[list[int]]) -> list[int]:
-    """Return one index of another process's, as a filler for a process without samples."""
+    """Return an index of a different process, as a filler for a process without samples."""
     return next(indices for indices in batch if indices)[:1]
 
 
 def _follows_from_seed(loader: Any) -> bool:
-    """Return whether the order follows from the seed and the number of samples alone, and so is equal on all ranks."""
+    """Return whether the order follows from the seed and the number of samples, and so is equal on all ranks."""
     return loader.batch_size is not None and type(loader.sampler) in (
         SequentialSampler, RandomSampler, DistributedSampler
     )  # fmt: skip

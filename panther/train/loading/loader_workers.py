@@ -1,8 +1,8 @@
 """Worker processes of DataLoaders: which signals they ignore, and when they end.
 
-A scheduler sends SIGTERM to every process of a run. The step that a Trainer then finishes needs the next batch, so the
-workers ignore the first signal while a Trainer runs. Otherwise a signal ends them at once: multiprocessing sends one to
-each worker when the program ends, and waits for the worker without a limit.
+A scheduler sends SIGTERM to every process of a run. The Trainer then finishes its step, for which it may need the next
+batch, so the workers ignore the first signal while a Trainer runs. Otherwise a signal ends a worker at once, because
+multiprocessing sends a signal to each worker when the program ends, and waits for the worker without a limit.
 """
 
 __all__ = ["WorkerSignals", "closing_workers", "signals_blocked", "workers_needed"]
@@ -28,11 +28,11 @@ _MASKS_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
 _DEATH_S = 2.0
 
 _needed: dict[int, Tensor] = {}
-"""By process id: memory that a process shares with its workers, 1 while a Trainer of the process runs."""
+"""For each process id, memory that the process shares with its workers: 1 while a Trainer of the process runs."""
 
 
 def _needed_here() -> Tensor:
-    """Return the shared memory of this process; a forked process has one of its own."""
+    """Return the memory that this process shares with its workers. A forked process gets new memory."""
     if os.getpid() not in _needed:
         _needed.clear()
         _needed[os.getpid()] = torch.zeros(1, dtype=torch.uint8).share_memory_()
@@ -65,7 +65,7 @@ class WorkerSignals:
     def starts_workers(self) -> None:
         """Note which process, and which of its threads, is about to start workers."""
         self.needed = _needed_here()
-        # Linux takes the thread for the parent, and a thread may end before the loader does.
+        # For Linux, the parent is the thread, and a thread may end before the loader does.
         self.ends_with_parent = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
@@ -75,7 +75,7 @@ class WorkerSignals:
         if _MASKS_SIGNALS:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if self.ends_with_parent and hasattr(signal, "SIGKILL"):  # not on Windows
-            end_with_parent(signal.SIGKILL)  # also in the middle of a sample
+            end_with_parent(signal.SIGKILL)  # it also ends while it loads a sample
         if self.user_function is not None:
             self.user_function(worker)
 
@@ -112,10 +112,10 @@ def signals_blocked(loader: Any) -> Iterator[None]:
 def closing_workers(loader: Any, iterator: Any) -> Iterator[None]:
     """End the workers of a loader's iterator at once if the block raises.
 
-    The traceback of the exception keeps the iterator, and thus its workers, for as long as anybody keeps the traceback.
+    The traceback of the exception refers to the iterator, so its workers would live as long as the traceback.
 
     Raises:
-        TrainingError: If a worker was killed. Torch raises different errors then, such as ConnectionResetError.
+        TrainingError: If a worker was killed. torch's own errors differ, for example ConnectionResetError.
     """
     try:
         yield

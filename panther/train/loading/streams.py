@@ -1,8 +1,9 @@
 """Windows of streams of unknown length. Every process reads its own stream.
 
-The forward passes of ranks may wait for one another, so that all must have the same number of batches in a step. In
-every step the ranks tell how many they have. A rank that has fewer repeats its last batch as a *filler*, whose
-samples do not count, until the streams of all ranks have ended. So every sample of every stream is used once.
+The forward passes of ranks may wait for each other, so all ranks must have the same number of batches in a step. In
+every step the ranks exchange the number of their batches. A rank that has fewer batches repeats its last batch as a
+*filler*, whose samples do not count, until the streams of all ranks have ended. So every sample of every stream is used
+once.
 """
 
 __all__ = ["StreamWindows", "count_samples"]
@@ -32,18 +33,18 @@ class StreamBatch(NamedTuple):
 
     data: Any
     samples: int
-    """Number of samples that count: 0 of a filler."""
+    """Number of samples that count; 0 for a filler."""
     total: int
     """Number of samples of the window, over all processes."""
     largest: int
-    """Number of samples of this batch on the process that has the most."""
+    """Number of samples of this batch on the process that has the most samples."""
 
 
 class _Answer(NamedTuple):
-    """What a rank says of its next window."""
+    """The message of a rank about its next window."""
 
     data_rank: int
-    """The place of the rank among those that split the data. Ranks that share layers have the same place."""
+    """Number of the rank among the ranks that split the data. Ranks that share layers have the same number."""
     can_fill: bool
     digest: int
     sizes: tuple[int, ...]
@@ -51,7 +52,7 @@ class _Answer(NamedTuple):
 
 @dataclass
 class StreamWindows:
-    """Reads the windows of one process's stream.
+    """Read the windows of the stream of this process.
 
     Args:
         accumulation: Number of batches per window.
@@ -67,9 +68,9 @@ class StreamWindows:
     even: bool = False
     multiple: int = 1
     left_out: int = 0
-    """Number of samples of this epoch, over all processes, that were left out so far."""
+    """Number of samples of this epoch, over all processes, that have been left out."""
     has_ended: bool = False
-    """Whether this process has read all of its stream, while others have not."""
+    """Whether this process has read its whole stream, while other processes have not."""
     _is_compared: bool = field(default=False, init=False)
 
     def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[StreamBatch]]:
@@ -77,7 +78,7 @@ class StreamWindows:
 
         Args:
             loaded: Yields the batches of this process.
-            last: The batch before the first one, None if there is none.
+            last: The batch before the first window; None at the start of a stream.
             is_alone: Whether other ranks do not read their windows at the same time.
 
         Raises:
@@ -128,7 +129,7 @@ class StreamWindows:
         return len(set(sizes)) == 1 and sizes[0] > 0 and sizes[0] % self.multiple == 0
 
     def _exchange(self, window: list[Any], counts: list[int], can_fill: bool) -> list[list[int]]:
-        """Return the sizes of the batches of a window: for each batch those of all processes that split the data."""
+        """Return the sizes of the batches of a window: for each batch, a list with its size on each process."""
         is_shared = get_world_size() > self.size
         digest = digest_of_tensors(tree_leaves(window)) if is_shared or not self._is_compared else 0
         row = [self.rank, int(can_fill), digest, *counts, *[0] * (self.accumulation - len(counts))]
@@ -161,7 +162,7 @@ class StreamWindows:
             )
 
     def _take_filler(self, last: Any) -> Any:
-        """Return a batch that a rank without one can repeat, from the first rank that has one."""
+        """Return a batch from the first rank that has one, which ranks without batches can repeat."""
         source = next(rank for rank, answer in enumerate(self._answers) if answer.can_fill)
         empty = [rank for rank, answer in enumerate(self._answers) if not answer.can_fill]
         if get_rank() == 0:

@@ -1,4 +1,4 @@
-"""How much the mean loss of a batch counts in the mean over a step: its samples, or tokens, or class weights.
+"""The weight of a batch's mean loss in the mean over a step: by samples, by tokens, or by class weights.
 
 The loss of a step is ``sum(weight * loss) / sum(weight)`` over its batches on all ranks. With the weight by which the
 loss function itself divides, this is the loss of one large batch, and so is its gradient.
@@ -19,7 +19,7 @@ from torch.nn import functional
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
 
-_IGNORED = -100  # what torch and transformers ignore by default
+_IGNORED = -100  # the label that torch and transformers ignore by default
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 
@@ -30,12 +30,12 @@ class LossWeights:
     Args:
         loss_fn: The loss function; None if the model returns its loss.
         loss_weight: A function of a batch; the key or index of an entry of a batch, whose sum is the weight; or None.
-            Then the losses of classes of torch (:class:`torch.nn.CrossEntropyLoss`, :class:`torch.nn.NLLLoss` and their
-            functions) count by their divisor, the sum of the class weights of the labels that are not ignored, and all
-            other losses by samples.
+            With None, torch's losses of classes (:class:`torch.nn.CrossEntropyLoss`, :class:`torch.nn.NLLLoss` and
+            their functions) count by their divisor, the sum of the class weights of the labels that are not ignored,
+            and all other losses count by samples.
 
     Raises:
-        ConfigError: If ``loss_weight`` has another type, or the loss is a sum.
+        ConfigError: If ``loss_weight`` has a different type, or the loss is a sum.
     """
 
     def __init__(self, loss_fn: Any, loss_weight: Callable[[Any], Any] | str | int | None) -> None:
@@ -54,8 +54,8 @@ class LossWeights:
                 )
         self.by_classes = loss_weight is None and is_mean and _divides_by_classes(loss_fn)
         self.by_samples = loss_weight is None and not self.by_classes
-        """Whether every batch counts by its samples."""
-        # Of torch's other losses it is known that they are means over samples.
+        """Whether every batch counts by the number of its samples."""
+        # torch's other losses are means over samples.
         is_known = type(loss_fn).__module__ == "torch.nn.modules.loss"
         self._watches = self.by_samples and is_mean and not is_known
 
@@ -72,7 +72,7 @@ class LossWeights:
         if self.by_classes:
             is_pair = isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor)
             return self._sum_of_classes(data[1]) if is_pair else float(samples)
-        weight = self._given(data)
+        weight = self._weight_by_user(data)
         if not 0 <= weight < math.inf:
             raise ConfigError(f"the loss_weight of a batch is {weight}, and must be at least 0 and finite")
         return weight
@@ -85,7 +85,7 @@ class LossWeights:
             labels = data.get("labels") if isinstance(data, Mapping) else None
         else:
             labels = data[1] if isinstance(data, tuple | list) and len(data) == 2 else None
-        # Reading a number from a GPU would wait for it.
+        # Reading labels on a GPU would wait for the GPU.
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or not labels.is_cpu:
             return
         if (labels == _IGNORED).any():
@@ -112,7 +112,7 @@ class LossWeights:
             return float(counts.sum())
         return float(weight.to(target.device, torch.float64)[target[counts]].sum())
 
-    def _given(self, data: Any) -> float:
+    def _weight_by_user(self, data: Any) -> float:
         if callable(self.loss_weight):
             return float(self.loss_weight(data))
         entries: dict[Any, Any] = dict(data) if isinstance(data, Mapping) else {}
@@ -132,7 +132,7 @@ class LossWeights:
 def _divides_by_classes(loss_fn: Any) -> bool:
     """Return whether a loss divides by the class weights of the labels that it does not ignore."""
     if isinstance(loss_fn, _CLASS_LOSSES):
-        # A class of the user that computes something else is not known.
+        # A subclass of the user may compute a different loss.
         return type(loss_fn).forward in (kind.forward for kind in _CLASS_LOSSES)
     if isinstance(loss_fn, functools.partial):
         return loss_fn.func in _CLASS_FUNCTIONS and not loss_fn.args

@@ -33,7 +33,7 @@ from panther.train.optimization.trainable import list_names
 from panther.train.optimization.trial import check_optimizer
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
-"""What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
+"""The argument of a Trainer: an optimizer, a function that makes an optimizer from parameters, or None for AdamW."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: 
 
     Args:
         schedule: ``"linear"`` or ``"cosine"``; with any other value the factor stays 1.
-        step: Number of steps already taken; between two where a schedule is not by steps alone.
-        total: Number of steps of the run; None only where the factor stays 1.
+        step: Number of steps already taken; a fraction if the schedule also depends on time.
+        total: Number of steps of the run; it may be None if the factor stays 1.
         warmup: Number of steps of the warm-up.
 
     Example:
@@ -70,7 +70,7 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does, without its entry for profilers, which takes 10 us."""
+    """Clear gradients as ``optimizer.zero_grad()`` does, without its entry for profilers, which takes 10 us."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad()
         return
@@ -82,8 +82,8 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 def is_extended_by_default(optimizer: Optimizer) -> bool:
     """Return whether parameters that are unfrozen later can join with the default settings of the optimizer's class.
 
-    They can for None, for a class, and for a partial of a class. A function may give parameters different settings, and
-    an object has the parameters that its user chose.
+    They can join if the optimizer is None, a class, or a partial of a class. A function may give parameters different
+    settings, and an object has the parameters that the user chose.
     """
     while isinstance(optimizer, functools.partial):
         optimizer = optimizer.func
@@ -94,7 +94,7 @@ def is_extended_by_default(optimizer: Optimizer) -> bool:
 class NotedOptimizer:
     """An optimizer that the user made, by the names of its parameters.
 
-    Strategies that shard a model replace its parameters by other objects. Names stay, if they are noted before.
+    Strategies that shard a model replace its parameters by new objects. The names remain valid.
     """
 
     optimizer: torch.optim.Optimizer
@@ -102,11 +102,11 @@ class NotedOptimizer:
     """For each group, the names of each parameter. A tied parameter has several names, and a stage may use any of them.
     """
     states: dict[tuple[str, ...], dict[str, Any]]
-    """The state of each parameter that has one, such as the sums which the constructor of Adagrad makes."""
+    """The state of each parameter that has a state, such as the sums that the constructor of Adagrad creates."""
 
 
 def note_optimizer(optimizer: Optimizer, model: nn.Module) -> NotedOptimizer | None:
-    """Return an optimizer that the user made, by names; None for a function and for None.
+    """Return an optimizer that the user made, by the names of its parameters; None for a function and for None.
 
     Raises:
         ConfigError: If it has parameters that are not the model's, or a group without a learning rate.
@@ -164,7 +164,7 @@ def make_optimizer(
     else:
         parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
-            parameters = [{"params": []}]  # of a stage that is frozen, for now
+            parameters = [{"params": []}]  # the stage is frozen, and may be unfrozen later
         function: Any = optimizer or torch.optim.AdamW
         result = _call(function, parameters)
         _check_rates(result)
@@ -176,7 +176,7 @@ def make_optimizer(
 
 
 def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ConfigError | None:
-    """Return the error to raise where an optimizer refuses its first step; None if the optimizer is not the reason."""
+    """Return the error to raise if an optimizer refuses its first step; None if the optimizer is not the reason."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -213,7 +213,7 @@ def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Op
 def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter], strategy: str, stages: int) -> None:
     """Put this rank's parameters into the groups of the user's optimizer, and their states into its state."""
     optimizer = noted.optimizer
-    # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
+    # A pipeline stage has only some of the parameters. Names that it does not have belong to other stages.
     present = [[next((n for n in names if n in by_name), None) for names in group] for group in noted.names]
     ranks = gather_objects(present, None) if stages > 1 else [present]
     for number, names_of_group in enumerate(noted.names):
@@ -249,7 +249,7 @@ def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter],
 
 
 def _take_states_of_first_rank(states: Mapping[tuple[str, ...], dict[str, Any]]) -> None:
-    """Give all ranks the first rank's states, as they take its parameters: some constructors copy the parameters."""
+    """Broadcast the states of the first rank: some constructors copy the parameters, which are broadcast as well."""
     tensors = {
         f"{names[0]} {number}": tensor
         for names, state in states.items()
@@ -278,7 +278,7 @@ def _state_of_shard(
 
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
-            return value  # a count of steps, which stays where the optimizer made it
+            return value  # a count of steps stays on the device on which the optimizer created it
         if value.shape == parameter.shape:
             if not isinstance(parameter, DTensor):
                 return value.to(parameter.device)
@@ -305,7 +305,7 @@ def _state_of_shard(
 
 
 def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> Iterator[str]:
-    """Yield the attributes of an optimizer, besides groups and state, that hold any of the parameters, by id."""
+    """Yield the attributes of an optimizer, except for groups and state, that hold one of the parameters, by id."""
 
     def holds(value: Any, depth: int) -> bool:
         if isinstance(value, Tensor):
@@ -336,9 +336,9 @@ def _report_untrained(optimizer: torch.optim.Optimizer, by_name: Mapping[str, nn
 
 
 def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a ZeroRedundancyOptimizer whose state on each rank is that of the optimizer for a part of its parameters.
+    """Return a ZeroRedundancyOptimizer, which has on each rank the optimizer's state for a part of the parameters.
 
-    Its groups are those of the optimizer, the same objects: what a callback that refers to either sets applies.
+    It shares the group objects with the optimizer, so that settings that a callback changes in either of them apply.
 
     Raises:
         ConfigError: If the optimizer refers to its parameters elsewhere, has a scheduler, or mixes dtypes.
@@ -376,10 +376,10 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 part.state[key] = state
         return part
 
-    # In the constructor it adds these very objects to its own list of groups.
+    # The constructor of ZeroRedundancyOptimizer adds these group objects to its own list.
     sharded = ZeroRedundancyOptimizer(optimizer.param_groups, for_this_rank)  # type: ignore[arg-type]
-    # Of groups that are added later.
+    # Groups that are added later get these defaults.
     sharded.defaults = dict(optimizer.defaults)
-    # So that who refers to the user's object sees the state of this rank, and groups that are added later.
+    # The user's object then shows the state of this rank, and groups that are added later.
     optimizer.state, optimizer.param_groups = sharded.optim.state, sharded.param_groups
     return sharded

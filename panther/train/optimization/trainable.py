@@ -1,4 +1,4 @@
-"""Which parameters are trained: changes in the middle of a run, and parameters of the loss, which no optimizer has."""
+"""The parameters that are trained: changes during a run, and parameters of the loss, which no optimizer has."""
 
 __all__ = ["LossParameters", "TrainableSet", "average_gradients", "list_names", "reduced_parameters"]
 
@@ -20,16 +20,16 @@ _LISTED = 8  # names of parameters that a message lists
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names in a form for messages, and how many more there are."""
+    """Return the first names for a message, and the number of further names."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
 
 
 class TrainableSet:
-    """The parameters of this rank that require a gradient, as all ranks have last agreed on them.
+    """The parameters of this rank that require a gradient, by the last agreement of all ranks.
 
-    Callbacks may freeze and unfreeze parameters between steps. Some ranks may do so and others not, which would train
-    different models on them, so every change is compared before the optimizer takes its step.
+    Callbacks may freeze and unfreeze parameters between steps. If only some ranks did it, the ranks would train
+    different models, so every change is compared before the optimizer takes its step.
 
     Args:
         by_name: This rank's parameters by their names in the model that the user built.
@@ -41,7 +41,7 @@ class TrainableSet:
         self._at_start = dict(zip(by_name, self._flags(), strict=True))
         self._agreed = self._flags()
         self.changes: dict[str, bool] = {}
-        """Of all ranks, the parameters that were frozen or unfrozen since the start, and what they are now."""
+        """For parameters of all ranks that were frozen or unfrozen since the start: whether they are trained now."""
 
     def _flags(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._tensors]
@@ -73,7 +73,8 @@ class TrainableSet:
         changed = self.changed()
         flags = dict(zip(self.by_name, self._flags(), strict=True))
         now = {name: flag for name, flag in flags.items() if flag != self._at_start[name]}
-        # All flags are sent, because another rank may have changed one. Pipeline stages have different parameters.
+        # All flags are sent, because a different rank may have changed a flag. Pipeline stages have different
+        # parameters.
         flags_of_ranks, changes_of_ranks = zip(*gather_objects((flags, now), None), strict=True)
         for name, ranks in _differences(flags_of_ranks).items():
             raise ConfigError(
@@ -99,7 +100,7 @@ class TrainableSet:
 
 
 def _differences(flags_of_ranks: Sequence[Mapping[str, bool]]) -> dict[str, list[int]]:
-    """Return, by name, the ranks on which a parameter requires a gradient while it does not on others."""
+    """Return, for each parameter whose flag differs between ranks, the ranks on which it requires a gradient."""
     differing: dict[str, list[int]] = {}
     for name in dict.fromkeys(name for flags in flags_of_ranks for name in flags):
         values = {rank: flags[name] for rank, flags in enumerate(flags_of_ranks) if name in flags}
@@ -109,7 +110,7 @@ def _differences(flags_of_ranks: Sequence[Mapping[str, bool]]) -> dict[str, list
 
 
 def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients DDP averages, in its own order; call it right after wrapping."""
+    """Return the parameters whose gradients DDP averages, in the order of DDP; call it right after wrapping."""
     reduced: dict[nn.Parameter, str] = {}
     for module_name, module in model.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -122,7 +123,7 @@ def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over all ranks, which must call it with the same parameters.
 
-    A parameter that no rank has a gradient of keeps none.
+    A parameter gets no gradient if no rank has one.
     """
     present = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=parameters[0].device)
     dist.all_reduce(present)
@@ -135,10 +136,10 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class LossParameters:
-    """Trainable parameters that a loss may depend on and that are not the model's, so that nothing would train them.
+    """Trainable parameters that a loss may depend on and the model does not have, so that no optimizer trains them.
 
     Args:
-        loss_fn: The loss: a module, or a function that refers to modules, as a method of one, in a partial, or by the
+        loss_fn: The loss: a module, or a function that refers to modules, as a bound method, in a partial, or by the
             names in its code.
         model: The model before it is distributed.
     """
@@ -154,7 +155,7 @@ class LossParameters:
         self._gradients = [_gradient(parameter) for parameter in self._named.values()]
 
     def check(self) -> None:
-        """Raise ConfigError if the backward pass has reached any of them: teachers that are only read are none."""
+        """Raise ConfigError if the backward pass has reached such a parameter; it does not reach a frozen teacher."""
         gradients = zip(self._named.items(), self._gradients, strict=True)
         reached = [name for (name, parameter), before in gradients if _gradient(parameter) != before]
         if reached:
@@ -166,7 +167,7 @@ class LossParameters:
 
 
 def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return what differs after a backward pass has reached a parameter."""
+    """Return the identity and version of a gradient, which change when a backward pass reaches the parameter."""
     gradient = parameter.grad
     return None if gradient is None else (id(gradient), version_of(gradient))
 

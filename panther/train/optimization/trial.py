@@ -1,8 +1,8 @@
-"""A trial of an optimizer on small parameters: whether its steps are right where a strategy shards or divides them.
+"""A trial of an optimizer on small parameters, which checks its steps on sharded or divided parameters.
 
-torch computes what an optimizer does with a sharded tensor, except for numbers that are read from it: ``.item()`` of a
-sum is that of this rank's shard (torch 2.13). Where parameters are divided among ranks, numbers over all parameters are
-those of a part. Both would train on, with steps that are wrong.
+torch computes an optimizer's operations on sharded tensors correctly, except for numbers that the optimizer reads:
+``.item()`` of a sum is the sum over this rank's shard (torch 2.13). If parameters are divided among ranks, numbers over
+all parameters are numbers over a part of them. In both cases training would continue, with wrong steps.
 """
 
 __all__ = ["check_optimizer"]
@@ -20,18 +20,18 @@ from panther.distributed import get_world_size
 from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 
-# Their steps are computed entry by entry (Muon's for each matrix), and tests compare them under every strategy.
+# These optimizers compute each entry by itself (Muon each matrix), and tests compare them under every strategy.
 _KNOWN = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta, optim.Adagrad,
     optim.ASGD, optim.Adamax, optim.Muon, optim.SparseAdam,
 )  # fmt: skip
 _STEPS = 4
-_GROUPS = 3  # the first ones
-_TOLERANCE = 1e-3  # of float32; a number of half of the parameters is off by more
+_GROUPS = 3  # the trial has the settings of at most this many groups
+_TOLERANCE = 1e-3  # for float32; a number over half of the parameters differs by more
 
 
 def check_optimizer(optimizer: optim.Optimizer, strategy: str, stages: int) -> None:
-    """Compare steps on small parameters that are sharded or divided, as the strategy does, with steps on whole ones.
+    """Compare steps on small parameters, sharded or divided as by the strategy, with steps on whole parameters.
 
     Every rank must call it. Optimizers that do not run by themselves, or draw random numbers, are not compared.
 
@@ -53,7 +53,7 @@ def check_optimizer(optimizer: optim.Optimizer, strategy: str, stages: int) -> N
 
 
 def _difference(optimizer: optim.Optimizer, sharded: DTensor | None, divided: bool) -> str | None:
-    """Return how steps on sharded or divided parameters differ from those on whole ones; None if they do not."""
+    """Return how steps on sharded or divided parameters differ from steps on whole ones; None if they are equal."""
     settings = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups[:_GROUPS]
@@ -61,8 +61,8 @@ def _difference(optimizer: optim.Optimizer, sharded: DTensor | None, divided: bo
     try:
         reference = _run(optimizer, settings, 0, None, None)
         if _unequal(reference, _run(optimizer, settings, 1, None, None)):
-            return None  # of random numbers
-    except Exception:  # without a closure, for example, or on a device that it does not take
+            return None  # the steps depend on random numbers
+    except Exception:  # the optimizer may need a closure, or not support the device
         return None
     try:
         if sharded is not None and _unequal(reference, _run(optimizer, settings, 0, sharded, None)):
@@ -84,13 +84,13 @@ def _run(
 
     Args:
         optimizer: The optimizer, which does not change.
-        settings: Its groups without parameters.
-        seed: Of random numbers that the optimizer draws.
-        like: A parameter over whose ranks the small ones are sharded, or None.
-        half: 0 or 1 to give the optimizer every other parameter only; None gives it all.
+        settings: The groups of the optimizer without parameters.
+        seed: Seed of random numbers that the optimizer draws.
+        like: A sharded parameter, over whose ranks the small parameters are sharded, or None.
+        half: 0 or 1 gives the optimizer every other parameter only; None gives it all parameters.
     """
     trial = object.__new__(type(optimizer))
-    # A scheduler puts a function in the place of `step`. Hooks are the user's, and not the optimizer's.
+    # A scheduler replaces `step` by a function. Hooks belong to the user, and not to the optimizer.
     left_out = ("param_groups", "state", "step")
     for name, value in vars(optimizer).items():
         if name not in left_out:
@@ -141,7 +141,7 @@ def _run(
 
 
 def _state_like(value: Any, shape: torch.Size, parameter: Tensor) -> Any:
-    """Return what a constructor may have made for a parameter, which is the parameter itself or numbers."""
+    """Return a state like one that a constructor made for a parameter: a copy of the parameter, or numbers."""
     return parameter.detach().clone() if isinstance(value, Tensor) and value.shape == shape else copy.deepcopy(value)
 
 

@@ -175,7 +175,7 @@ class _Refusals:
         if not feed.has_batch_size:
             self._shared = "ranks that share layers have larger batches, which a stream or batch_sampler does not give"
         self._stages = self._shared or _against_stages(model, loss_fn, self.batch)
-        if self._stages is None and not feed.fills(get_world_size()):
+        if self._stages is None and not feed.divides_into(get_world_size()):
             self._stages = (
                 "pipelines leave out the last samples of an epoch, which do not fill a batch of all processes"
             )
