@@ -1,12 +1,12 @@
 """A folder of several files that are replaced all at once: the rename of one of them, the manifest, is the commit.
 
-The other files are first complete on the disk under *pending* names, which begin with a dot and contain the identifier
-of the commit. Then the manifest of that identifier is renamed into place, and from this moment on a reader takes the
-pending files. At last they get their own names. A process that is killed before the commit leaves the old folder, and
-one that is killed after it a folder in which a reader finds the new files under the pending names.
+First, all other files are written to the disk under *pending* names, which begin with a dot and contain the identifier
+of the commit. Then the manifest with this identifier is renamed into place, and from this moment on a reader uses the
+pending files. Finally, the pending files get their final names. If the process is killed before the commit, the folder
+has the old files. If it is killed after the commit, a reader finds the new files under the pending names.
 
-In this way a file such as ``model.safetensors`` has the name that other programs look for, and at no moment does its
-name stand for contents that the manifest does not describe, except in the microseconds between two renames.
+So a file such as ``model.safetensors`` has the name that other programs expect, and the contents under this name always
+match the manifest, except in the microseconds between two renames.
 """
 
 __all__ = ["commit_files", "committed_path", "finish_commit"]
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from panther.files.writer import Draft, fcntl, remove_abandoned, sync_folder
 
-_LONGEST_WAIT_S = 60.0  # for the renames of others, which take milliseconds
+_LONGEST_WAIT_S = 60.0  # other processes rename their files in milliseconds
 _PAUSE_S = 0.005
 
 
 def committed_path(folder: Path, name: str, commit: str) -> Path:
-    """Return where a file of a commit is: under its pending name as long as the commit is not finished."""
+    """Return the path of a file of a commit, which has its pending name as long as the commit is not finished."""
     pending = folder / _pending_name(name, commit)
     return pending if pending.exists() else folder / name
 
@@ -38,7 +38,7 @@ def commit_files(folder: Path, drafts: Mapping[str, Draft], manifest: Draft, com
         drafts: The new files by name, without the manifest.
         manifest: The draft of the manifest.
         commit: Eight hexadecimal digits that follow from the contents of the manifest.
-        names: Every name that a file of such a folder can have, for removing the files of commits that were cut off.
+        names: Every name that a file of such a folder can have, for removing the files of unfinished commits.
 
     Raises:
         OSError: If a file cannot be written. The old files stay.

@@ -1,7 +1,7 @@
-"""Write a file such that it is the old one or the new one at any moment, whoever is killed and whoever else writes.
+"""Write a file so that it has the old or the new contents at any moment, even if a process is killed or several write.
 
-The contents go to a draft: a new file in the same folder, under a temporary name that nobody else can know or use. When
-they are on the disk, one rename gives the draft the name of the file.
+The contents are written to a draft: a new file in the same folder, with a random temporary name. When they are on the
+disk, one rename gives the draft the name of the file.
 """
 
 __all__ = [
@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# O_EXCL makes a planted file or link of that name an error; O_NOFOLLOW says so for systems that follow links there.
+# O_EXCL makes an existing file or link of that name an error. O_NOFOLLOW does so on systems that follow links.
 _NEW = (
     os.O_WRONLY
     | os.O_CREAT
@@ -49,11 +49,11 @@ _LONGEST_PREFIX = 180  # characters of a name that a temporary name repeats; fil
 class Draft:
     """A new file beside the one that it will replace.
 
-    It holds a lock for as long as it is open. So whoever finds it can tell an abandoned draft from one that is being
-    written.
+    The draft holds a lock as long as it is open, so that other processes can tell an abandoned draft from a draft that
+    is being written.
 
     Args:
-        target: The file that it will replace, which need not exist.
+        target: The file that the draft will replace; it may be missing.
 
     Raises:
         UnsafeFileError: If the target is a link, a FIFO, a device or a folder.
@@ -67,11 +67,11 @@ class Draft:
             self.path = self.target.parent / f"{_prefix(self.target.name)}{secrets.token_hex(8)}.tmp"
             try:
                 descriptor = os.open(self.path, _NEW, 0o666)
-            except OSError as error:  # with the name that the caller knows
+            except OSError as error:  # the caller knows the name of the target
                 raise type(error)(error.errno, error.strerror, str(self.target)) from None
             self.file: BinaryIO = os.fdopen(descriptor, "wb")
             hold_lock(descriptor)
-            # Between the two lines above another writer may have taken the draft for abandoned, and removed it.
+            # Before the lock was held, another writer may have removed the draft as an abandoned one.
             if os.fstat(descriptor).st_nlink:
                 break
             self.file.close()
@@ -79,19 +79,19 @@ class Draft:
             os.fchmod(descriptor, mode)
 
     def finish(self) -> None:
-        """Bring the contents to the disk."""
+        """Write the contents to the disk (fsync)."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def rename(self, name: str) -> None:
         """Give the finished draft a name in its folder, and replace the file of that name."""
-        if os.name == "nt":  # which renames no open file
+        if os.name == "nt":  # Windows does not rename open files
             self.file.close()
         os.replace(self.path, self.path.with_name(name))
 
     def close(self) -> None:
         """Close the draft, and remove it unless it has been renamed."""
-        with suppress(OSError):  # a full disk again, in the last block of a draft that nobody wants
+        with suppress(OSError):  # the disk may be full, and the draft is removed anyway
             self.file.close()
         with suppress(OSError):
             self.path.unlink()
@@ -128,7 +128,7 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Copy the contents of a regular file to another file, and replace an old one, at once.
+    """Copy the contents of a regular file to another file, which is replaced at once if it exists.
 
     Raises:
         UnsafeFileError: If the source is not a regular file, or the target is a link, a FIFO, a device or a folder.
@@ -139,7 +139,7 @@ def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) ->
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in UTF-8 and replace an old one, at once.
+    """Write a file in UTF-8; an existing file is replaced at once.
 
     Raises:
         UnsafeFileError: If the path is a link, a FIFO, a device or a folder.
@@ -155,8 +155,8 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk: a new or renamed file is safe only then."""
-    if os.name == "nt":  # which cannot open folders
+    """Write the names in a folder to the disk, because only then a new or renamed file is safe."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -168,7 +168,7 @@ def sync_folder(folder: Path) -> None:
 def remove_abandoned(folder: Path, names: Iterable[str]) -> None:
     """Remove the drafts of files of a folder whose writers have ended.
 
-    Where the system or the file system has no locks, nothing is removed: nobody knows then who is still writing.
+    Nothing is removed if the system or the file system has no locks, because their writers may be running.
     """
     draft = re.compile(f"(?:{'|'.join(re.escape(_prefix(name)) for name in names)})[0-9a-f]{{16}}\\.tmp")
     for path in [folder / name for name in os.listdir(folder) if draft.fullmatch(name)]:
@@ -179,14 +179,14 @@ def remove_abandoned(folder: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def unlocked_file(path: Path) -> Iterator[bool]:
-    """Return whether nobody holds the lock of a file, and hold it meanwhile; False where there are no locks."""
+    """Yield whether no process holds the lock of a file, and hold it in the block; yield False without locks."""
     if fcntl is None:
         yield False
         return
     try:
-        # For writing too, because some network file systems lock only such files.
+        # The file is opened for writing, because some network file systems lock only such files.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # it has been renamed or removed, or is of another user
+    except OSError:  # it has been renamed or removed, or belongs to another user
         yield False
         return
     try:
@@ -205,14 +205,14 @@ def _prefix(name: str) -> str:
 
 
 def hold_lock(descriptor: int) -> None:
-    """Take the lock of an open file, which ends with the process, where there are locks."""
+    """Take the lock of an open file, if the system has locks. The lock ends with the process."""
     if fcntl is not None:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _mode_of(target: Path) -> int | None:
-    """Return the permissions of a file that is replaced, which its successor keeps; None if there is no file."""
+    """Return the permissions of a file that is replaced, which the new file gets; None if the file is missing."""
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:

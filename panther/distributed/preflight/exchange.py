@@ -98,7 +98,7 @@ class Exchange:
         return json.loads(self._store.get(key))
 
     def end(self, value: Any, missing: int) -> None:
-        """Give the last message, on rank 0, and wait until all ranks have read it, except for the missing ones."""
+        """Publish the last message, on rank 0, and wait until all ranks have read it, except for missing ranks."""
         self._store.set("end", json.dumps(value))
         meet(self._store, "read", self.world_size - missing, time.monotonic() + _GRACE_S)
 

@@ -1,8 +1,8 @@
-"""A warning where shards of a model are pickled, as ``torch.save(model.state_dict())`` on one rank does.
+"""Warn about shards of a model that are pickled, for example by ``torch.save(model.state_dict())`` on one rank.
 
-The file then has one rank's shards, and loads neither into the model nor on another machine. A state dictionary alone
-does not tell what becomes of it: ``torch.distributed.checkpoint`` and Panther's own checkpoints take the same one. They
-write shards as plain tensors and pickle no DTensor, so that pickling one is the mistake itself.
+The file then has the shards of one rank, and loads neither into the model nor on another machine. A state dictionary
+does not tell whether it will be pickled, because ``torch.distributed.checkpoint`` and Panther's own checkpoints take the
+same dictionary. They write shards as plain tensors and pickle no DTensor, so a pickled DTensor is always a mistake.
 """
 
 __all__ = ["warn_of_pickled_shards"]
@@ -20,7 +20,7 @@ _PICKLING = 4  # frames from the warning to the caller of torch.save
 
 
 def warn_of_pickled_shards() -> None:
-    """Let the first DTensor of several ranks that this process pickles be warned of. Sharding a model calls it."""
+    """Warn when this process first pickles a DTensor of several ranks. Sharding a model calls this function."""
     copyreg.pickle(DTensor, _reduce)
 
 

@@ -1,9 +1,9 @@
 """End this process, wherever it is, when its launcher has died or a second signal has come.
 
-A handler of Python runs only between two instructions of the main thread. A process that waits in a collective
-operation, a loader or a file system never gets there, and a handler that finishes a step would wait for a rank that
-hangs. So a thread counts the signals and watches the parent, and once the grace period has begun, a timer in C ends
-the process and shows the stacks of all its threads.
+A handler of Python runs only between two instructions of the main thread. The main thread of a process that waits in a
+collective operation, a loader or a file system reaches no next instruction, and a handler that finishes a step would
+wait for a rank that hangs. So a thread counts the signals and watches the parent. Once the grace period has begun, a
+timer in C ends the process and shows the stacks of all its threads.
 """
 
 __all__ = [
@@ -35,14 +35,14 @@ from panther.errors import DistributedError
 
 DEFAULT_GRACE_PERIOD_S = 15.0
 GRACE_PERIOD_VARIABLE = "PANTHER_GRACE_PERIOD_S"
-"""Variable of the environment by which a launcher passes its grace period on."""
+"""Variable of the environment by which a launcher passes its grace period to its workers."""
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""Signals that ask a run to save and end. Slurm sends SIGUSR1 as a warning if it is told to, and Windows has the first
-two alone."""
+"""Signals that ask a run to save and end. Slurm sends SIGUSR1 as a warning if its options say so. Windows has only the
+first two signals."""
 
 _PERIOD_S = 1.0
 _SAME_REQUEST_S = 2.0
-"""A signal so soon after the first belongs to it: a scheduler sends one to each process, and the launcher another."""
+"""A signal so soon after the first one repeats it: a scheduler signals each process, and the launcher does as well."""
 _STDERR = 2
 
 _parent = os.getppid()
@@ -54,7 +54,7 @@ _ends = False
 
 
 def _forget_parent() -> None:
-    """Start anew in a forked process, which has another parent and none of the threads."""
+    """Reset the state in a forked process, which has a different parent and none of the threads."""
     global _parent, _parent_thread, _ends
     _parent, _parent_thread, _ends = os.getppid(), None, False
 
@@ -64,7 +64,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def grace_period() -> float:
-    """Return the seconds that this process has to end: those of a Trainer, else of its launcher, else 15."""
+    """Return the seconds that this process has to end: set by a Trainer, or else by its launcher, or else 15."""
     if _grace_period_s is not None:
         return _grace_period_s
     with suppress(ValueError):
@@ -73,13 +73,13 @@ def grace_period() -> float:
 
 
 def is_free(number: int) -> bool:
-    """Return whether nobody in this process catches or ignores a signal; ``nohup`` ignores SIGHUP, for example."""
-    # Python does not know of handlers in C, such as those of faulthandler.register.
+    """Return whether this process neither catches nor ignores a signal; ``nohup`` ignores SIGHUP, for example."""
+    # Python does not know handlers in C, such as the handlers of faulthandler.register.
     return signal.getsignal(number) is signal.SIG_DFL and not catches("self", number, otherwise=False)
 
 
 def catches(pid: int | str, number: int, otherwise: bool) -> bool:
-    """Return whether a process has a handler for a signal; ``otherwise`` where the system does not tell."""
+    """Return whether a process has a handler for a signal, or ``otherwise`` if the system does not report it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -94,17 +94,17 @@ def has_launcher() -> bool:
 
 
 def check_parent() -> None:
-    """Raise if the process that started this one has ended; for loops that wait for other ranks in start-up.
+    """Raise if the parent of this process has ended. Loops call it that wait for other ranks at the start.
 
     Raises:
-        DistributedError: If it has.
+        DistributedError: If a launcher started this process and has ended.
     """
     if has_launcher() and os.getppid() != _parent:
         raise DistributedError(f"the launcher of this process (process {_parent}) has ended: start the run again")
 
 
 def watch_parent() -> None:
-    """Let this process end within the grace period once its launcher has died; does nothing without a launcher."""
+    """Let this process end within the grace period once its launcher has died; do nothing without a launcher."""
     global _parent_thread
     if has_launcher() and _parent_thread is None:
         _parent_thread = threading.Thread(target=_wait_for_parent, name="panther-parent", daemon=True)
@@ -115,7 +115,7 @@ def _wait_for_parent() -> None:
     while os.getppid() == _parent:
         time.sleep(_PERIOD_S)
     begin_to_end("its launcher has died")
-    os.kill(os.getpid(), signal.SIGTERM)  # Linux has sent it if it was asked to; no other system does
+    os.kill(os.getpid(), signal.SIGTERM)  # Linux may have sent it already, and other systems do not send it
 
 
 def begin_to_end(reason: str) -> None:
@@ -127,16 +127,16 @@ def begin_to_end(reason: str) -> None:
         _ends = True
     seconds = grace_period()
     text = f"panther: process {os.getpid()} has {seconds:g} s to save and end, because {reason}\n"
-    with suppress(OSError):  # nobody may read its output any more
+    with suppress(OSError):  # the reader of its output may have ended
         os.write(_STDERR, text.encode())
     with suppress(OSError, RuntimeError, ValueError):
-        # A thread in C, which needs no lock of the interpreter. It leaves with exit code 1.
+        # A thread in C, which needs no lock of the interpreter, ends the process with exit code 1.
         faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 
 
 @contextmanager
 def start_limited(limit_s: float) -> Iterator[None]:
-    """End this process, if a launcher started it, if the block has not ended after ``limit_s``.
+    """End this process if the block has not ended after ``limit_s``; do nothing without a launcher.
 
     The start of a rank raises an error at its own deadline, unless the process that hosts the store is stopped: torch's
     store then waits without a limit, in code that no exception reaches.
@@ -161,7 +161,7 @@ def _give_up(limit_s: float) -> None:
 
 
 def _continue() -> None:
-    """Call off the end of this process: its run has ended in time, and the program may continue."""
+    """Cancel the end of this process, because its run has ended in time and the program may continue."""
     global _ends
     with _lock:
         if _ends and os.getppid() == _parent:
@@ -173,10 +173,10 @@ def _continue() -> None:
 def signals_counted(grace_period_s: float | None) -> Iterator[None]:
     """Begin the grace period at the second signal that comes within the block.
 
-    In the main thread only, and unless the program reads signals from a descriptor itself, as asyncio does.
+    It only works in the main thread, and not if the program reads signals from a descriptor itself, as asyncio does.
 
     Args:
-        grace_period_s: Its length; None is that of the launcher.
+        grace_period_s: Length of the grace period; None is the grace period of the launcher.
     """
     global _grace_period_s
     before, _grace_period_s = _grace_period_s, grace_period_s
@@ -194,7 +194,7 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
         if descriptor == -1:
             signal.set_wakeup_fd(-1)
         ended.set()
-        os.close(writer)  # which wakes the thread
+        os.close(writer)  # this wakes the thread
         thread.join()
         os.close(reader)
         _grace_period_s = before
@@ -202,7 +202,7 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
 
 
 def _count(reader: int, ended: threading.Event) -> None:
-    """Read the numbers of signals, which Python writes at once, whatever the main thread does."""
+    """Read the numbers of signals. Python writes them at once, also while the main thread waits."""
     first: float | None = None
     while not ended.is_set():
         select.select([reader], [], [])

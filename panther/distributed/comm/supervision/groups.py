@@ -1,7 +1,7 @@
-"""Make process groups and meshes whose operations wait no longer than those of the default group.
+"""Create process groups and meshes whose operations have the timeout of the default group.
 
-Torch gives a new group 30 minutes (10 for NCCL) whatever ``init`` was given. Every group of the library is made here:
-``tests/distributed/test_timeouts.py`` refuses calls elsewhere.
+A new group of torch has a timeout of 30 minutes (10 for NCCL), without regard to the timeout of ``init``. Every group
+of the library is created here: ``tests/distributed/test_timeouts.py`` refuses calls elsewhere.
 """
 
 __all__ = [

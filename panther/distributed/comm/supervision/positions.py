@@ -1,4 +1,4 @@
-"""Where other ranks stand: the errors of ranks that wait name the line that a late rank is executing.
+"""The positions of other ranks: errors of ranks that wait name the line that a late rank is executing.
 
 A thread on every rank looks into the store once a second. When a rank asks, each thread stores its process's stack.
 A rank that does not answer is stopped, holds the lock of the Python interpreter, or has ended. If it is a process of
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 PERIOD_S = 1.0
-"""Time between two looks into the store."""
+"""Time between two reads of the store."""
 ANSWER_S = PERIOD_S + 1.5
 """Time to wait for an answer, on a machine that may be busy."""
 _POLL_S = 0.05
@@ -45,10 +45,10 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands."""
+    """The position of a rank."""
 
     text: str
-    """Follows the rank in a sentence, such as "is in forward (train.py:31): time.sleep(60)"."""
+    """The part of a sentence after the rank, such as "is in forward (train.py:31): time.sleep(60)"."""
     stack: str = ""
     """The stack of its main thread; empty if the rank did not answer."""
 
