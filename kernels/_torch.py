@@ -16,8 +16,8 @@ __all__ = [
 import torch
 from torch import Tensor
 
-# True inside of torch.func.grad, jvp, vmap and similar functions. torch has no public question for it. Without it,
-# torch.func would have to be refused, or every call would have to take the slower path that the transforms follow.
+# True inside of torch.func.grad, jvp, vmap and similar functions. torch has no public function that tells it. The
+# fallback is to refuse torch.func, or to take the slower path of the transforms in every call.
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters

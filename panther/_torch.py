@@ -1,11 +1,11 @@
 """Private names of torch, each with its reason and its public fallback.
 
 A private name may change in any release of torch. Then only this file has to change, because no other module of Panther
-uses a private name of torch: ``tests/test_private_torch.py`` refuses it. The kernels, which do not import
-Panther, have theirs in ``kernels/_torch.py``.
+uses a private name of torch: ``tests/test_private_torch.py`` refuses it. The kernels do not import Panther, and have
+their private names in ``kernels/_torch.py``.
 
-Names whose import takes time, or for which torch must be built with ``torch.distributed``, are imported when a function
-first needs them.
+Names are imported when a function first needs them if their import is slow, or if they need a torch that was built with
+``torch.distributed``.
 """
 
 __all__ = [
@@ -109,7 +109,7 @@ import torch
 from torch import Tensor, nn
 
 # Tensors with a shape, a dtype and a device but without values, on which a model runs without memory. The meta device
-# is the public fallback. It loses the device, on which the path of some layers depends.
+# is the public fallback. Its tensors have no other device, and the code path of some layers depends on the device.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Backward pass of a loss and a second root. torch.autograd.backward ends in the same function, after checks in Python
@@ -120,14 +120,14 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 # with it. The public fallback is add_submodule with register_buffer and register_parameter.
 from torch.fx.graph_module import _assign_attr as assign_attribute
 
-# A mode sees every operation of a block of code. torch documents modes for extensions, and has no public name for the
-# class, nor a way to leave all modes, so that code computes with real tensors, or to ask for them. The fallback, a
-# subclass of torch.Tensor, would have to be passed through the user's model.
+# A mode sees every operation of a block of code. torch documents modes for extensions, but has no public name for the
+# class, and no public function that leaves all modes, so that code computes with real tensors, or that returns the
+# active mode. The fallback, a subclass of torch.Tensor, would have to be passed through the user's model.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 
-# Nested lists, tuples and dictionaries of tensors. torch 2.11 to 2.14 have no public name for these functions. The
-# fallback is the package optree, which is not a dependency.
+# These functions work on nested lists, tuples and dictionaries of tensors. torch 2.11 to 2.14 have no public name for
+# them. The fallback is the package optree, which is not a dependency.
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 if TYPE_CHECKING:
@@ -145,20 +145,20 @@ OVERRIDDEN_METHODS = {
     "_apply": "follow to(), cuda(), to_empty() and casts",
     "_load_from_state_dict": "load all tensors of a layer or none",
     "_save_to_state_dict": "bring a layer's record up to date before it is saved",
-    # torch.distributed.pipelining runs every stage on memory without values. There is no fallback.
+    # torch.distributed.pipelining runs every stage on memory without values. No public fallback exists.
     "_compute_outputs": "keep buffers and gradients of a stage when torch looks for the shapes of its outputs",
     "_post_metadata_inference_cleanup": "put these buffers and gradients back",
-    "_shape_inference": "do both in torch 2.11, which has neither of these two methods",
+    "_shape_inference": "do both in torch 2.11, which lacks these two methods",
     "_get_init_p2p_neighbors_ops": "leave out the messages of a rank to itself, which torch 2.11 sends first",
-    # torch.distributed.elastic has no public way to a worker that ends without a result, or to its signal.
+    # torch.distributed.elastic has no public function that detects a worker without a result, or sets the signal.
     "_monitor_workers": "detect workers that end without a result",
     "_shutdown": "end the workers with SIGTERM",
     "_start_workers": "give the workers a guardian, and limit how long their end takes",
-    # FlopCounterMode calls this method once for each operation, after composite ones are decomposed. The fallback is a
-    # TorchDispatchMode, which sees composite operations too.
+    # FlopCounterMode calls this method once for each operation, after composite operations are decomposed. The fallback
+    # is a TorchDispatchMode, which sees composite operations as well.
     "_count_flops": "count the bytes that each operation moves",
 }
-"""Methods of torch's classes that Panther overrides, with what for."""
+"""Methods of torch's classes that Panther overrides, with the purpose of each."""
 
 MODULE_DICTIONARIES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 """Attributes of a module that a shallow copy shares with the original. ``copy.deepcopy`` would copy the weights too."""
@@ -170,15 +170,16 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of torch's collectives, in place and functional. A mode sees an operator only under its full name."""
 
 functional_collectives = torch.ops._c10d_functional
-"""Collectives that return their result, which activation checkpointing can save. Those of torch.distributed write in
-place; they are the public fallback, and are sent again in backward."""
+"""Collectives that return their result, which activation checkpointing can save. The collectives of torch.distributed
+are the public fallback. They write in place, so that the recomputation in the backward pass sends them again."""
 
 BaseFuture: Any = torch._C.Future
-"""The class whose method ``then`` futures of every kind have, so that their callbacks can be counted. The public
-torch.futures.Future is a subclass, and the futures that gloo's collectives return are not of it."""
+"""The base class of all futures. Panther replaces its method ``then`` to count callbacks. The public
+torch.futures.Future is a subclass, and the futures of gloo's collectives are not instances of this subclass."""
 
 ASSERT_TENSOR_METADATA = torch.ops.aten._assert_tensor_metadata.default
-"""What torch.export writes after a cast. A stage may get another dtype, as under autocast. There is no public name."""
+"""The operator that torch.export adds after a cast. It must be removed, because a stage may get a different dtype, for
+example under autocast. torch has no public name for it."""
 
 
 # ----- tensors
@@ -193,9 +194,9 @@ def version_of(x: Tensor) -> int:
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that another one is a view of, for autograd; None if it is not a view.
+    """Return the base of a tensor that autograd regards as a view; None for other tensors.
 
-    There is no public way to ask.
+    torch has no public function that returns the base.
     """
     return tensor._base
 
@@ -206,7 +207,7 @@ def is_view(x: Tensor) -> bool:
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Return whether a tensor is one of vmap, grad or another transform of torch.func, which has no memory of its own.
+    """Return whether a tensor belongs to vmap, grad or another transform of torch.func, and so has no memory.
 
     The public fallback is the RuntimeError that ``data_ptr()`` raises.
     """
@@ -214,7 +215,7 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def storage_key(x: Tensor) -> int:
-    """Return an integer that is equal for views of the same memory, and for no other living tensors.
+    """Return an integer that is equal for two existing tensors only if they are views of the same memory.
 
     The public ``data_ptr()`` is 0 for tensors without entries and raises an error for fake tensors.
     """
@@ -224,7 +225,7 @@ def storage_key(x: Tensor) -> int:
 def untracked_shard(x: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or any other tensor itself.
 
-    The public ``to_local()`` records a node for autograd, of a tensor that is only inspected.
+    The public ``to_local()`` would record a node for autograd, although the tensor is only inspected.
     """
     return getattr(x, "_local_tensor", x)
 
@@ -238,20 +239,21 @@ def stored_entries(coo: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_of_entries(A: Tensor) -> int:
-    """Return the number of stored entries of a sparse tensor. The public ``values()`` needs a coalesced one."""
+    """Return the number of stored entries of a sparse tensor. The public ``values()`` needs a coalesced tensor."""
     return A._nnz()
 
 
 def unsafe_view(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a result in another shape, without a copy and for autograd not as a view. Nothing else may reference it.
+    """Return a result in another shape, without a copy, that autograd does not regard as a view.
 
-    FSDP2 warns of views if a stage ends in a view. The public fallback is ``y.reshape(shape).clone()``.
+    No other tensor may share the memory of the result. FSDP2 warns of views if a stage ends in a view. The public
+    fallback is ``y.reshape(shape).clone()``.
     """
     return torch.ops.aten._unsafe_view(y, shape)
 
 
 def convert_to_int4(integers: Tensor) -> Tensor:  # (out, in) int32
-    """Return integers of 4 bits in the order of :func:`int4_weight_mm`. There is no public name."""
+    """Return integers of 4 bits in the order of :func:`int4_weight_mm`. The operator has no public name."""
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
 
 
@@ -266,8 +268,8 @@ def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's dictionary of parameters, including entries that are None.
 
-    The public ``named_parameters(recurse=False)`` leaves out None, and takes microseconds in each forward. There is no
-    public way to put a plain tensor where a parameter was registered.
+    The public ``named_parameters(recurse=False)`` leaves out None, and takes microseconds in each forward. torch has no
+    public function that puts a plain tensor in the place of a registered parameter.
     """
     return module._parameters
 
@@ -297,8 +299,9 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def put_child(parent: nn.Module, name: str, child: nn.Module) -> None:
     """Put a module in the place of a child, also of the module in torch.compile's wrapper.
 
-    The wrapper has bound the forward of its module when it was made, and would continue to call the old one. There is
-    no public way to bind it again; the fallback is to compile the new module, with options that are not known here.
+    The wrapper binds the forward of its module when it is constructed, and would continue to call the old module. torch
+    has no public function that binds it again. The fallback is to compile the new module, with options that are not
+    known here.
     """
     children_of(parent)[name] = child
     if original_of_compiled(parent) is child:
@@ -306,7 +309,7 @@ def put_child(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one with a dotted name; see :func:`put_child`."""
+    """Put a module in the place of the module with a dotted name; see :func:`put_child`."""
     parent, _, attribute = name.rpartition(".")
     put_child(model.get_submodule(parent), attribute, module)
 
@@ -315,12 +318,12 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
 def without_inner_wrappers(model: nn.Module, names: Sequence[str] = _WRAPPED) -> Iterator[None]:
     """Give the modules in a model the names that they have without torch.compile and activation checkpointing.
 
-    Inside the block, the modules stand in the places of their wrappers. Afterwards, the wrappers hold what stands there
-    at the end of the block.
+    Inside the block, the modules stand in the places of their wrappers. At the end of the block, each wrapper gets the
+    module that then stands in its place.
 
     Args:
-        model: The model; a wrapper of the whole stays.
-        names: Under which the wrappers in question hold their modules; all of them by default.
+        model: The model; a wrapper of the model itself stays.
+        names: Names under which the wrappers hold their modules; the names of both kinds of wrappers by default.
     """
     wrapped: list[tuple[nn.Module, str, list[tuple[nn.Module, str]]]] = []
     for parent in [*model.modules()]:
@@ -352,7 +355,7 @@ def _inner_name(module: nn.Module, names: Sequence[str]) -> str | None:
 def plain_name(name: str) -> str:
     """Return the name of a tensor without the names of torch.compile's and activation checkpointing's wrappers.
 
-    torch.compile's wrapper keeps its name in state dictionaries. There is no public name for either.
+    torch.compile's wrapper keeps its name in state dictionaries. Neither name is public.
     """
     for wrapped in _WRAPPED:
         name = name.replace(f"{wrapped}.", "")
@@ -370,25 +373,25 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
 def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace each tensor of a module, in place, as ``module.to`` does.
 
-    Of the public functions, ``to`` refuses the meta device and ``to_empty`` drops the values of other tensors.
+    The public ``to`` refuses the meta device, and the public ``to_empty`` drops the values of other tensors.
     """
     module._apply(fn)
 
 
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Return a module's forward pre-hooks. There is no public way to ask for them."""
+    """Return a module's forward pre-hooks. torch has no public function that returns them."""
     return module._forward_pre_hooks
 
 
 def put_forward_pre_hooks(module: nn.Module, hooks: Any) -> None:
-    """Replace a module's dictionary of forward pre-hooks. There is no public way."""
+    """Replace a module's dictionary of forward pre-hooks. torch has no public function that replaces it."""
     module._forward_pre_hooks = hooks
 
 
 def loading_code_of(module: nn.Module) -> list[Any]:
     """Return the functions that run when a module loads a state: its class's methods and its hooks.
 
-    There is no public fallback; without them a load would be undone from a copy of the model every time.
+    No public fallback exists. Without this function, every load would need a copy of the model to undo a failure.
     """
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     methods = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")]
@@ -398,7 +401,7 @@ def loading_code_of(module: nn.Module) -> list[Any]:
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
     """Return whether a module has forward or backward hooks, optionally ignoring forward pre-hooks.
 
-    There is no public way to ask for hooks.
+    torch has no public function that returns hooks.
     """
     hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
     return any(hooks if beside_forward_pre else [*hooks, module._forward_pre_hooks])
@@ -406,7 +409,7 @@ def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
 
 @contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Take a module's forward hooks and forward pre-hooks away for a while. There is no public way."""
+    """Remove a module's forward hooks and forward pre-hooks inside the block. torch has no public function for it."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     hooks_by_name = {name: module.__dict__[name] for name in names}
     module.__dict__.update({name: type(hooks)() for name, hooks in hooks_by_name.items()})
@@ -419,7 +422,7 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
 def drawing_method(module: nn.Module) -> Callable[[], Any] | None:
     """Return the method that draws a module's parameters; None if it has none.
 
-    nn.MultiheadAttention and nn.Transformer have only a private one. The public fallback is to build a new module.
+    The method of nn.MultiheadAttention and nn.Transformer is private. The public fallback is to build a new module.
     """
     method: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
     return method or getattr(module, "_reset_parameters", None)
@@ -435,17 +438,17 @@ def refresh_flat_weights(rnn: nn.RNNBase) -> None:
 
 
 def hides_weights(module: nn.Module) -> bool:
-    """Return whether a module is one of :func:`refresh_flat_weights`. The public fallback is the class nn.RNNBase."""
+    """Return whether :func:`refresh_flat_weights` applies to a module. The public fallback is the class nn.RNNBase."""
     return "_flat_weights" in vars(module)
 
 
 def has_packed_weights(module: nn.Module) -> bool:
-    """Return whether torch.ao has quantized a module. Its classes for that are public; there are about thirty."""
+    """Return whether torch.ao has quantized a module. The public fallback is a list of its about thirty classes."""
     return "quantized" in type(module).__module__ and hasattr(module, "_packed_params")
 
 
 def original_of_compiled(model: nn.Module) -> nn.Module | None:
-    """Return the model inside of torch.compile's wrapper; None for other models. There is no public way to it."""
+    """Return the model inside of torch.compile's wrapper; None for other models. Its name is not public."""
     original = getattr(model, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else None
 
@@ -456,7 +459,7 @@ def original_of_compiled(model: nn.Module) -> nn.Module | None:
 def is_dispatch_mode_active() -> bool:
     """Return whether a dispatch mode is active, such as the mode of fake tensors, in which tensors have no values.
 
-    There is no public way to ask. The fallback is never to read values.
+    torch has no public function that returns the active mode. The fallback is never to read values.
     """
     return _get_current_dispatch_mode() is not None
 
@@ -464,7 +467,7 @@ def is_dispatch_mode_active() -> bool:
 def is_backward_running() -> bool:
     """Return whether a backward pass is running, as when activation checkpointing repeats a forward.
 
-    The id of the running graph is -1 outside of a backward pass. There is no public way to ask.
+    The id of the running graph is -1 outside of a backward pass. torch has no public function that returns it.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -472,7 +475,7 @@ def is_backward_running() -> bool:
 def saved_tensor_hooks_are_set() -> bool:
     """Return whether hooks for saved tensors are active, for example of activation checkpointing.
 
-    The public functions set such hooks, and no public function says whether there are any.
+    The public functions set such hooks, and no public function returns whether hooks are set.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -500,7 +503,7 @@ def operator_name(packet: Any) -> str:
 def first_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return a number for each device, which is not 0 if gradients that a scaler unscaled are not finite.
 
-    The public way, to compare ``get_scale()`` before and after, waits until a GPU has finished the optimizer's step.
+    The public fallback is to compare ``get_scale()`` before and after, which waits for the optimizer's step on a GPU.
     """
     return list(scaler._found_inf_per_device(optimizer).values())
 
@@ -532,7 +535,7 @@ def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta) -> None:
 
 @contextmanager
 def default_timeout_set(timeout: timedelta | None) -> Iterator[None]:
-    """Let groups that are made without a timeout have this one, also while their ranks connect; None changes nothing.
+    """Give this timeout to groups that are made without one, also while their ranks connect; None changes nothing.
 
     Neither ``init_device_mesh`` nor the methods of a mesh take a timeout. The public fallback is to make each group by
     ``new_group`` and the mesh by ``DeviceMesh.from_group``, which names groups differently on each rank.
@@ -579,9 +582,9 @@ def local_offsets(x: Any) -> tuple[int, ...]:
 def unreduced_positions(model: Any) -> list[int]:
     """Return the positions of the parameters whose gradients DistributedDataParallel still waits for after a backward.
 
-    DDP itself looks before the next forward, when the optimizer has taken a step with gradients that were not averaged.
-    It takes 1 us where it waits for none. The public fallback, to look for gradients that are None, misses parameters
-    that an earlier batch of an accumulated step has reached.
+    DDP itself checks this before the next forward, after the optimizer has taken a step with gradients that were not
+    averaged. The check takes 1 us if DDP waits for no gradient. The public fallback, to look for gradients that are
+    None, misses parameters that an earlier batch of an accumulated step has reached.
     """
     try:
         model.reducer._check_reducer_finalized()
@@ -594,12 +597,12 @@ def unreduced_positions(model: Any) -> list[int]:
 
 
 def ignored_in_ddp(model: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel will leave out of a model."""
+    """Return the names of parameters and buffers that DistributedDataParallel will leave out."""
     return getattr(model, "_ddp_params_and_buffers_to_ignore", [])
 
 
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Let DistributedDataParallel leave parameters and buffers out, if it wraps the model afterwards.
+    """Exclude parameters and buffers from DistributedDataParallel, which must wrap the model afterwards.
 
     The public ``broadcast_buffers=False`` leaves out all buffers.
     """
@@ -664,8 +667,8 @@ def checkpoint_wrapped_(
 def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":
     """Return a process group of ``ranks`` ranks that sends nothing, with this process as its first rank.
 
-    Without a default group, a fake default group of one rank is made. The public ``new_group`` would need all ranks as
-    processes; there is no public fake backend.
+    Without a default group, a fake default group of one rank is made. The public ``new_group`` needs a process for
+    every rank, and torch has no public fake backend.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -679,7 +682,7 @@ def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":
     group, _ = distributed_c10d._new_process_group_helper(
         ranks, 0, members, "fake", FakeStore(), distributed_c10d.GroupName(name), timeout=timedelta(minutes=1)
     )
-    # DeviceMesh asks which global rank each rank of the group is.
+    # DeviceMesh reads the global rank of each rank of the group.
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
     return group
 
@@ -687,7 +690,7 @@ def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":
 def is_forked_from_cuda() -> bool:
     """Return whether this process was forked after its parent used the GPU, so that it cannot use the GPU.
 
-    There is no public way to ask. The fallback is to try, and to read the message of the error.
+    torch has no public function that tells it. The fallback is to use the GPU, and to read the message of the error.
     """
     return torch.cuda._is_in_bad_fork()
 
@@ -701,12 +704,12 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
-    """End the worker processes of a DataLoader's iterator by SIGKILL, if it has any.
+    """End the worker processes of a DataLoader's iterator by SIGKILL.
 
-    Return the numbers of the signals that had ended workers before, or end one within ``wait_s``.
+    Return the numbers of the signals that ended workers before, or within ``wait_s``.
 
     The iterator's own method waits for a lock that a killed worker may hold, and 5 seconds for each worker that hangs.
-    The public fallback is to kill the children of this process whose names are those of DataLoaders.
+    The public fallback is to kill the children of this process whose names begin like the names of DataLoader workers.
     """
     workers = getattr(iterator, "_workers", None)
     if not workers or getattr(iterator, "_shutdown", True):
@@ -735,7 +738,7 @@ def kill_loader_workers(loader: Any, iterator: Any, wait_s: float) -> list[int]:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by which torchrun divides threads.
+    """Return the number of cores that this process may use. torchrun divides threads by this number.
 
     torch 2.13 has it as ``torch._utils.cpu_count``, which torch 2.11 lacks. Python 3.13 has ``os.process_cpu_count``.
     """
@@ -743,7 +746,7 @@ def usable_cores() -> int:
 
 
 def is_this_host(host: str) -> bool:
-    """Return whether torch considers a name or address to be this machine, which would then host the rendezvous.
+    """Return whether torch considers a name or address to be this machine, which then hosts the rendezvous.
 
     The public fallback is to compare the addresses of ``socket.getaddrinfo``, as this function does.
 
@@ -758,7 +761,7 @@ def is_this_host(host: str) -> bool:
 def worker_processes(agent: Any) -> list[Any]:
     """Return the processes that an agent of torch.distributed.elastic started last.
 
-    There is no public way to get all their exit codes. The agent's result only has the exit code of the first failure.
+    torch has no public function that returns all exit codes. The agent's result only has the code of the first failure.
     """
     context = getattr(agent._pcontext, "_pc", None)
     return [] if context is None else context.processes
@@ -780,9 +783,9 @@ def logs_of(agent: Any) -> Any:
 def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> None:
     """Let an agent end its workers within ``timeout_s`` once one of them has failed, and call ``before(agent)`` first.
 
-    The agent then calls ``close`` without a timeout and waits 30 seconds, and before that the context of its functions
-    waits as long. There is no public setting: the fallback is to wait so long. The timeout of the agent's own shutdown,
-    after a signal, stays.
+    The context of the agent's functions waits 30 seconds for them. Then the agent calls ``close`` without a timeout,
+    which waits 30 seconds as well. torch has no public setting for these times; the fallback is to wait. The timeout of
+    the agent's own shutdown, after a signal, stays.
     """
     # Weak references: a cycle would keep the log files of the workers open until the garbage collector comes.
     context, watching_agent = weakref.proxy(agent._pcontext), weakref.proxy(agent)
@@ -801,9 +804,9 @@ def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> 
 
 @contextmanager
 def with_agent_class(agent_class: type) -> Iterator[None]:
-    """Let torch's launcher of scripts make its agent of this class; it has no setting for that.
+    """Let torch's launcher of scripts create an agent of this class; it has no setting for the class.
 
-    The public fallback is a launcher of our own: WorkerSpec, a rendezvous handler and the agent's ``run``.
+    The public fallback is a separate launcher with WorkerSpec, a rendezvous handler and the agent's ``run``.
     """
     from torch.distributed.launcher import api
 

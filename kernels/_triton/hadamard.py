@@ -1,4 +1,4 @@
-r"""The fast Walsh-Hadamard transform: a block in registers, and longer transforms in several passes of it.
+r"""The fast Walsh-Hadamard transform: a block in registers, and longer transforms in several passes of this kernel.
 
 As :math:`H_{ab} = H_a \otimes H_b`, a digit of r bits of the index is transformed by laying those bits last, (M, 2^r),
 and multiplying by :math:`H_{2^r}`: with a butterfly in float32, or, for half precision, with one product on tensor
@@ -120,7 +120,7 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same, cont
 def _launch(
     x: Tensor, out: Tensor, strides: tuple[int, int, int, int], groups: int, outer: int, bits: int, columns: int
 ) -> None:
-    """Transform ``groups`` matrices of 2^bits rows. Tuning would repeat an in-place transform, so there is none."""
+    """Transform ``groups`` matrices of 2^bits rows; not tuned, because tuning repeats an in-place transform."""
     N, sector = 1 << bits, _SECTOR // x.element_size()
     C = min(triton.next_power_of_2(columns), max(sector, _TILE // N))
     G = max(1, _TILE // (N * C))

@@ -80,7 +80,7 @@ def _quantized_kernel(
         a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=inside, other=0.0)
         w = _dequantized(codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS, WHOLE).to(a.dtype)
         acc = tl.dot(dot_operand(a), tl.trans(dot_operand(w)), acc, input_precision=PRECISION)
-    if ENDS:  # There are no other partial sums, so correction and bias are added here.
+    if ENDS:  # This program has the complete sum, so correction and bias are added here.
         for r0 in range(0, R, BR):
             r = r0 + tl.arange(0, BR)
             rows = (m[:, None] < M) & (r[None, :] < R)

@@ -1,8 +1,8 @@
 """Warn about shards of a model that are pickled, for example by ``torch.save(model.state_dict())`` on one rank.
 
 The file then has the shards of one rank, and loads neither into the model nor on another machine. A state dictionary
-does not tell whether it will be pickled, because ``torch.distributed.checkpoint`` and Panther's own checkpoints take the
-same dictionary. They write shards as plain tensors and pickle no DTensor, so a pickled DTensor is always a mistake.
+does not tell whether it will be pickled, because ``torch.distributed.checkpoint`` and Panther's own checkpoints take
+the same dictionary. They write shards as plain tensors and pickle no DTensor, so a pickled DTensor is always a mistake.
 """
 
 __all__ = ["warn_of_pickled_shards"]
