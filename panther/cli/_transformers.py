@@ -154,7 +154,7 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
         if len(lines) < _MIN_SAMPLES:
             raise PantherError(
                 f"{text} has {counted(len(lines), 'line')} with text and needs at least {_MIN_SAMPLES}, because a "
-                "fifth is held out: give about a thousand, like those that the model will read"
+                "fifth is held out: give about a thousand lines like the text that the model will read"
             )
         accepted = inspect.signature(model.forward).parameters
         size = min(batch_size, len(lines) // _MIN_SAMPLES)

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_flags(text: str, args: argparse.Namespace) -> str:
-    """Return a message with the names of options in place of those of arguments."""
+    """Return a message in which the names of options replace the names of arguments."""
     for name in sorted(vars(args), key=len, reverse=True):
         flag = f"--{name.replace('_', '-')}"
         text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)

@@ -29,7 +29,7 @@ class UnsafeFileError(PantherError, OSError):
 
 
 def describe_kind(mode: int) -> str | None:
-    """Return what a ``st_mode`` stands for, such as ``"a FIFO"``, or None for a regular file."""
+    """Return the kind of file of a ``st_mode``, such as ``"a FIFO"``, or None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 

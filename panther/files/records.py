@@ -1,4 +1,4 @@
-"""JSON objects that say what they are: a format, a version, and a checksum of all their entries."""
+"""JSON objects with the name of their format, a version, and a checksum of all entries."""
 
 __all__ = ["read_record", "read_valid_json", "record_checksum"]
 

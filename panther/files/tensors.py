@@ -42,7 +42,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, as in the library
 
 
 class StoredTensor(NamedTuple):
-    """Where a file holds a tensor."""
+    """The place of a tensor in a file."""
 
     path: Path
     start: int
@@ -130,7 +130,7 @@ def _opened(path: Path) -> BufferedReader:
 
 
 def _described_tensors(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
-    """Return where an open file holds its tensors; its header must describe every byte of it, once."""
+    """Return the places of the tensors in an open file. Its header must describe every byte of the file once."""
     try:
         header, begin_of_data, num_bytes = _read_header(file)
         header.pop("__metadata__", None)
@@ -215,7 +215,7 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
 
 
 def contents_checksum(tensor: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 of the contents, which takes a second for 4 GB; ``start`` is that of what comes before."""
+    """Return the CRC-32 of the contents, in a second for 4 GB; ``start`` is the CRC-32 of the bytes before them."""
     return zlib.crc32(_bytes_of(tensor), start)
 
 

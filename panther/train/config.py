@@ -55,9 +55,9 @@ class TrainConfig(Settings):
     ``auto`` is ``ddp`` unless the other settings or the memory forbid it, or unless ``cluster_file`` is given and by
     its measured speeds another layout is at least 1.2 times as fast. Where ``ddp`` does not fit, it is sharded data
     parallelism, and where that does not fit either, the layout with stages or sharded layers that
-    :func:`panther.distributed.plan_parallelism` ranks first of those that the settings, the model, the loss and the
-    data allow. The first rank prints the choice with its reason, and a better layout that cannot be built. A step has
-    the batches of all processes, whatever the layout: ranks that share layers or stages have larger ones."""
+    :func:`panther.distributed.plan_parallelism` ranks first among the layouts that the settings, the model, the loss
+    and the data allow. The first rank prints the choice with its reason, and a better layout that cannot be built. A
+    step has the batches of all processes in any layout: ranks that share layers or stages have larger batches."""
 
     cluster_file: str | None = None
     """For ``auto``, a file of measured speeds that ``panther advise --measure`` or
@@ -69,7 +69,7 @@ class TrainConfig(Settings):
     Sizes that do not suit the number of processes are an error, also on one process."""
 
     data_parallel_replicate_size: int | None = None
-    """For ``fsdp``, the number of replicas that the data-parallel ranks form, each of them sharded in itself (hybrid
+    """For ``fsdp``, the number of replicas that the data-parallel ranks form. Each replica is sharded (hybrid
     sharding): with one replica a node, parameters are gathered within nodes, and only gradients travel between them.
     None is 1."""
 
@@ -90,7 +90,7 @@ class TrainConfig(Settings):
     """Number of microbatches that a pipeline splits each batch into. None is ``pipeline_parallel_size``."""
 
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    """Schedule of the pipeline, one of those of :func:`panther.distributed.make_schedule`."""
+    """Schedule of the pipeline, as for :func:`panther.distributed.make_schedule`."""
 
     mixed_precision: Literal["bf16", "fp16"] | None = None
     """Dtype of matrix products under autocast; parameters keep theirs. ``fp16`` also scales the loss. None computes in

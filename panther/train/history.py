@@ -29,12 +29,11 @@ class History:
 
     ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
     time spent in ``fit``, including the time of the run that this run resumed. ``device_hours`` is the same time
-    multiplied by the number of processes, and ``price`` is their price with
-    ``TrainConfig(price_per_device_hour=...)``. Training records have ``loss``
-    (the mean over the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``,
-    ``samples_per_s``, ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``;
-    with ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``. Validation records have
-    ``validation_loss`` and ``validation_<metric>``.
+    multiplied by the number of processes, and ``price`` is their price with ``TrainConfig(price_per_device_hour=...)``.
+    Training records have ``loss`` (the mean over the samples of all ranks since the last record), ``learning_rate``,
+    ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (this process's peak memory; None on Windows without a GPU)
+    and ``skipped``; with ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``.
+    Validation records have ``validation_loss`` and ``validation_<metric>``.
 
     Args:
         records: The first records.

@@ -152,7 +152,7 @@ class Trainer:
         Args:
             train: A DataLoader; or, with ``batch_size`` in the configuration, a Dataset, a list of samples or another
                 object with a length that returns samples by number, such as a ``datasets.Dataset`` in torch's format.
-                Its samples are divided among the data-parallel ranks; the batch size is that of one rank.
+                Its samples are divided among the data-parallel ranks; the batch size is the size on one rank.
             validation: The same, for computing the loss and the metrics during training.
 
         Returns:
@@ -595,7 +595,7 @@ class Trainer:
             pending.result()
 
     def _leave(self, feed: Feed, stop_signal: int) -> None:
-        """Save, and end the process on every rank, because one of them received a signal."""
+        """Save, and end the process on every rank, because a rank has received a signal."""
         self._save(feed)
         self._finish_saving()
         outcome = "nothing is saved, because checkpoint_dir is not set"

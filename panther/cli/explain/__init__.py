@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     texts = topics()
     if args.topic is None:
         print(format_table([("topic", "about"), *((name, text.partition("\n")[0]) for name, text in texts.items())]))
-        print("\npanther explain TOPIC prints one of them.")
+        print("\npanther explain TOPIC prints a topic.")
     else:
         print(render(texts[_topic_of(args.topic)], width=min(shutil.get_terminal_size().columns, _WIDEST)))
     return 0

@@ -68,7 +68,7 @@ def train(settings: Settings) -> Run:
     """Train on the samples of this rank or, without a process group, on the samples of all ranks."""
     alone, rank = get_world_size() == 1, get_rank()
     data, test = ((x.double(), y) for x, y in (part.tensors for part in load_digits()))
-    # Every rank draws a network of its own: if they agree later, it is by communication, not by equal generators.
+    # Every rank draws a different network. If the networks agree later, the ranks have communicated.
     torch.manual_seed(settings.seed + 1000 * rank)
     model = settings.build(settings.kind)
     forward = model if alone else data_parallel(model)  # sends the network of rank 0 to all ranks

@@ -90,7 +90,7 @@ def save(
         extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them, such as the state_dict of a
             scheduler. The first rank's is stored.
         per_rank_extra: The same types; every rank's own is stored, such as its position in the data.
-        keep: Number of checkpoints to keep in the directory, those of the latest steps and this one. None keeps all.
+        keep: Number of checkpoints to keep in the directory: this checkpoint and the latest steps. None keeps all.
         group: Process group; None is all ranks, or this process alone.
 
     Returns:
@@ -131,7 +131,7 @@ def async_save(
 ) -> PendingSave:
     """Copy the tensors of a checkpoint and write them in a thread while training continues; otherwise as :func:`save`.
 
-    The thread communicates in a gloo group of its own. If an earlier asynchronous checkpoint is still being written,
+    The thread communicates in a separate gloo group. If an earlier asynchronous checkpoint is still being written,
     this call waits for it and raises its error.
 
     Args:
@@ -241,7 +241,7 @@ def _collect(
         _check_stages(tensors, [set(states.places(values["model"])) for values in values_by_rank], group)
     trained = None
     if optimizer is not None:
-        # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
+        # The ranks of a pipeline or of a ZeroRedundancyOptimizer have the states of different parameters.
         optimizer_states = [values["optimizer"] for values in values_by_rank]
         trained = optimizer_states[0] | {key: _union(optimizer_states, key) for key in ("states", "settings")}
         groups = zip_longest(*(state["groups"] for state in optimizer_states), fillvalue=[])
@@ -305,7 +305,7 @@ _sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def _side_group(group: Group) -> Group:
     """Return a gloo group of the same ranks for the writing thread.
 
-    Its collectives would otherwise mix with those of training, in an order that differs between ranks.
+    Otherwise collectives of the thread and of training would mix, in an order that differs between ranks.
     """
     if not in_process_group():
         return None

@@ -13,7 +13,7 @@ reduce_scatter     the tensor before it is scattered      (n - 1) / n
 broadcast          the tensor                             1
 =================  =====================================  ==============
 
-The factors are those of NCCL's performance tests (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
+The factors are the factors of NCCL's performance tests (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
 """
 
 __all__ = ["CommunicationProfile", "profile_communication_overhead"]

@@ -54,7 +54,7 @@ class ReduceOp(dist.ReduceOp):
 def all_reduce(
     x: Tensor, op: str | dist.ReduceOp.RedOpType = "sum", group: Group = None, *, grad: str = "replicate"
 ) -> Tensor:
-    """Return the sum, mean, maximum, minimum or product of a tensor over the ranks of a group, on each of them.
+    """Return the sum, mean, maximum, minimum or product of a tensor over the ranks of a group, on every rank.
 
     The gradient of a maximum or minimum goes to the ranks that have this value, in equal shares.
 
@@ -99,7 +99,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
-    """Return the tensors of all ranks, concatenated along ``dim`` in the order of ranks, on each of them.
+    """Return the tensors of all ranks, concatenated along ``dim`` in the order of ranks, on every rank.
 
     Args:
         x: A tensor of the same dtype on every rank, and of the same shape except along ``dim``.

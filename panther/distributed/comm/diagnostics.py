@@ -39,7 +39,7 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
     """Wait in the store until every rank of the group has come. With NCCL, waiting in a collective ends the process."""
     member_group = group or dist.group.WORLD
     assert member_group is not None
-    # Keys of a store stay, so every gathering has a number of its own.
+    # The keys of earlier gatherings stay in the store, so every gathering has a new number.
     number = _gatherings[member_group] = _gatherings.get(member_group, 0) + 1
     name = f"panther/here/{member_group.group_name}/{number}"
     timeout = group_timeout(member_group, transport(group))

@@ -33,7 +33,7 @@ _GRACE_S = 2.0  # additional time for a decision that rank 0 is about to write
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank reports about itself."""
+    """The report of a rank about itself."""
 
     host: str
     """Names a machine, or a container with its own network."""

@@ -183,7 +183,7 @@ class DeviceUtilization:
     torch's threads. A rank that waits for other ranks, for data or for the network has a smaller share.
 
     Args:
-        device: The device; None is that of this rank.
+        device: The device; None is the device of this rank.
         interval_s: Time between two samples of a GPU, in seconds.
 
     Attributes:

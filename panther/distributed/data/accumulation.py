@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 DATA_PARALLEL_MODELS: WeakSet[nn.Module] = WeakSet()
-"""What ``data_parallel`` has returned in this process and is still in use."""
+"""Modules that ``data_parallel`` has returned in this process and that still exist."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Logs of the ranks of a script: a file for each rank and stream, some of them also shown on the terminal."""
+"""Logs of the ranks of a script: a file for each rank and stream. The output of rank 0 is shown as well."""
 
 __all__ = ["RankLogs", "new_folder"]
 
@@ -18,7 +18,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RankLogs(LogsSpecs):
-    """Sends what each rank writes to ``FOLDER/attempt-A/rank-R.out`` and ``.err``, and shows rank 0.
+    """Write the output of each rank to ``FOLDER/attempt-A/rank-R.out`` and ``.err``, and show the output of rank 0.
 
     torch calls :meth:`reify` before each attempt, so that this is also where restarts are logged.
     """

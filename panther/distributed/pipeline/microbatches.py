@@ -103,8 +103,9 @@ class MicrobatchPipelineTrainer:
 
         The sizes of microbatches differ by at most one sample. If ``criterion`` takes the mean (by its ``reduction``,
         or because it has none), the loss of each microbatch is weighted by its samples; if it takes the sum, losses are
-        added. Loss and gradients therefore equal those of the unsplit batch. Exceptions are means that are not over
-        samples (``ignore_index``, class weights), and BatchNorm, which computes the statistics of a microbatch.
+        added. Loss and gradients are therefore equal to the loss and gradients of the unsplit batch. Exceptions are
+        means that are not over samples (``ignore_index``, class weights), and BatchNorm, which computes the statistics
+        of a microbatch.
 
         Returns:
             The loss of the batch.

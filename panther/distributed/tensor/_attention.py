@@ -53,7 +53,7 @@ class HeadwiseAttention(ShardedModule):
 
 
 class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
-    """Random-feature attention, sharded by heads. Each rank draws the random directions of its own heads."""
+    """Random-feature attention, sharded by heads. Each rank draws the random directions of its heads."""
 
     placements: ClassVar[Mapping[str, Placement]] = {
         **dict.fromkeys(("Wq", "Wk", "Wv", "bq", "bk", "bv"), Shard(0)), "W0": Shard(1),

@@ -84,7 +84,7 @@ class Feed:
             sets it.
         batch_size: Samples per batch and process of a Dataset. A DataLoader for training must have the same or none.
         seed: Seed of the order.
-        rank: The rank of this process among those that split the data.
+        rank: Number of this process among the processes that split the data.
         size: Number of processes that split the data.
         accumulation: Number of batches per window.
         factor: Number of batches of the data that form one batch of this process, for example if ranks share a batch.

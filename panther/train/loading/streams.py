@@ -56,7 +56,7 @@ class StreamWindows:
 
     Args:
         accumulation: Number of batches per window.
-        rank: The rank of this process among those that split the data.
+        rank: Number of this process among the processes that split the data.
         size: Number of processes that split the data.
         even: Leave out batches that do not have the same size on every process.
         multiple: With ``even``, the divisor of all sizes.

@@ -1,3 +1,3 @@
-"""What is trained, and by which optimizer: groups, shards of states, learning rates, frozen parameters."""
+"""The optimizer of a run and the parameters that it trains: groups, shards of states, learning rates, weights."""
 
 __all__: list[str] = []

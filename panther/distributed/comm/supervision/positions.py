@@ -88,7 +88,7 @@ def answer_requests(store: dist.Store, rank: int) -> None:
     lowest = store
     while isinstance(lowest, dist.PrefixStore):
         lowest = lowest.underlying_store
-    # A connection of its own: an operation that waits in a TCPStore keeps all others on its connection waiting.
+    # The thread needs a separate connection, because an operation that waits in a TCPStore blocks its connection.
     own_store = store.clone() if isinstance(lowest, dist.TCPStore) and hasattr(store, "clone") else store
     _answering = _Answering(own_store, rank)
     _answering.start()
