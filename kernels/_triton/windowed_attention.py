@@ -1,9 +1,9 @@
 r"""Attention exact in a window and linear beyond it, parallel over blocks: far sums, their scan, outputs; and backward.
 
 A tile of rows lies in one block of ``WINDOW`` positions. It attends to the tiles of its block and of the neighbouring
-blocks as flash attention does, after the far keys, which count as one key: their mean with the exponent
+blocks as flash attention does. Before, all keys outside of the window count as one key, their mean with the exponent
 :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)`. Backward, with p the weights, :math:`\delta_i = -dy_i \cdot y_i` and
-:math:`g_i = e^{a_i + B - L_i}`, L being the logarithm of the denominator,
+:math:`g_i = e^{a_i + B - L_i}`, where L is the logarithm of the denominator,
 
 .. math::
     ds_{ij} &= p_{ij} (dy_i \cdot v_j + \delta_i), \quad dq_i = \sum_j ds_{ij} k_j, \quad dk_j = \sum_i ds_{ij} q_i \\
@@ -208,7 +208,7 @@ def _rows_kernel(
     E: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, FAR: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return delta and g, from which backward is computed: g is 0 where the far keys have no weight."""
+    """Return delta and g, from which backward is computed: g is 0 if no key outside of the window has a weight."""
     TILES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     tile = tl.program_id(0) % TILES
     block = (tl.program_id(0) // TILES) % blocks
@@ -441,7 +441,7 @@ def windowed_backward(
 
 
 def _far(v: Tensor, phi_k: Tensor, b: Tensor | None, window: int, causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the states (batch, T, M E + M) of the keys far from each block, and their units (batch, T)."""
+    """Return the states (batch, T, M E + M) of the keys outside of each block's window, and their units (batch, T)."""
     batch, n, _ = v.shape
     T = triton.cdiv(n, window)
     if T <= 2:

@@ -44,15 +44,15 @@ def windowed_linear_attention(
     ICLR 2025, arXiv:2410.10254).
 
     Exact and linear weights have a common maximum in each row, and exponents are used only as differences to the
-    largest exponent so far, so that neither overflows. Far keys are summed by blocks from either end and never by
-    subtraction. If causal, no bit of an output depends on later positions, not even on NaN.
+    largest exponent so far, so that neither overflows. Keys outside of the window are summed by blocks from both ends,
+    and never by subtraction. If causal, no bit of an output depends on later positions, even if they are NaN.
 
     Args:
         q: Queries, scaled so that :math:`q_i \cdot k_j` is the logit: by :math:`1 / \sqrt{D}` for usual attention.
         k: Keys.
         v: Values.
-        phi_q: Features of the queries. Products of features must not be negative: a row whose denominator of far keys
-            is not positive attends to its window alone.
+        phi_q: Features of the queries. Products of features must not be negative: a row attends to its window alone
+            if the denominator over keys outside of the window is not positive.
         phi_k: Features of the keys.
         log_q: The exponents a, 0 if not given; best float32, for features of any dtype.
         log_k: The exponents b, 0 if not given. They weigh only features, but a key at -inf is masked in the window too.

@@ -1,12 +1,12 @@
 r"""Attention that is exact in a window and linear beyond it, in plain torch, by blocks of the sequence.
 
 Exact scores are taken between neighbouring blocks. All other keys enter through one state for each block of queries,
-:math:`\Phi_k^T [V \mid 1]` summed over the blocks that are far from it: by prefix sums, and by suffix sums too if not
-causal; never as a difference of sums, which would cancel.
+:math:`\Phi_k^T [V \mid 1]` summed over the blocks that are not neighbours: by prefix sums and, if not causal, by suffix
+sums, and never by a difference of sums, in which digits would cancel.
 
-Exponents of keys are only used as :math:`e^{b_j - B} \le 1`, B being the largest exponent that a state has seen.
-The exact and far weights of a row have a common maximum, for which its far keys count as a single key with the
-exponent :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)` of their denominator.
+Exponents of keys are only used as :math:`e^{b_j - B} \le 1`, where B is the largest exponent that a state has seen.
+All weights of a row have a common maximum. For this maximum, all keys outside of the window count as a single key with
+the exponent :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)` of their denominator.
 """
 
 __all__ = ["windowed_backward", "windowed_forward", "windowed_linear_attention"]
@@ -182,7 +182,7 @@ class _Blocks(NamedTuple):
 
 
 class _Far(NamedTuple):
-    """Sums over the keys that are far from each block."""
+    """Sums over the keys outside of the window of each block."""
 
     states: Tensor  # (G, m, E + 1), in units of e^B
     units: Tensor  # (G, 1, 1), B
@@ -302,7 +302,7 @@ def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _far(blocks: _Blocks) -> _Far | None:
-    """Return the sums over far keys, or None if there are at most two blocks, which are neighbours."""
+    """Return the sums over the keys outside of each window, or None for at most two blocks, which are neighbours."""
     if blocks.per_entry <= 2:
         return None
     units = blocks.log_k.detach().amax(-2, keepdim=True)  # (G, 1, 1)
@@ -361,9 +361,9 @@ def _running(units: Tensor) -> Tensor:
 
 
 def _far_exponent(log_q: Tensor, units: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponent of far sums, -inf where there are no far keys, and whether there are far keys.
+    """Return the exponent of the sums outside of the window, -inf without keys there, and whether keys are there.
 
-    A denominator of 0 means that there is no key, or that all weights underflow. A denominator whose inverse would
+    A denominator of 0 means that no key is there, or that all weights underflow. A denominator whose inverse would
     overflow counts as 0.
     """
     has_keys = ~(sums[..., -1:] < torch.finfo(sums.dtype).tiny)  # NaN counts as a key.
