@@ -31,7 +31,7 @@ def test_columns():
     assert history.last["gradient_norm"] == 3.0
     with pytest.raises(KeyError, match="no record has 'accuracy': choose one of step, epoch, loss"):
         history["accuracy"]
-    with pytest.raises(KeyError, match="no record has 'loss': there are none, train first"):
+    with pytest.raises(KeyError, match="no record has 'loss': the history has no records, train first"):
         History()["loss"]
 
 
@@ -102,7 +102,7 @@ def test_a_peak_that_getrusage_has_from_the_parent_is_left_out(monkeypatch, inhe
 
     rusage = lambda who: SimpleNamespace(ru_maxrss=max(own, inherited))  # noqa: E731
     monkeypatch.setattr(history, "resource", SimpleNamespace(getrusage=rusage, RUSAGE_SELF=0))
-    monkeypatch.setattr(history, "_own_peak", read)
+    monkeypatch.setattr(history, "_process_peak", read)
     monkeypatch.setattr(history.sys, "platform", "linux")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     history._inherited_peak.cache_clear()
