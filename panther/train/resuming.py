@@ -33,7 +33,7 @@ class SavedProgress:
     """Class name and state of each callback with a state."""
     samples: int
     """Samples of the batches of a step over all processes."""
-    scaler: Mapping[str, Any]
+    scaler: dict[str, Any]
     trainable: Mapping[str, bool]
     """Parameters that were frozen or unfrozen since the start of the run."""
     peak_rates: Sequence[float]
