@@ -327,7 +327,7 @@ def _read_folder(
     folder: Path, check: Callable[[Path, Mapping[str, Any]], None] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the manifest and the checked tensors of one save, also while other processes save to the folder."""
-    manifest = inference_manifest(folder)
+    manifest, is_repeated = inference_manifest(folder), False
     while True:
         try:
             tensors = _read_tensors(folder, manifest)
@@ -335,10 +335,12 @@ def _read_folder(
                 check(folder, manifest)
             return manifest, tensors
         except FormatError:
-            # Between the two files another process may have replaced both.
+            # Between the manifest and the weights another process may have replaced both, or given the weights of this
+            # manifest their own name, which happens once.
             last, manifest = manifest, inference_manifest(folder)
-            if manifest == last:
+            if is_repeated and manifest == last:
                 raise
+            is_repeated = manifest == last
 
 
 def _check_config(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 import panther as pr
 from panther.errors import FormatError, SketchMismatchError
+from panther.nn import io
 from panther.nn.io import record_checksum
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
@@ -634,3 +635,15 @@ def test_a_meta_model_with_unsaved_buffers_is_refused_and_left_as_it_is(tmp_path
     assert type(empty.linear) is nn.Linear
     loaded = pr.load_compressed(tmp_path, Positions())
     assert torch.equal(loaded.table, torch.arange(4.0))
+
+
+def test_weights_that_get_their_name_while_they_are_read_are_found(tmp_path, monkeypatch):
+    """The writer renames them after its commit, here between the choice of the path and the opening of the file."""
+    model = nn.Sequential(pr.nn.SKLinear(32, 16, 2))
+    pr.save_compressed(model, tmp_path)
+    paths = [tmp_path / ".model.safetensors.00000000.new"]
+    find = io.weights_path
+    monkeypatch.setattr(io, "weights_path", lambda *args: paths.pop() if paths else find(*args))
+    restored = pr.load_compressed(tmp_path, nn.Sequential(nn.Linear(32, 16)))
+    assert torch.equal(restored[0].S1, model[0].S1)
+    assert not paths
