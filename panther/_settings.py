@@ -4,6 +4,7 @@ __all__ = ["Settings", "kinds"]
 
 import dataclasses
 import functools
+import inspect
 import os
 import types
 import typing
@@ -21,17 +22,22 @@ class Settings:
 
     _other_names: ClassVar[Mapping[str, str]] = {}
     """Other names of settings that ``__init__`` accepts."""
+    _title: ClassVar[str] = ""
+    """What messages call the settings; empty for the name of the class."""
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
         """Refuse unknown names with a hint, which the generated ``__init__`` could not give."""
-        setting_names = [entry.name for entry in dataclasses.fields(cls)]
+        # The class's own settings come before those of its base classes.
+        inherited = {entry.name for entry in dataclasses.fields(cls)} - inspect.get_annotations(cls).keys()
+        setting_names = sorted((entry.name for entry in dataclasses.fields(cls)), key=inherited.__contains__)
         if values:
             assignments = ", ".join(f"{name}={value!r}" for name, value in zip(setting_names, values, strict=False))
             raise ConfigError(f"{cls.__name__} takes its settings by name: write {cls.__name__}({assignments})")
         for name in settings:
             if name not in setting_names and name not in cls._other_names:
-                hint = name_hint(name, setting_names, cls.__name__)
-                raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {hint}")
+                title = cls._title or cls.__name__
+                hint = name_hint(name, setting_names, title)
+                raise ConfigError(f"{name!r} is not a setting of {title}: {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -40,7 +46,7 @@ class Settings:
             value = getattr(self, name)
             if not (optional and value is None):
                 # A frozen dataclass has no other way to set a value.
-                object.__setattr__(self, name, _checked(name, value, kind, type(self).__name__))
+                object.__setattr__(self, name, _checked(name, value, kind, self._title or type(self).__name__))
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -64,6 +70,8 @@ def kinds(settings: type) -> dict[str, tuple[Any, bool]]:
 
 def _checked(name: str, value: Any, kind: Any, owner: str) -> Any:
     """Return a value as the type of its setting, or raise ConfigError."""
+    if kind is Any:
+        return value
     options = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         # The command line gives "a,b"; JSON and TOML have lists and no tuples.

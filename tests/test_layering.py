@@ -36,11 +36,12 @@ FORBIDDEN = {"kernels": set(LAYERS[: LAYERS.index("kernels")])}
 LEVELS = {
     "distributed": {
         "error_file": -1, "comm": 0,
-        "_layer_configs": 1, "launcher": 1, "preflight": 1, "sync": 1,
+        "launcher": 1, "preflight": 1, "sync": 1,
         "data": 2, "tensor": 2, "pipeline": 2,
-        "checkpoint": 3, "hybrid": 3, "materialize": 4,
-        "advisor": 4,
-        "": 5,
+        "checkpoint": 3, "parallelize": 3,
+        "guide": 4, "materialize": 4,
+        "advisor": 5,
+        "": 6,
     },
     "compression": {
         "calibration": 0, "moments": 1, "forms": 2,
@@ -152,7 +153,7 @@ def test_imports_go_only_downward():
             "",
         ),
         ("panther.kernels.ops", "from . import reference\nfrom panther.kernels.selection import backend", ""),
-        ("panther.distributed.advisor.plan", "from panther.distributed.hybrid import HybridParallelTrainer", ""),
+        ("panther.distributed.advisor.plan", "from panther.distributed.parallelize import build", ""),
         (
             "panther.compression.forms.codes",
             "from panther.compression.moments import sums\nfrom ..calibration import targets",

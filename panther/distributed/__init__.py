@@ -9,30 +9,32 @@ if TYPE_CHECKING:
     from . import checkpoint
     from .advisor.cluster import ClusterSpec
     from .advisor.plan import ParallelismPlan, plan_parallelism
-    from .advisor.rules import choose_parallelism_strategy
     from .advisor.statistics.model_stats import ModelStats
     from .advisor.training_run import TrainingRun
     from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
     from .comm.collectives import ReduceOp, all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
-    from .comm.metrics import DeviceUtilization, DistributedMetricsCollector
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
+    from .comm.utilization import DeviceUtilization
     from .data.accumulation import no_sync
-    from .data.advanced_trainer import AdvancedDistributedTrainer
-    from .data.sketched_model import DistributedSketchedModel
     from .data.strategies import data_parallel
-    from .hybrid.trainer import HybridParallelTrainer
+    from .guide.advanced_trainer import AdvancedDistributedTrainer
+    from .guide.hybrid import HybridParallelTrainer
+    from .guide.metrics import DistributedMetricsCollector
+    from .guide.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
+    from .guide.sketched_model import DistributedSketchedModel
+    from .guide.strategies import choose_parallelism_strategy
+    from .guide.tensor_parallel import TensorParallelModel, TensorParallelSKLinear
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
     from .launcher.script import DistributedLauncher, launch_distributed_training
     from .materialize.model import materialize_
-    from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
+    from .parallelize.config import ParallelismConfig
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
     from .sync.sketches import sync_sketches, verify_sketches
     from .tensor.activation_checkpoint import inner_product_policy
-    from .tensor.layers import TensorParallelModel, TensorParallelSKLinear
     from .tensor.parallelize import TensorParallelReport, tensor_parallel
     from .tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
     from .tensor.unshard import unshard_module
@@ -42,29 +44,31 @@ _MODULES = {
     "advisor.cluster": ("ClusterSpec",),
     "advisor.statistics.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
-    "advisor.rules": ("choose_parallelism_strategy",),
     "advisor.training_run": ("TrainingRun",),
     "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
     "comm.collectives": ("ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
-    "comm.metrics": ("DeviceUtilization", "DistributedMetricsCollector"),
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
-    "data.advanced_trainer": ("AdvancedDistributedTrainer",),
+    "comm.utilization": ("DeviceUtilization",),
     "data.accumulation": ("no_sync",),
-    "data.sketched_model": ("DistributedSketchedModel",),
     "data.strategies": ("data_parallel",),
-    "hybrid.trainer": ("HybridParallelTrainer",),
+    "guide.advanced_trainer": ("AdvancedDistributedTrainer",),
+    "guide.hybrid": ("HybridParallelTrainer",),
+    "guide.metrics": ("DistributedMetricsCollector",),
+    "guide.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
+    "guide.sketched_model": ("DistributedSketchedModel",),
+    "guide.strategies": ("choose_parallelism_strategy",),
+    "guide.tensor_parallel": ("TensorParallelModel", "TensorParallelSKLinear"),
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
     "launcher.script": ("DistributedLauncher", "launch_distributed_training"),
     "materialize.model": ("materialize_",),
-    "pipeline.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
+    "parallelize.config": ("ParallelismConfig",),
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),
     "sync.sketches": ("sync_sketches", "verify_sketches"),
     "tensor.activation_checkpoint": ("inner_product_policy",),
-    "tensor.layers": ("TensorParallelModel", "TensorParallelSKLinear"),
     "tensor.parallelize": ("TensorParallelReport", "tensor_parallel"),
     "tensor.styles": ("ColwiseSKParallel", "HeadwiseParallel", "RowwiseSKParallel"),
     "tensor.unshard": ("unshard_module",),
@@ -87,6 +91,7 @@ __all__ = [
     "LaunchConfig",
     "MicrobatchPipelineTrainer",
     "ModelStats",
+    "ParallelismConfig",
     "ParallelismPlan",
     "PipelineParallelSketchedModel",
     "PipelineSchedule",

@@ -3,22 +3,22 @@
 __all__ = ["TrainConfig"]
 
 import dataclasses
-import math
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from panther._settings import Settings, kinds
+from panther._settings import kinds
+from panther.distributed.parallelize.config import ParallelismSettings
+from panther.distributed.parallelize.rules import check_rules
 from panther.errors import ConfigError
 from panther.files import parse_json, read_text, write_json
-from panther.train.strategy.rules import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Settings):
+class TrainConfig(ParallelismSettings):
     """Settings of a :class:`Trainer`, checked when the object is made and constant afterwards.
 
     Raises:
@@ -31,6 +31,14 @@ class TrainConfig(Settings):
         Traceback (most recent call last):
         panther.errors.ConfigError: 'lr' is not a setting of TrainConfig: did you mean 'learning_rate'?
     """
+
+    _needs: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        *ParallelismSettings._needs,
+        ("cluster_file", "strategy", "auto"),
+        ("scaler_init_scale", "mixed_precision", "fp16"),
+        ("scaler_growth_interval", "mixed_precision", "fp16"),
+    )
+    _may_be_zero: ClassVar[tuple[str, ...]] = ("warmup_steps", "seed")
 
     epochs: int | None = None
     """Number of passes over the training data. Set either this or ``max_steps``; with neither it is 1."""
@@ -64,37 +72,8 @@ class TrainConfig(Settings):
     :meth:`panther.distributed.ClusterSpec.save` wrote, by which the advisor compares layouts. Without it speeds are
     uncalibrated, and no layout is chosen for them."""
 
-    data_parallel_size: int | None = None
-    """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism.
-    Sizes that do not suit the number of processes are an error, also on one process."""
-
-    data_parallel_replicate_size: int | None = None
-    """For ``fsdp``, the number of replicas that the data-parallel ranks form. Each replica is sharded (hybrid
-    sharding): with one replica a node, parameters are gathered within nodes, and only gradients travel between them.
-    None is 1."""
-
-    tensor_parallel_size: int | None = None
-    """Number of ranks that share each layer. None is all that remain for ``tp``, otherwise 1."""
-
-    pipeline_parallel_size: int | None = None
-    """Number of ranks that a pipeline extends over. None is all that remain for ``pp``, otherwise 1."""
-
-    pipeline_layers: str | None = None
-    """Name of the ModuleList between whose modules the model is split into stages. An nn.Sequential needs none."""
-
-    inside_sketched_layers: bool = False
-    """For pipelines, whether a stage that would begin with a sketched layer, or after one, begins inside of it, so that
-    2R numbers a row are sent in place of the width, as for :func:`panther.distributed.split_stages`."""
-
-    num_microbatches: int | None = None
-    """Number of microbatches that a pipeline splits each batch into. None is ``pipeline_parallel_size``."""
-
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
     """Schedule of the pipeline, as for :func:`panther.distributed.make_schedule`."""
-
-    mixed_precision: Literal["bf16", "fp16"] | None = None
-    """Dtype of matrix products under autocast; parameters keep theirs. ``fp16`` also scales the loss. None computes in
-    the dtype of the parameters."""
 
     scaler_init_scale: float | None = None
     """For ``fp16``, the factor of the loss in the first step. None is torch's, 65536."""
@@ -114,10 +93,6 @@ class TrainConfig(Settings):
     schedule: Literal["constant", "linear", "cosine", "callback"] = "constant"
     """How the learning rate develops after the warm-up: it stays constant, or falls to 0 until the last step.
     ``callback`` leaves it to a scheduler in a callback."""
-
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes to save memory: nothing; everything except for products of dense layers and the
-    2R inner numbers a row of sketched layers, by :func:`panther.distributed.inner_product_policy`; or whole blocks."""
 
     compile: bool = False
     """Whether the model is compiled by ``torch.compile``."""
@@ -187,32 +162,6 @@ class TrainConfig(Settings):
     :func:`panther.distributed.materialize_`. Compressed layers in it take the place of dense ones. Where a strategy
     shards, each rank reads its shards alone. None draws them by ``seed``."""
 
-    cpu_offload: bool = False
-    """For ``fsdp`` and ``hybrid``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""
-
-    reshard_after_forward: bool = True
-    """For ``fsdp`` and ``hybrid``, whether gathered parameters are freed after the forward pass and gathered again for
-    backward (ZeRO-3). False keeps them until backward ends (ZeRO-2): less is sent, and more memory taken. Stages of a
-    pipeline keep them for all microbatches in any case."""
-
-    find_unused_parameters: bool = False
-    """For DDP, whether a forward pass may leave some parameters unused."""
-
-    bucket_cap_mb: float | None = None
-    """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
-
-    comm_hook: Literal["fp16", "bf16", "powersgd", "topk"] | None = None
-    """For DDP, how gradients are compressed before they are sent. None sends them unchanged."""
-
-    powersgd_rank: int | None = None
-    """For ``comm_hook="powersgd"``, the rank of the sent gradients. None is 4."""
-
-    powersgd_start_step: int | None = None
-    """For ``comm_hook="powersgd"``, the number of steps whose gradients are sent whole; at least 2. None is 10."""
-
-    topk_fraction: float | None = None
-    """For ``comm_hook="topk"``, the share of the gradients' entries that is sent. None is 0.01."""
-
     timeout_s: float | None = None
     """Seconds to wait for other ranks, in every operation. None is the timeout of the process group if there is one, as
     inside of :func:`panther.distributed.launch`, and otherwise 300."""
@@ -225,32 +174,9 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""
         super().__post_init__()
-        for name, (kind, _) in kinds(TrainConfig).items():
-            value = getattr(self, name)
-            minimum = 0 if name in ("warmup_steps", "seed") else 1
-            if kind is int and value is not None and value < minimum:
-                raise ConfigError(f"{name}={value} must be at least {minimum}")
-            if kind is float and value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value} must be positive and finite")
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
-        for name, needed, value in (
-            ("cluster_file", "strategy", "auto"),
-            ("scaler_init_scale", "mixed_precision", "fp16"),
-            ("scaler_growth_interval", "mixed_precision", "fp16"),
-            ("powersgd_rank", "comm_hook", "powersgd"),
-            ("powersgd_start_step", "comm_hook", "powersgd"),
-            ("topk_fraction", "comm_hook", "topk"),
-        ):
-            if getattr(self, name) is not None and getattr(self, needed) != value:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} needs {needed}={value!r}, not {getattr(self, needed)!r}: set both"
-                )
-        if self.topk_fraction is not None and self.topk_fraction > 1:
-            raise ConfigError(f"topk_fraction={self.topk_fraction} must be at most 1")
-        if self.powersgd_start_step == 1:
-            raise ConfigError("powersgd_start_step=1 must be at least 2, because DDP forms its buckets in the first")
-        check_settings(self)
+        check_rules(self)
         if self.schedule == "callback" and self.warmup_steps:
             raise ConfigError(f"schedule='callback' and warmup_steps={self.warmup_steps} exclude each other: give one")
         if self.seed >= 1 << 63:

@@ -10,8 +10,8 @@ from ranks import on_ranks
 from torch import nn
 
 from panther.distributed import ClusterSpec, ModelStats, plan_parallelism
-from panther.distributed.advisor.cost_model import Layout, estimate
-from panther.distributed.advisor.statistics._fake_run import WorkCounter
+from panther.distributed.advisor.cost.model import Layout, estimate
+from panther.distributed.advisor.statistics.fake_run import WorkCounter
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
 

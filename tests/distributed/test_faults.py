@@ -173,6 +173,7 @@ def test_different_arguments(settings, expected):
 def test_different_configurations():
     def rank():
         config = {"gradient_clipping": 1.0 + dist.get_rank(), "num_microbatches": 2 + dist.get_rank()}
+        config["pipeline_parallel_size"] = 2
         HybridParallelTrainer(model(), config)
 
     error = alike(rank)

@@ -20,7 +20,7 @@ import panther as pr
 from panther import kernels
 from panther.compression.calibration import survey
 from panther.compression.memory import LiveBytes
-from panther.distributed.advisor.cost_model import Layout, estimate
+from panther.distributed.advisor.cost.model import Layout, estimate
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.comm import collectives
 from panther.distributed.data.sharded_blocks import fsdp_blocks

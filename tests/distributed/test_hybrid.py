@@ -234,8 +234,8 @@ def test_a_key_that_is_neither_true_nor_false():
         ("epochs", "epochs is a setting of panther.train.TrainConfig, for a Trainer"),
         ("checkpoint_frequency", "checkpoint_every_n_epochs is a setting of panther.train.TrainConfig"),
         ("tensorboard", "trackers is a setting of panther.train.TrainConfig"),
-        ("wait", "use some of tensor_parallel_size, pipeline_parallel_size"),
-        (3, "use some of tensor_parallel_size, pipeline_parallel_size"),
+        ("wait", "use some of gradient_clipping, tensor_parallel_size, pipeline"),
+        ("3", "use some of gradient_clipping, tensor_parallel_size, pipeline"),
     ],
 )
 def test_a_name_of_other_libraries_leads_to_the_right_one(name, hint):
@@ -285,34 +285,40 @@ def test_what_is_refused():
     assert messages[0] == (
         "'tensor_parallel' is not a setting of parallelism_config: did you mean 'tensor_parallel_size'?"
     )
-    assert messages[1].startswith("dp * pp * tp = 1 * 1 * 3 = 3 must equal the world size (2)")
-    assert messages[2].startswith("data_parallel='ddp' and tensor_parallel_size > 1 do not go together")
-    assert messages[3].startswith("data_parallel='ddp' and pipeline_parallel_size > 1 do not go together")
+    assert messages[1].startswith("tensor_parallel_size=3 must divide the number of processes (2): start a multiple of")
+    assert messages[2].startswith(
+        "tensor_parallel_size=2 is for data_parallel='fsdp' or 'replicate', not 'ddp', because Distr"
+    )
+    assert messages[3].startswith(
+        "pipeline_parallel_size=2 is for data_parallel='fsdp' or 'replicate', not 'ddp', because Dis"
+    )
     assert messages[4] == "data_parallel='zero' is unknown: use data_parallel='fsdp', which is ZeRO-3"
-    assert messages[5] == "gradient_clipping=0 must be positive, or None"
+    assert messages[5] == "gradient_clipping=0.0 must be positive and finite"
     assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
-    assert messages[7].startswith("schedule 'nonsense' is unknown: use one of 'gpipe', '1f1b'")
-    assert messages[8] == "gradient_clipping must be a number or None, not str"
+    assert messages[7].startswith("schedule='nonsense' is unknown: use one of 'gpipe', '1f1b'")
+    assert messages[8] == "gradient_clipping='1' must be a number, not str"
     assert messages[9].startswith("a pipeline splits an nn.Sequential, not a Bilinear")
     assert messages[10] == "parallelism_config must be a mapping of names to values, not int"
     assert messages[11] == "num_microbatches=0 must be at least 1"
     assert messages[12] == "model_config must be a module or a mapping, not str"
-    assert messages[13] == "data_parallel_replicate_size=3 must divide data_parallel_size=2"
+    assert messages[13].startswith(
+        "data_parallel_replicate_size=3 must divide the number of data-parallel ranks (2): start a multiple of 3"
+    )
     assert messages[14].startswith("data_parallel_replicate_size=2 is for data_parallel='fsdp', not 'replicate'")
-    assert messages[15].startswith("mixed_precision is for data_parallel='fsdp' or 'replicate'")
+    assert messages[15].startswith("mixed_precision='bf16' is for data_parallel='fsdp' or 'replicate', not 'ddp'")
     assert messages[16].startswith(
-        "cpu_offload=True is for data_parallel='fsdp', not 'replicate', which does not shard"
+        "cpu_offload=True is for data_parallel='fsdp', not 'replicate', because it keeps sha"
     )
     assert messages[17].startswith(
         "reshard_after_forward=False and pipeline_parallel_size=2 do not go together, because"
     )
-    assert messages[18] == "cpu_offload='yes' must be True or False"
+    assert messages[18] == "cpu_offload='yes' must be true or false, not str"
 
 
 def test_sizes_that_are_no_sizes_are_said():
-    with pytest.raises(TypeError, match="data_parallel_size must be an integer, not str"):
+    with pytest.raises(ConfigError, match="data_parallel_size='2' must be a whole number, not str"):
         HybridParallelTrainer(CONFIG, {"data_parallel_size": "2"})
-    with pytest.raises(ShapeError, match="data_parallel_size=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="data_parallel_size=0 must be at least 1"):
         HybridParallelTrainer(CONFIG, {"data_parallel_size": 0})
 
 

@@ -14,8 +14,8 @@ import waits
 from covering import half_of
 
 from panther.distributed import ModelStats
-from panther.distributed.advisor.statistics import _kept_stats
-from panther.distributed.advisor.statistics._measured_stats import _loss_of_tokens, plain_transformer
+from panther.distributed.advisor.statistics import cache as stats_cache
+from panther.distributed.advisor.statistics.measured import _loss_of_tokens, plain_transformer
 from panther.errors import ShapeError
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -48,19 +48,19 @@ def test_layers_have_the_figures_of_the_first(layers, sketch, tp):
 def test_files_keep_what_was_measured(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     measured = [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)]
-    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: pytest.fail("measured again"))
+    monkeypatch.setattr(stats_cache, "measured_values", lambda sizes: pytest.fail("measured again"))
     assert [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)] == measured
     # Another number of layers has the same layer.
     assert len(ModelStats.transformer(**SIZES, layers=7, cache_dir=folder).layers) == 10
 
 
 def shipped():
-    return json.loads(gzip.decompress(_kept_stats.SHIPPED.read_bytes()))
+    return json.loads(gzip.decompress(stats_cache.SHIPPED.read_bytes()))
 
 
 @of_pinned_torch
 def test_the_named_sizes_come_with_the_package(monkeypatch):
-    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: pytest.fail("measured"))
+    monkeypatch.setattr(stats_cache, "measured_values", lambda sizes: pytest.fail("measured"))
     sizes = {"hidden": 2048, "layers": 24, "heads": 16, "vocab": 50257, "sequence": 2048}
     for sketch, precision in product(shipped_stats.SKETCHES, shipped_stats.PRECISIONS):
         stats = ModelStats.transformer(**sizes, sketch=sketch, mixed_precision=precision)
@@ -68,10 +68,10 @@ def test_the_named_sizes_come_with_the_package(monkeypatch):
 
 
 def test_another_version_of_torch_measures_for_itself(monkeypatch):
-    monkeypatch.setattr(_kept_stats, "version", lambda name: "2.12.1+cu130")
-    _kept_stats._shipped.cache_clear()
-    assert _kept_stats._shipped() == {}
-    _kept_stats._shipped.cache_clear()
+    monkeypatch.setattr(stats_cache, "version", lambda name: "2.12.1+cu130")
+    stats_cache._shipped.cache_clear()
+    assert stats_cache._shipped() == {}
+    stats_cache._shipped.cache_clear()
 
 
 @of_pinned_torch
@@ -80,19 +80,19 @@ def test_the_shipped_statistics_are_those_of_the_code(part):
     entries = shipped()
     assert entries["torch"] == PINNED_TORCH
     every = list(shipped_stats.entries())
-    assert entries["measured"].keys() == {_kept_stats.shipped_name(sizes) for sizes in every}
+    assert entries["measured"].keys() == {stats_cache.shipped_name(sizes) for sizes in every}
     few = every[:: len(every) // 3]
     outdated = [
         sizes
         for sizes in (every if part else few)
-        if entries["measured"][_kept_stats.shipped_name(sizes)] != shipped_stats.measured(sizes)
+        if entries["measured"][stats_cache.shipped_name(sizes)] != shipped_stats.measured(sizes)
     ]
     assert not outdated, "run python tests/support/shipped_stats.py"
 
 
 def test_a_refusal_is_kept(tmp_path, monkeypatch):
     stats = ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path)
-    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: {"refused": "five ranks cannot share it"})
+    monkeypatch.setattr(stats_cache, "measured_values", lambda sizes: {"refused": "five ranks cannot share it"})
     with pytest.raises(ShapeError, match="five ranks cannot share it"):
         stats.shard(5)
     monkeypatch.undo()

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost._schedule_order import _interleaved, _listed_by_torch, order_of
-from panther.distributed.advisor.cost_model import Layout, estimate
+from panther.distributed.advisor.cost.model import Layout, estimate
+from panther.distributed.advisor.cost.schedule import _interleaved, _listed_by_torch, order_of
 from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
-from panther.distributed.advisor.statistics._measured_stats import plain_transformer
+from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError

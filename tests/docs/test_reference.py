@@ -97,8 +97,9 @@ def described(member):
         if head in ("Args", "Attributes"):
             for found in re.finditer(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*?\))?:", body, re.M):
                 names |= {name.strip().lstrip("*") for name in found[1].split(",")}
-    if inspect.isclass(member):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(member))).body
+    # Of a class, also the fields that it inherits from ours.
+    for ours in [base for base in getattr(member, "__mro__", ()) if base.__module__.startswith("panther.")]:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(ours))).body
         names |= {
             field.target.id
             for field, below in zip(tree.body, tree.body[1:], strict=False)

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from panther.cli import advise
-from panther.distributed.advisor.statistics import _kept_stats
+from panther.distributed.advisor.statistics import cache as stats_cache
 
 SKETCHES = (None, 16, 64)
 PRECISIONS = (None, "bf16")
@@ -38,14 +38,14 @@ def _entries():
 
 def measured(sizes):
     """One entry as the file has it."""
-    return json.loads(json.dumps(_kept_stats.measured_values(sizes)))
+    return json.loads(json.dumps(stats_cache.measured_values(sizes)))
 
 
 def main():
-    found = {_kept_stats.shipped_name(sizes): measured(sizes) for sizes in entries()}
+    found = {stats_cache.shipped_name(sizes): measured(sizes) for sizes in entries()}
     text = json.dumps({"torch": torch.__version__.partition("+")[0], "measured": found}, sort_keys=True)
-    _kept_stats.SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes for the same entries
-    print(f"{len(found)} entries, {_kept_stats.SHIPPED.stat().st_size:,} bytes")
+    stats_cache.SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes for the same entries
+    print(f"{len(found)} entries, {stats_cache.SHIPPED.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

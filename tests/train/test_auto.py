@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import panther as pr
 from panther._torch import has_hooks
 from panther.distributed import ClusterSpec, CommunicationCounter, ModelStats, get_world_size, plan_parallelism
-from panther.distributed.advisor.cost_model import Estimate, Layout, MemoryEstimate, estimate
+from panther.distributed.advisor.cost.model import Estimate, Layout, MemoryEstimate, estimate
 from panther.distributed.advisor.plan import Option
-from panther.distributed.advisor.preference import preferred
-from panther.distributed.advisor.statistics._measured_stats import plain_transformer
+from panther.distributed.advisor.reasons import preferred
+from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.comm.nodes import physical_memory
 from panther.errors import ConfigError
 from panther.nn import SKLinear

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from panther.distributed import ClusterSpec, CommunicationCounter
+from panther.distributed.parallelize.rules import possible_strategies
 from panther.errors import ConfigError, ShapeError
 from panther.nn import SKLinear
 from panther.train import TrainConfig, Trainer
-from panther.train.strategy.rules import axes_of, possible_strategies
+from panther.train.strategy.building import layout_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 
@@ -189,10 +190,11 @@ def test_sizes_that_do_not_suit_the_processes_are_refused_on_every_rank():
 )
 def test_one_rule_for_sizes_on_one_process_and_on_many(settings, world, found):
     if isinstance(found, tuple):
-        assert axes_of(TrainConfig(**settings), world) == found
+        layout = layout_of(TrainConfig(**settings), world)
+        assert (layout.dp * layout.replicate, layout.pp, layout.tp, layout.replicate) == found
         return
     with pytest.raises(ConfigError) as caught:
-        axes_of(TrainConfig(**settings), world)
+        layout_of(TrainConfig(**settings), world)
     assert found in str(caught.value)
     if world == 1:
         with pytest.raises(ConfigError) as again:

@@ -15,7 +15,7 @@ from panther._text import counted, format_table
 from panther.cli.demo.training import TRAIN_SAMPLES
 from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
-from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
+from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.comm.nodes import physical_memory
 from panther.errors import DistributedError, require_extra
 

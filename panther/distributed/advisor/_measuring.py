@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.distributed.advisor.cost.optimizer import optimizer_bytes
+from panther.distributed.advisor.cost.rank import optimizer_bytes
 from panther.distributed.comm.bandwidth import profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.nodes import physical_memory

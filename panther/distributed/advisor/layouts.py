@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.layout import Layout
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
 from panther.errors import ShapeError
 

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted, format_bytes, format_seconds, format_table
-from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
+from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.advisor.layouts import possible_layouts
-from panther.distributed.advisor.preference import Preference, preferred
+from panther.distributed.advisor.reasons import Preference, explain, preferred
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
 from panther.distributed.pipeline.schedule_kinds import check_schedule
-from panther.errors import ShapeError, check_size
+from panther.errors import DistributedError, ShapeError, check_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # imported where a plan is applied: planning itself does without torch
@@ -177,11 +176,26 @@ class ParallelismPlan:
             DistributedError: If there is no process group, or its size differs from the plan's.
             IndexError: If ``option`` is out of range.
         """
-        # Imported here, because it imports torch.distributed, which planning from stored statistics does not need.
-        from panther.distributed.advisor._building import build
+        # Imported here, because they import torch.distributed, which planning from stored statistics does not need.
+        from panther.distributed.comm.mesh import get_world_size
+        from panther.distributed.comm.ranks import require_process_group
+        from panther.distributed.guide.hybrid import HybridParallelTrainer
+        from panther.distributed.parallelize.build import parallelize
+        from panther.distributed.parallelize.config import ParallelismConfig
 
-        layout = self.options[option].layout
-        return build(model, layout, self.mixed_precision, self.activation_checkpointing)
+        require_process_group()
+        layout, world = self.options[option].layout, get_world_size()
+        if world != layout.world:
+            raise DistributedError(
+                f"the plan is for {layout.world} ranks ({layout}) and the world size is {world}: plan for "
+                f"gpus={world}, or start {layout.world} processes"
+            )
+        settings = layout.settings() | {"activation_checkpointing": self.activation_checkpointing}
+        if layout.strategy != "ddp":  # for which the user runs the model in torch.autocast
+            settings["mixed_precision"] = self.mixed_precision
+        if layout.pp > 1:
+            return HybridParallelTrainer(model, settings)
+        return parallelize(model, ParallelismConfig(**settings)).model
 
 
 def plan_parallelism(
@@ -203,7 +217,7 @@ def plan_parallelism(
 
     It considers all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node; ``"ddp"``,
     ``"fsdp"``, ``"replicate"`` and HSDP where they can be combined; and pipelines with one to four microbatches per
-    rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost_model`.
+    rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost.model`.
 
     Args:
         model: A module, whose values are not read, or its :class:`ModelStats`.

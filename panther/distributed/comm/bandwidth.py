@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther._text import counted, format_table
-from panther.distributed.comm.metrics import DeviceUtilization
 from panther.distributed.comm.ranks import Group, in_process_group, require_process_group, transport
+from panther.distributed.comm.utilization import DeviceUtilization
 from panther.errors import DistributedError, MissingExtraError, check_size
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)

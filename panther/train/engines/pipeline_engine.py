@@ -17,7 +17,7 @@ from panther.train.engines.losses import value_of_loss, zero_of_output
 from panther.train.loading.feed import Batch
 
 if TYPE_CHECKING:
-    from panther.distributed import HybridParallelTrainer
+    from panther.distributed.parallelize.build import Parallelized
 
 
 @dataclass(kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class PipelineEngine(Engine):
     """Run the stages of a pipeline on the ranks of an axis. All batches have the same size."""
 
     loss_fn: Callable[..., Tensor]
-    parallel: "HybridParallelTrainer"
+    parallel: "Parallelized"
 
     def __post_init__(self) -> None:
         """Create the schedule, which calls the loss on the last stage."""
@@ -33,9 +33,9 @@ class PipelineEngine(Engine):
 
         super().__post_init__()
         self._scaled_loss = _MicrobatchLoss(self.loss_fn)
-        self.num_microbatches = self.parallel.num_microbatches
-        name, stages = self.parallel.schedule_name, self.parallel.stages
-        self.schedule = make_schedule(name, stages, self.num_microbatches, self._scaled_loss)
+        layout, stages = self.parallel.layout, self.parallel.stages
+        self.num_microbatches = layout.num_microbatches
+        self.schedule = make_schedule(layout.schedule or "", stages, self.num_microbatches, self._scaled_loss)
         self.reports_loss = self.reports_loss and self.schedule.is_last
         self._batch_size: int | None = None
 
@@ -73,7 +73,7 @@ class PipelineEngine(Engine):
 
     def check_evaluation(self) -> None:  # noqa: D102 (documented in Engine)
         # In torch 2.13, the eval of these schedules needs gradients, which an evaluation does not compute.
-        name = self.parallel.schedule_name
+        name = self.parallel.layout.schedule
         if name in ("zbv", "dualpipev"):
             raise ConfigError(
                 f"pipeline_schedule={name!r} cannot be evaluated by torch: leave the validation data out, or use "

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from panther._torch import has_hooks, tree_leaves
 from panther.distributed import ClusterSpec, get_distributed_info, get_rank, get_world_size
-from panther.distributed.advisor.cost.layout import Layout
-from panther.distributed.advisor.preference import UNCALIBRATED, memory_clause
+from panther.distributed.advisor.reasons import UNCALIBRATED, memory_clause
 from panther.distributed.comm.agreement import run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.strategies import check_model
+from panther.distributed.parallelize.layout import Layout
+from panther.distributed.parallelize.rules import possible_strategies
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError, PantherError
 from panther.train.config import TrainConfig
 from panther.train.engines.losses import loss_of_output
 from panther.train.loading.feed import Feed, count_samples
-from panther.train.strategy.rules import is_model_parallel, possible_strategies
 
 if TYPE_CHECKING:
     from panther.distributed import ParallelismPlan
@@ -77,7 +77,7 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
     if advice.layout is None:
         choice = Choice(_replace(config, strategy=_other_strategy(config)))
         # Without measured speeds, and with settings that leave no choice, none was taken away.
-        can_differ = set(possible_strategies(config)) - {"ddp", "zero1"} and not is_model_parallel(config)
+        can_differ = set(possible_strategies(config)) - {"ddp", "zero1"} and not _is_model_parallel(config)
         if config.cluster_file is not None and can_differ:
             text = f"strategy='auto' uses {choice.config.strategy!r}: {advice.reason}"
             warnings.warn(text, UserWarning, stacklevel=4)
@@ -149,16 +149,17 @@ def _plan(
         return loss_fn(output, torch.zeros((rows, *target.shape[1:]), dtype=target.dtype, device="cpu"))
 
     try:
-        found = stats(loss_of_output if loss_fn is None else loss_of)
+        statistics = stats(loss_of_output if loss_fn is None else loss_of)
     except ConfigError:
         raise
     except Exception:
         if loss_fn is None:
             raise
-        found = stats(None)  # a loss may look at values, or hold tensors of its own; the model is most of the memory
+        # A loss may look at values, or hold tensors of its own. The model is most of the memory.
+        statistics = stats(None)
     schedules = _SCHEDULES if config.pipeline_schedule == "1f1b" else (config.pipeline_schedule,)
     samples = count_samples(batch) * get_world_size()
-    return plan_parallelism(found, cluster, batch=samples, schedules=schedules, refuse=refuse)
+    return plan_parallelism(statistics, cluster, batch=samples, schedules=schedules, refuse=refuse)
 
 
 class _Refusals:
@@ -193,14 +194,7 @@ class _Refusals:
 
 def _settings_against(config: TrainConfig, layout: Layout) -> str | None:
     """Return why the settings do not allow a layout; None if they do."""
-    sizes = {
-        "data_parallel_size": layout.dp * layout.replicate,
-        "data_parallel_replicate_size": layout.replicate,
-        "tensor_parallel_size": layout.tp,
-        "pipeline_parallel_size": layout.pp,
-        "num_microbatches": layout.num_microbatches,
-    }
-    for name, size in sizes.items():
+    for name, size in {**layout.sizes(), "num_microbatches": layout.num_microbatches}.items():
         setting = getattr(config, name)
         if setting not in (None, size) and (name != "num_microbatches" or layout.pp > 1):
             return f"the settings ask for {name}={setting}"
@@ -229,22 +223,24 @@ def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
 
 def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
     """Return the configuration that builds a layout, or raise ConfigError if a setting does not apply to it."""
-    sizes: dict[str, Any] = {"strategy": layout.strategy or "tp"}
-    if layout.tp > 1:
-        sizes["tensor_parallel_size"] = layout.tp
-    if layout.replicate > 1:
-        sizes["data_parallel_replicate_size"] = layout.replicate
+    sizes = {name: size for name, size in layout.sizes().items() if size > 1 and name != "data_parallel_size"}
     if layout.pp > 1:
-        sizes["pipeline_parallel_size"] = layout.pp
         sizes |= {"num_microbatches": layout.num_microbatches, "pipeline_schedule": layout.schedule}
-    return _replace(config, **sizes)
+    return _replace(config, strategy=layout.strategy or "tp", **sizes)
 
 
 def _other_strategy(config: TrainConfig) -> str:
     """Return the strategy where the advisor has no answer: the one that takes most models."""
-    if is_model_parallel(config):
+    if _is_model_parallel(config):
         return "hybrid"
     return "ddp" if "ddp" in possible_strategies(config) else "fsdp"
+
+
+def _is_model_parallel(config: TrainConfig) -> bool:
+    """Return whether layers are sharded or stages divided among ranks."""
+    return config.strategy in ("tp", "pp", "hybrid") or any(
+        (size or 1) > 1 for size in (config.tensor_parallel_size, config.pipeline_parallel_size)
+    )
 
 
 def _replace(config: TrainConfig, **settings: Any) -> TrainConfig:

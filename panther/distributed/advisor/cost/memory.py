@@ -5,8 +5,8 @@ __all__ = ["MemoryEstimate", "memory_of", "start_of"]
 from dataclasses import dataclass, replace
 from typing import cast
 
-from panther.distributed.advisor.cost._schedule_order import Order
 from panther.distributed.advisor.cost.rank import Rank
+from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 
 _STEP = 4  # bytes of Adam's step count, one per parameter

@@ -1,15 +1,15 @@
 """A rank of a layout: its stages, layers and tensors, and their bytes on the rank."""
 
-__all__ = ["Rank", "shard_numel"]
+__all__ = ["Rank", "optimizer_bytes", "shard_numel"]
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 
-from panther.distributed.advisor.cost._schedule_order import Order
-from panther.distributed.advisor.cost.layout import Layout
+from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import stages_of_rank
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
 
@@ -33,6 +33,14 @@ def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
             return rows * (columns // ranks)
     # FSDP2 pads the first dimension to a multiple of the ranks.
     return -(-shape[0] // ranks) * prod(shape[1:])
+
+
+def optimizer_bytes(trained: float, optimizer_states: int) -> float:
+    """Return the bytes that the optimizer's step reads and writes for parameters of ``trained`` bytes.
+
+    SGD reads a parameter and its gradient and writes the parameter; each moment of Adam takes about 8 accesses.
+    """
+    return (3 + 8 * optimizer_states) * trained
 
 
 class Rank:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from panther.distributed.advisor.statistics._kept_stats import transformer_stats
+from panther.distributed.advisor.statistics.cache import transformer_stats
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Measured, TensorStats
 from panther.errors import ShapeError, check_size
 
@@ -143,7 +143,7 @@ class ModelStats:
         Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
         every size of the tp axis; twice as many with activation checkpointing, and two more for DDP in mixed precision.
         """
-        from panther.distributed.advisor.statistics._measured_stats import measure
+        from panther.distributed.advisor.statistics.measured import measure
 
         _check(mixed_precision, activation_checkpointing)
 

@@ -24,14 +24,19 @@ from functools import lru_cache
 from itertools import pairwise
 
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost._schedule_order import order_of
-from panther.distributed.advisor.cost.computing import microbatch_seconds, optimizer_seconds
-from panther.distributed.advisor.cost.layout import Layout
+from panther.distributed.advisor.cost.duration import (
+    Traffic,
+    along,
+    data_parallel,
+    microbatch_seconds,
+    optimizer_seconds,
+)
 from panther.distributed.advisor.cost.memory import MemoryEstimate, memory_of, start_of
 from panther.distributed.advisor.cost.rank import Rank
-from panther.distributed.advisor.cost.traffic import Traffic, along, data_parallel
+from panther.distributed.advisor.cost.schedule import order_of
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import balance_stages
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
 from panther.errors import ShapeError

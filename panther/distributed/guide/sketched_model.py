@@ -9,7 +9,7 @@ from numbers import Real
 
 from torch import Tensor, nn
 
-from panther.distributed._layer_configs import perceptron
+from panther.distributed.guide.layer_configs import perceptron
 from panther.errors import PerformanceWarning, ShapeError, check_size
 
 

@@ -33,7 +33,7 @@ from panther._torch import (
     tree_map_only,
     untracked_shard,
 )
-from panther.distributed.advisor.statistics._regions import Policy, Regions, storage, tensors_in
+from panther.distributed.advisor.statistics.regions import Policy, Regions, storage, tensors_in
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError

@@ -70,7 +70,7 @@ def _layer(entry: dict[str, Any]) -> LayerStats:
 
 def measured_values(sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the result of ``measure_transformer(**sizes)`` as plain values, or the reason why it refuses."""
-    from panther.distributed.advisor.statistics._measured_stats import measure_transformer
+    from panther.distributed.advisor.statistics.measured import measure_transformer
 
     try:
         stats = measure_transformer(**sizes)

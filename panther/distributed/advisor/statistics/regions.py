@@ -103,10 +103,12 @@ class _Block:
 
 
 def storage(tensor: Tensor) -> int:
+    """Return a number that tensors share if they share their memory."""
     return storage_key(untracked_shard(tensor))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

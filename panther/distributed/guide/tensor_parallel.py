@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm.collectives import all_gather
 from panther.distributed.comm.ranks import require_process_group, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group
+from panther.distributed.guide.layer_configs import check_configs
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._linear import ColwiseSKLinear, RowwiseSKLinear, shard_layer_
 from panther.nn import SKLinear

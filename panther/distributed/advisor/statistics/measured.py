@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, tree_leaves, untracked_shard
-from panther.distributed.advisor.statistics._fake_run import (
+from panther.distributed.advisor.statistics.fake_run import (
     Run,
     Work,
     fake_inputs,
@@ -23,8 +23,8 @@ from panther.distributed.advisor.statistics._fake_run import (
     meta_copy,
     run,
 )
-from panther.distributed.advisor.statistics._regions import Policy
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
+from panther.distributed.advisor.statistics.regions import Policy
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy

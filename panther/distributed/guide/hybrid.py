@@ -1,38 +1,41 @@
-"""Data, tensor and pipeline parallelism combined, on one mesh.
-
-The order is fixed: plan the stages while layers are full, shard layers along tp, wrap the blocks that are recomputed in
-backward, make the stages, shard them along dp.
-"""
+"""The distributed guide's trainer of a model over up to three axes of ranks: one step on any layout."""
 
 __all__ = ["HybridParallelTrainer"]
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from panther.distributed.comm.agreement import agree
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
-from panther.distributed.comm.mesh import make_mesh
 from panther.distributed.comm.ranks import transport
-from panther.distributed.comm.supervision.groups import flatten_mesh
-from panther.distributed.data.sharded_blocks import fsdp_blocks
-from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
-from panther.distributed.hybrid.configuration import checked_config, layers_of
+from panther.distributed.guide.layer_configs import check_configs
+from panther.distributed.parallelize.build import parallelize
+from panther.distributed.parallelize.config import ParallelismConfig
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
-from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, make_schedule
-from panther.distributed.pipeline.stage_modules import StageModules
-from panther.distributed.pipeline.stages import StagePlan, plan_stages
-from panther.distributed.sync.replicas import broadcast_model, built
-from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
-from panther.distributed.tensor.parallelize import TensorParallelReport, describe_plan, shard_model_
-from panther.distributed.tensor.sharding_plan import Plan, plan_automatically, plan_by_names
+from panther.distributed.pipeline.schedules import PipelineSchedule, make_schedule
+from panther.distributed.tensor.styles import ColwiseSKParallel
 from panther.errors import ShapeError
+from panther.nn import SKLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HybridConfig(ParallelismConfig):
+    """The settings of a HybridParallelTrainer: how the model is distributed, and how gradients are clipped."""
+
+    _title: ClassVar[str] = "parallelism_config"
+
+    gradient_clipping: float | None = None
+    """Largest allowed norm of the gradient of the whole model. None does not clip."""
 
 
 class HybridParallelTrainer:
@@ -49,15 +52,8 @@ class HybridParallelTrainer:
             and ``sketch_size``, without activations between them. If any mapping has the key ``tensor_parallel``,
             layers with the value True are sharded along tp by their outputs, which are gathered, and all other layers
             are replicated. Without this key, pairs are sharded, as by :func:`tensor_parallel`.
-        parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (the
-            rest of the world), ``data_parallel_replicate_size`` (1: the number of replicas that these ranks form, each
-            sharded in itself, with ``"fsdp"``), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``),
-            ``gradient_clipping`` (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``),
-            ``mixed_precision`` (None, as for :func:`data_parallel`), ``activation_checkpointing`` (``"none"``; or
-            ``"selective"``, ``"full"``, as in :class:`panther.train.TrainConfig`), and for ``"fsdp"`` ``cpu_offload``
-            (False) and ``reshard_after_forward`` (True), as for :func:`data_parallel`. For the stages of a model other
-            than an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of
-            one microbatch, and ``inside_sketched_layers`` (False), as for :func:`split_stages`.
+        parallelism_config: A mapping of settings of :class:`ParallelismConfig` to values, and of ``gradient_clipping``
+            to the largest norm of the gradient of the whole model (None, which does not clip).
 
     Attributes:
         model_config: The mapping or function that was passed; None for a module.
@@ -72,13 +68,11 @@ class HybridParallelTrainer:
         tp_rank: The rank of this process in ``tp_group``.
 
     Raises:
-        ConfigError: If a key or the kind of data parallelism is unknown.
-        ValueError: If any other value is unknown or out of range.
-        TypeError: If a value has the wrong type.
-        ShapeError: If the product of the sizes is not the world size, or the model cannot be split into stages.
-        DistributedError: If there is no process group, the model is wrapped or sharded already, or torch does not
-            support the combination: ``"ddp"`` with tensor parallelism (it loses the sharded parameters), or with a
-            pipeline (it fails in the second step).
+        ConfigError: If a setting or its value is unknown, has the wrong type or is out of range, or settings contradict
+            each other or do not suit the world size.
+        TypeError: If the model or the settings have the wrong type.
+        ShapeError: If the model cannot be split into stages.
+        DistributedError: If there is no process group, or the model is wrapped or sharded already.
 
     Example:
         >>> import panther as pr
@@ -97,89 +91,24 @@ class HybridParallelTrainer:
         model_config: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
         parallelism_config: Mapping[str, Any],
     ) -> None:
-        config = checked_config(parallelism_config)
+        if not isinstance(parallelism_config, Mapping):
+            kind = type(parallelism_config).__name__
+            raise TypeError(f"parallelism_config must be a mapping of names to values, not {kind}")
+        config = _HybridConfig(**{str(name): value for name, value in parallelism_config.items()})
         # A module is not stored, because it would keep the layers of other ranks in memory.
         self.model_config = None if isinstance(model_config, nn.Module) else model_config
-        self.parallelism_config = config
-        replicas = config["data_parallel_replicate_size"]
-        self.mesh = make_mesh(
-            dp=config["data_parallel_size"] // replicas,
-            pp=config["pipeline_parallel_size"],
-            tp=config["tensor_parallel_size"],
-            replicate=replicas if replicas > 1 else None,
-        )
-        data = self.mesh["replicate", "dp"] if replicas > 1 else self.mesh["dp"]
-        self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
-        self.num_microbatches = config["num_microbatches"]
-        self.dp_group = (flatten_mesh(data, "data") if replicas > 1 else data).get_group()
-        self.tp_group = self.mesh["tp"].get_group()
-        self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), self.mesh["tp"].get_local_rank()
+        model, styles = _layers_of(model_config)
+        parallel = parallelize(model, config, styles=styles, all_axes=True)
+        layout = parallel.layout
+        self.model, self.stages = parallel.model, parallel.stages
+        self.mesh, self.report = parallel.mesh, parallel.report
+        self.dp_group, self.tp_group = parallel.groups.data, self.mesh["tp"].get_group()
+        self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), dist.get_rank(self.tp_group)
+        self.parallelism_config = vars(config) | layout.sizes() | {"num_microbatches": layout.num_microbatches}
+        self.gradient_clipping, self.schedule_name = config.gradient_clipping, config.schedule
+        self.num_microbatches = layout.num_microbatches
         self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
-        if isinstance(model_config, nn.Module) or callable(model_config):
-            model, styles = built(model_config), None
-        else:
-            model, styles = layers_of(model_config)
-        strategy, precision = config["data_parallel"], config["mixed_precision"]
-        layer_plan: Plan = {}
-        stage_plans: list[StagePlan] = []
-
-        def settings() -> dict[str, Any]:
-            check_model(model, strategy)
-            described = {name: value for name, value in config.items() if name != "sample_input"}
-            if config["tensor_parallel_size"] > 1:
-                ranks = config["tensor_parallel_size"]
-                layer_plan.update(plan_automatically(model, ranks) if styles is None else plan_by_names(model, styles))
-            if (
-                config["pipeline_parallel_size"] > 1
-            ):  # before the layers are sharded, because the trace needs full layers
-                stage_plans[:] = [self._plan(model, config)]
-                described["sample_input"] = stage_plans[0].sample
-            return described | describe_plan(layer_plan)
-
-        # This is the only exchange and the only broadcast of the model; later steps send none of its tensors.
-        broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
-        self.report: TensorParallelReport | None = None
-        # Tensor parallelism comes before data parallelism, because only FSDP can shard a shard again.
-        if config["tensor_parallel_size"] > 1:
-            self.report = shard_model_(model, self.mesh["tp"], layer_plan)
-        halved = stage_plans[0].blocks.halved if stage_plans else ()
-        undivided = {module for name, module in model.named_modules() if name not in halved}
-        # Recomputing halves of a layer saves nothing, because they keep only their inputs.
-        blocks = [block for block in fsdp_blocks(model) if block in undivided]
-        checkpoint_blocks_(model, blocks, config["activation_checkpointing"])
-        self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
-        sharding: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": config["cpu_offload"]}
-        if not config["reshard_after_forward"]:
-            sharding["reshard_after_forward"] = False  # FSDP2's default keeps only the root unit gathered
-        for stage in self.stages:
-            fully_shard_(stage.submod, data, strategy, one_block=True, **sharding)
-        if self.stages:
-            self.model: nn.Module = StageModules(stage.submod for stage in self.stages)
-        elif strategy == "ddp":
-            self.model = wrap_in_ddp(model, self.dp_group, init_sync=False)
-        else:
-            self.model = fully_shard_(model, data, strategy, **sharding)
-
-    def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
-        layers = config["pipeline_layers"]
-        if layers is None and not isinstance(model, nn.Sequential):
-            raise ShapeError(
-                f"a pipeline splits an nn.Sequential, not a {type(model).__name__}: make the model one, or name its "
-                "ModuleList in pipeline_layers"
-            )
-        kind, ranks = SCHEDULES[self.schedule_name], self.mesh["pp"].size()
-        n, sample_input = ranks * kind.stages_per_rank, config["sample_input"]
-        trained = [child for child in model.children() if any(p.requires_grad for p in child.parameters())]
-        if layers is None and len(trained) < n:
-            raise ShapeError(
-                f"every one of {n} stages must have something to train, and {len(trained)} of the model's children "
-                "have parameters that require a gradient: use fewer stages"
-            )
-        inside = config["inside_sketched_layers"]
-        return plan_stages(
-            model, n, ranks, order=kind.order, layers=layers, sample_input=sample_input, inside_sketched_layers=inside
-        )
 
     def train_step(
         self,
@@ -273,6 +202,27 @@ class HybridParallelTrainer:
         loss = self._loss_fn(self.model(data), targets)
         loss.backward()
         return loss
+
+
+def _layers_of(model_config: Any) -> tuple[Any, dict[str, ParallelStyle] | None]:
+    """Return the model, and the styles of the layers to shard; None to plan them."""
+    if isinstance(model_config, nn.Module) or callable(model_config):
+        return model_config, None
+    if not isinstance(model_config, Mapping):
+        raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
+    if set(model_config) != {"layers"}:
+        keys = ", ".join(map(str, model_config)) or "none"
+        raise ValueError(f"model_config must be a module or have the key 'layers', and has {keys}")
+    layers = model_config["layers"]
+    sizes = check_configs(layers, optional=("tensor_parallel",))
+    model = nn.Sequential(*(SKLinear(*layer_sizes) for layer_sizes in sizes))
+    if not any("tensor_parallel" in layer for layer in layers):
+        return model, None
+    for index, layer in enumerate(layers):
+        if not isinstance(flag := layer.get("tensor_parallel", False), bool):
+            raise TypeError(f"layers[{index}]['tensor_parallel']={flag!r} must be True or False")
+    gathered = ColwiseSKParallel(output_layouts=Replicate())
+    return model, {str(index): gathered for index, layer in enumerate(layers) if layer.get("tensor_parallel")}
 
 
 def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:

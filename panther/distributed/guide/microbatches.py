@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.distributed._layer_configs import check_configs, perceptron
+from panther.distributed.guide.layer_configs import check_configs, perceptron
 from panther.distributed.pipeline.balance import balance_stages
 from panther.distributed.pipeline.losses import check_reduction
 from panther.errors import ShapeError, check_device, check_size

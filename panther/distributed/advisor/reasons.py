@@ -1,0 +1,120 @@
+"""The reasons of a plan: why an option is the best or not, and the layout that ``strategy="auto"`` takes."""
+
+__all__ = ["REQUIRED_SPEEDUP", "UNCALIBRATED", "Preference", "explain", "memory_clause", "preferred"]
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from panther._text import format_bytes, format_seconds
+from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cost.model import Estimate
+from panther.distributed.parallelize.layout import Layout
+
+if TYPE_CHECKING:
+    from panther.distributed.advisor.plan import Option
+
+_TIMES = {
+    "compute": "computing",
+    "optimizer": "the optimizer's step",
+    "bubble": "idle time of the pipeline",
+    "tp": "communication over tp",
+    "pp": "communication between stages",
+    "dp": "gradient and parameter communication over dp",
+}
+REQUIRED_SPEEDUP = 1.2
+"""How many times as fast as the simplest layout another one must be, by measured speeds. Predicted steps are off by up
+to 30 %, and a layout that is harder to work with should gain about as much as their error."""
+UNCALIBRATED = "speeds are uncalibrated, so no other layout was preferred for its predicted speed"
+
+
+class Preference(NamedTuple):
+    """A layout, and why it is preferred to the others."""
+
+    option: "Option"
+    reason: str
+
+
+def preferred(options: Sequence["Option"], cluster: ClusterSpec) -> Preference:
+    """Return the layout of a plan that ``strategy="auto"`` builds.
+
+    Layouts that fit, and keep to the budget if there is one, are ordered by simplicity: ``"ddp"``, then data
+    parallelism of other kinds, then tensor and pipeline parallelism. The first one is taken, unless the speeds of the
+    cluster were measured and the fastest layout is at least :data:`REQUIRED_SPEEDUP` times as fast.
+    """
+    possible = [option for option in options if option.possible]
+    if not possible:
+        return Preference(options[0], "no layout fits, and this is the closest")
+    simplest = min(possible, key=lambda option: _complexity(option.layout))  # the first of equals, in the plan's order
+    fastest = min(possible, key=lambda option: option.estimate.step_seconds)
+    speedup = simplest.estimate.step_seconds / fastest.estimate.step_seconds
+    if cluster.calibrated and speedup >= REQUIRED_SPEEDUP:
+        return Preference(fastest, f"by measured speeds it is {speedup:.3g} times as fast as {simplest.layout}")
+    why = UNCALIBRATED
+    if cluster.calibrated:
+        why = f"by measured speeds no other layout is {REQUIRED_SPEEDUP} times as fast"
+    simpler = [option for option in options if _complexity(option.layout) < _complexity(simplest.layout)]
+    if simpler:
+        missed = min(simpler, key=lambda option: _complexity(option.layout))
+        verb = "costs more than the budget" if missed.fits else f"does not fit ({_needs(missed, cluster)})"
+        return Preference(simplest, f"{missed.layout} {verb}; {why}")
+    return Preference(simplest, f"{_needs(simplest, cluster)}; {why}")
+
+
+def memory_clause(subject: str, needed: float, room: float) -> str:
+    """Return how many bytes something needs of those that a rank may use; ``subject`` ends in the verb."""
+    return f"{subject} {format_bytes(needed)} of the {format_bytes(room)} that a rank may use"
+
+
+def _needs(option: "Option", cluster: ClusterSpec) -> str:
+    return memory_clause("it needs", option.estimate.peak, cluster.memory_bytes * cluster.usable)
+
+
+def _complexity(layout: Layout) -> tuple[bool, bool]:
+    """Return a key that orders layouts by how much they differ from one process that trains the whole model."""
+    return layout.tp * layout.pp > 1, layout.strategy != "ddp"
+
+
+def explain(estimates: Sequence[Estimate], index: int, room: float, objective: str) -> str:
+    """Return a sentence that explains why the estimate at ``index`` is the best, or why it is not.
+
+    ``room`` is the memory that a rank may use, in bytes.
+    """
+    best, other = estimates[0], estimates[index]
+    if other.peak > room:
+        start, closest = (f"{other.layout} does not fit.", "") if index else ("No layout fits.", ", the closest,")
+        over = f"{format_bytes(other.peak - room)} more than the {format_bytes(room)} that may be used"
+        needs = f"{start} {other.layout}{closest} needs {format_bytes(other.peak)}"
+        if other.memory.total > room:
+            return f"{needs}, {over}, mostly for {_largest(other)}."
+        if other.start > other.start_on_meta:
+            return (
+                f"{needs} at the start, {over}, because every rank holds all of a model with values: build it on the "
+                f"meta device or in a function, to start with {format_bytes(other.start_on_meta)}."
+            )
+        return f"{needs} at the start, {over}, for its shards and its largest module in full."
+    if index == 0:
+        fitting = sum(e.peak <= room for e in estimates)
+        quality = "has the shortest step" if objective == "time" else "needs the least memory"
+        reason = f"{quality} of the {fitting} options that fit" if fitting > 1 else "is the only option that fits"
+        part = max(best.seconds, key=lambda name: best.seconds[name])
+        return (
+            f"{best.layout} is best: it {reason}. A step takes {format_seconds(best.step_seconds)}, mostly "
+            f"{_TIMES[part]}, and a rank needs {format_bytes(best.memory.total)} of the {format_bytes(room)} that may "
+            f"be used, mostly {_largest(best)}."
+        )
+    # Compare by the objective, and by the other measure in case of a tie.
+    seconds = "takes {:.4g} times as long as", other.seconds, best.seconds, format_seconds
+    memory = "needs {:.4g} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
+    for words, parts, least, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
+        ratio = sum(parts.values()) / sum(least.values())
+        if ratio != 1:
+            part = max(parts, key=lambda name: parts[name] - least[name])
+            more = format_(parts[part] - least[part])
+            return f"{other.layout} {words.format(ratio)} the best: {more} more for {_TIMES.get(part, part)}."
+    return f"{other.layout} takes as long as the best and needs as much memory."
+
+
+def _largest(e: Estimate) -> str:
+    parts = e.memory.parts()
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} ({format_bytes(parts[name])})"

@@ -1,3 +1,0 @@
-"""Data, tensor and pipeline parallelism together."""
-
-__all__: list[str] = []
