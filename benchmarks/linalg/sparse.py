@@ -115,7 +115,7 @@ def _sketch(A: scipy.sparse.csr_array, d: int, budget_s: float) -> list[dict[str
         return abs(float(np.square(rows).sum()) / float(squares.sum()) - 1)
 
     calls: Calls = {
-        "panther SJLT, 4 entries a column, dense result": lambda: tensor @ S.T,
+        "panther SJLT, 4 entries a column, dense result": lambda: tensor @ S.T,  # type: ignore[operator]
         "scikit-learn, 1.7 entries a column, dense result": partial(dense.transform, A),
         "scikit-learn, 1.7 entries a column, sparse result": partial(fitted.transform, A),
     }

@@ -323,10 +323,10 @@ def _scaled(operand: Operand, power: int) -> Operand:
         return _like(operand, times_two_to(operand.dense, [power]))
     A = operand.A
     if not isinstance(A, Tensor):
-        values = times_two_to(tensor_of(A.data), [power]).numpy()
-        return _like(operand, type(A)((values, A.indices, A.indptr), shape=A.shape))
+        scaled = times_two_to(tensor_of(A.data), [power]).numpy()
+        return _like(operand, type(A)((scaled, A.indices, A.indptr), shape=A.shape))
     values = times_two_to(A.values(), [power])
-    return _like(operand, coo_tensor(A.indices(), values, tuple(A.shape), is_coalesced=True))
+    return _like(operand, coo_tensor(A.indices(), values, (A.shape[0], A.shape[1]), is_coalesced=True))
 
 
 def _warn(solution: Solution, N: Preconditioner) -> None:
