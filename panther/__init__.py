@@ -11,7 +11,7 @@ from ._missing_names import missing_name
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import compat, compression, distributed, errors, kernels, linalg, nn, optim, sketch, train, tuning
+    from . import compat, compression, distributed, errors, inspect, kernels, linalg, nn, optim, sketch, train, tuning
     from .compression import (
         CompressionReport,
         HealConfig,
@@ -39,6 +39,7 @@ _MODULES = (
     "tuning",
     "distributed",
     "errors",
+    "inspect",
     "compat",
 )
 _FUNCTIONS_AND_CLASSES = {
@@ -75,6 +76,7 @@ __all__ = [
     "errors",
     "from_pretrained",
     "fuse_",
+    "inspect",
     "kernels",
     "linalg",
     "linearize_",

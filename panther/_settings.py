@@ -1,6 +1,6 @@
-"""Base class of settings that are passed by name and checked against their types."""
+"""Base class of settings that are passed by name and checked against their types, and functions that take settings."""
 
-__all__ = ["Settings", "kinds"]
+__all__ = ["Settings", "kinds", "takes_settings"]
 
 import dataclasses
 import functools
@@ -8,12 +8,43 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from panther._setting_names import name_hint, value_hint
 from panther.errors import ConfigError
+
+_Fields = ParamSpec("_Fields")
+_Config, _Model, _Result = TypeVar("_Config"), TypeVar("_Model"), TypeVar("_Result")
+
+
+def takes_settings(
+    config_class: Callable[_Fields, _Config],
+) -> Callable[[Callable[[_Model, _Config], _Result]], Callable[Concatenate[_Model, _Fields], _Result]]:
+    """Decorate a function of a model and a configuration, so that callers pass the configuration's fields.
+
+    The fields, with their types and defaults, are written once, in the dataclass. ``help``, documentation and type
+    checkers see a function of the model and the fields.
+    """
+
+    def decorate(function: Callable[[_Model, _Config], _Result]) -> Callable[Concatenate[_Model, _Fields], _Result]:
+        signature = inspect.signature(function)
+        model, _ = signature.parameters.values()
+        signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> _Result:
+            try:
+                settings = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(settings.pop(model.name), config_class(**settings))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]  # inspect.signature reads it
+        return call
+
+    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from panther.cli._user_function import call, current_folder_importable, names_fu
 from panther.errors import PantherError
 
 if TYPE_CHECKING:
-    from panther.tuning.module_tree import ModuleTree
+    from panther.inspect import ModuleTree
 
 _FLOATING = ("F", "BF", "C")  # how safetensors' names of floating-point dtypes begin
 _KINDS = "a folder of transformers, one that pr.save_compressed wrote, a checkpoint of Panther's Trainer"
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(model: str, depth: int | None) -> "ModuleTree":
     from torch import nn
 
-    from panther.tuning.module_tree import tree
+    from panther.inspect import tree
 
     folder = Path(model)
     if folder.is_dir():
@@ -64,8 +64,8 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     from panther.distributed.checkpoint.folders import folder_of
     from panther.distributed.checkpoint.manifest import MANIFEST
     from panther.files.weights import weight_files
+    from panther.inspect import tree_of_tensors
     from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
-    from panther.tuning.module_tree import tree_of_tensors
 
     files = sorted(folder.glob("*.safetensors"))
     if (folder / MANIFEST).exists() or (not files and any(folder.glob("step-*"))):
@@ -87,7 +87,7 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
 def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
     from panther.distributed.checkpoint.manifest import read_manifest
     from panther.distributed.checkpoint.storage import empty
-    from panther.tuning.module_tree import tree_of_tensors
+    from panther.inspect import tree_of_tensors
 
     manifest = read_manifest(folder)
     tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}

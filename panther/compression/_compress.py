@@ -3,24 +3,23 @@
 __all__ = ["compress", "sketch_layers_"]
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from panther._settings import takes_settings
 from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.model_state import without_compiled_blocks
-from panther.compression.calibration.runner import Loss, Runner
+from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector, select_targets
 from panther.compression.config import CompressConfig, HealConfig, SketchConfig
 from panther.compression.forms import LOW_RANK, Option, Replacement
 from panther.compression.forms.low_rank import convert_seeded
 from panther.compression.install import Outcome, install_layers
-from panther.compression.preparation import prepare
+from panther.compression.preparation import make_runner, prepare
 from panther.compression.report import CompressionReport, HealResult
 from panther.compression.selection.allocation import Allocation
 from panther.compression.selection.measurement import Measured, measure
@@ -35,36 +34,8 @@ _SUSPICIOUS_RATIO = 10.0
 _REPEATABLE = 1e-5
 
 
-def compress(
-    model: nn.Module,
-    budget: float | None = None,
-    calibration: Any = None,
-    *,
-    bits: float | None = None,
-    max_bytes: int | None = None,
-    max_error: float | None = None,
-    speedup: float | None = None,
-    max_latency_ms: float | None = None,
-    forms: str | Sequence[str] | None = None,
-    allow_slower: bool | None = None,
-    rank_multiple: int = 8,
-    group_size: int | None = 128,
-    activations: str | None = None,
-    include: Selector | Sequence[Selector] | None = None,
-    exclude: Selector | Sequence[Selector] | None = None,
-    method: str = "two_sided",
-    allocate: str | None = None,
-    sequential: bool = False,
-    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-    loss_fn: Loss | None = None,
-    mask_fn: Callable[[Any], Tensor | None] | None = None,
-    heal: HealConfig | None = None,
-    statistics_memory_bytes: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    seed: int | None = None,
-    measure_speed: bool = True,
-    progress: bool | None = None,
-) -> CompressionReport:
+@takes_settings(CompressConfig)
+def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # noqa: D417 (callers pass its fields)
     r"""Compress a trained model in place: replace dense layers by smaller ones that give nearly the same output.
 
     Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become fitted :class:`~panther.nn.SKLinear` and
@@ -182,38 +153,34 @@ def compress(
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
-    settings = dict(locals())
-    check_model(settings.pop("model"))
+    check_model(model)
     check_adapters(model)
-    config = CompressConfig(**settings)
-    if heal is not None:
+    if config.heal is not None:
         from panther.compression.heal import (
             healing,
         )  # here, because it loads the Trainer and torch.distributed's engines
 
-        healing.check_ranks(group)
+        healing.check_ranks(config.group)
     with _plain_tensors() as forward_device, without_compiled_blocks(model):
-        runner = Runner(
-            model, calibration, forward_fn, mask_fn, group, progress, loss_fn, forward_device=forward_device
-        )
-        seed = runner.shared_seed(check_seed(seed))
+        runner = make_runner(model, config, forward_device=forward_device)
+        seed = runner.shared_seed(check_seed(config.seed))
         with runner.calibrating(seed):
             prepared = prepare(runner, config, seed)
-            replacement, notes = prepared.convert(sequential, max_error)
-            measured = measure(runner, prepared.survey.targets, replacement, speed=measure_speed)
+            replacement, notes = prepared.convert(config.sequential, config.max_error)
+            measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
             outcome = Outcome(
-                prepared.survey, prepared.allocation, replacement, method, seed, prepared.fits, measured,
-                allow_slower=allow_slower, output=runner.output_name,
+                prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
+                allow_slower=config.allow_slower, output=runner.output_name,
             )  # fmt: skip
             notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
             if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):
-                warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=2)
+                warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=3)
         healed, write_ = None, None
         outcome = outcome.without_fits()  # healing needs the memory
         del prepared
-        if heal is not None and replacement:
-            healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
-        notes += calibration_notes + _healing_notes(heal, healed)
+        if config.heal is not None and replacement:
+            healed, write_ = healing.heal(runner, replacement, config.heal, seed=seed)
+        notes += calibration_notes + _healing_notes(config.heal, healed)
         return install_layers(model, replace(outcome, healed=healed, write_=write_, notes=notes))
 
 

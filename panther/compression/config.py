@@ -5,7 +5,7 @@ __all__ = ["SIZES", "CompressConfig", "HealConfig", "SketchConfig", "form_settin
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
@@ -168,9 +168,11 @@ SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms"
 _TIMED = ("speedup", "max_latency_ms")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CompressConfig:
     """The arguments of :func:`panther.compress` except for the model, checked; the function documents them.
+
+    The function has its signature from here, by :func:`panther._settings.takes_settings`.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -179,6 +181,7 @@ class CompressConfig:
 
     budget: float | None = None
     calibration: Any = None
+    _: KW_ONLY
     bits: float | None = None
     max_bytes: int | None = None
     max_error: float | None = None

@@ -181,7 +181,7 @@ class _Weights:
 
 def _widths_of(options: Sequence[Option]) -> tuple[int, ...]:
     """Return the widths of the codes that options need, in rising order."""
-    return tuple(sorted({width for option in options if (width := form_named(option.form).width) is not None}))
+    return tuple(sorted({option.bits for option in options if option.bits and form_named(option.form).uses_rounding}))
 
 
 def _with_losses(options: Sequence[Option], fit: TargetFit, scale: float) -> list[Option]:

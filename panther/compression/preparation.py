@@ -1,10 +1,17 @@
-"""Prepare a model for choices: survey its layers, time their forms, fit their weights, and choose within the size."""
+"""Prepare a model for choices: survey its layers, time their forms, fit their weights, and choose within a size.
 
-__all__ = ["Prepared", "fit_with_care", "prepare", "survey_model"]
+:func:`prepare` does so for the one size of :func:`panther.compress`. :func:`prepare_for_budgets` fits everything that
+any size needs, so that :func:`panther.tune` can choose many times.
+"""
+
+__all__ = ["Prepared", "make_runner", "prepare", "prepare_for_budgets", "survey_model"]
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import torch
+from torch import nn
 
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
@@ -14,9 +21,10 @@ from panther.compression.fitting import fit_targets
 from panther.compression.forms import DENSE, LOW_RANK, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_all, convert_in_sequence
 from panther.compression.selection.allocation import Allocation, allocate_fast_forms, allocate_forms, byte_limit
+from panther.compression.selection.convex_hull import BYTES, Cost
 from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
-from panther.compression.selection.timing import Timing, time_layers
+from panther.compression.selection.timing import Timing, seconds, time_layers
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Prepared:
         fits: Fits of all weights; empty if nothing was fitted.
         allocation: The choice.
         speed_target: The speed that the model has to reach; None if the size is not a time.
+        cost: What budgets limit, bytes or seconds.
     """
 
     runner: Runner
@@ -38,6 +47,29 @@ class Prepared:
     fits: Fits = field(default_factory=Fits)
     allocation: Allocation = field(default_factory=lambda: Allocation({}, "fixed"))
     speed_target: SpeedTarget | None = None
+    cost: Cost = BYTES
+
+    @property
+    def dense_cost(self) -> float:
+        """Return the cost of all unchanged layers."""
+        return sum(map(self.cost.dense, self.survey.targets))
+
+    def comparable_options(self) -> Options:
+        """Return the options with losses that can be compared between layers.
+
+        Without gradients of the model's output, the losses are the squared relative errors of the layers' outputs.
+        """
+        if self.survey.gradients:
+            return self.allocation.options
+        return {
+            target: [replace(option, loss=(option.error or 0.0) ** 2) for option in options]
+            for target, options in self.fits.options.items()
+        }
+
+    def allocate(self, limit: float) -> Allocation:
+        """Return the choice within another limit, in units of the cost."""
+        kind = _kind_of_choice(self.survey)
+        return allocate_forms(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
 
     def convert(self, sequential: bool, max_error: float | None) -> tuple[Replacement, list[str]]:
         """Return the new layers of the choice, and notes.
@@ -60,6 +92,14 @@ class Prepared:
         ]
 
 
+def make_runner(model: nn.Module, config: CompressConfig, forward_device: torch.device | None = None) -> Runner:
+    """Return the model with the batches and functions of ``config``."""
+    return Runner(
+        model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress, config.loss_fn,
+        forward_device,
+    )  # fmt: skip
+
+
 def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
     """Survey the layers, fit their weights, and choose within the size that ``config`` asks for.
 
@@ -67,8 +107,7 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
         CompressionError: If no layer is eligible, the size is infeasible, or the batches are too few.
     """
     settings, survey = config.form_settings, survey_model(runner, config)
-    # Only with gradients of the output are the losses of different layers in the same unit.
-    allocate = (config.allocate or "global") if survey.gradients else "uniform"
+    allocate = _kind_of_choice(survey, config.allocate)
     options: Options = {target: settings.options(target) for target in survey.targets}
     timing, speed_target = None, None
     if config.speed_setting is not None or (config.avoids_slower and config.measure_speed and runner.held_out):
@@ -99,8 +138,38 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
         fits = Fits(options=options, settings=settings)
         allocation = allocation_of(fits)
     else:
-        fits, allocation = fit_with_care(runner, survey, config, options, limit, seed, allocation_of)
+        fits, allocation = _fit_with_care(runner, survey, config, options, limit, seed, allocation_of)
     return Prepared(runner, survey, seed, fits, allocation, speed_target)
+
+
+def prepare_for_budgets(runner: Runner, config: CompressConfig, seed: int, *, by_time: bool) -> Prepared:
+    """Survey the layers, and fit their weights for choices within any budget; the first one is ``config.budget``.
+
+    Args:
+        runner: The model and its batches.
+        config: The settings, with a ``budget``.
+        seed: Seed of sketches and random directions.
+        by_time: Whether budgets limit the seconds of the layers instead of their bytes.
+
+    Raises:
+        CompressionError: If no layer is eligible, or the batches are too few.
+    """
+    assert config.budget is not None
+    settings, survey = config.form_settings, survey_model(runner, config)
+    options: Options = {target: settings.options(target) for target in survey.targets}
+    cost = BYTES
+    if by_time:
+        timing = Timing(time_layers(runner, survey.targets, settings))
+        options = {target: timing.fast_options(target, options[target]) for target in options}
+        cost = seconds(timing.times)
+    prepared = Prepared(runner, survey, seed, cost=cost)
+    limit = config.budget * prepared.dense_cost
+
+    def allocation_of(fits: Fits) -> Allocation:
+        return replace(prepared, fits=fits).allocate(max(limit, cost.least(fits.options)))
+
+    fits, allocation = _fit_with_care(runner, survey, config, options, None, seed, allocation_of)
+    return replace(prepared, fits=fits, allocation=allocation)
 
 
 def survey_model(runner: Runner, config: CompressConfig) -> Survey:
@@ -119,7 +188,12 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
     return survey
 
 
-def fit_with_care(
+def _kind_of_choice(survey: Survey, allocate: str | None = None) -> str:
+    """Return the kind of choice; only with gradients of the output are losses of different layers in one unit."""
+    return (allocate or "global") if survey.gradients else "uniform"
+
+
+def _fit_with_care(
     runner: Runner,
     survey: Survey,
     config: CompressConfig,

@@ -5,13 +5,9 @@ runs one trial, ``runners`` runs trials in turn or side by side, ``study`` is Op
 """
 
 from ._tune import tune
-from .module_tree import ModuleTree, TreeComparison, TreeRow, tree
 from .prepared import Plan
 from .result import Trial, TuneResult
 from .spaces.selection import Group
 from .spaces.values import Choice, Float, Int
 
-__all__ = [
-    "Choice", "Float", "Group", "Int", "ModuleTree", "Plan", "TreeComparison", "TreeRow", "Trial", "TuneResult", "tree",
-    "tune",
-]  # fmt: skip
+__all__ = ["Choice", "Float", "Group", "Int", "Plan", "Trial", "TuneResult", "tune"]

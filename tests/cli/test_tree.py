@@ -11,7 +11,7 @@ import panther as pr
 from panther.cli import main
 from panther.compression.selection.allocation import model_bytes
 from panther.distributed import checkpoint
-from panther.tuning import tree
+from panther.inspect import tree
 
 MODELS = """
 from torch import nn

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from panther.compression.forms import Form, Option, register
+from panther.compression.forms import Form, register
 from panther.compression.forms.replacement import replace_layers
 from panther.nn.base import CompressedModule
 
@@ -55,6 +55,7 @@ class Table(Form):
 
     name = "nf4"
     layers = (TableLinear,)
+    bits = 4
 
     def accepts(self, target):
         return not isinstance(target.modules[0], nn.Conv2d)
@@ -97,9 +98,6 @@ class Table(Form):
         return TableLinear(
             target.inner, target.outer, size, bias=module.bias is not None, device=like.device, dtype=like.dtype
         )
-
-    def options(self, target, settings):
-        return [Option(self.name, self.stored_bytes(target, 0, settings), None, 4)]
 
 
 register(Table())

@@ -152,8 +152,8 @@ class Form:
     Attributes:
         name: The name by which users ask for it.
         layers: Classes of the layers that it makes. :func:`register` lets saved models contain them.
-        width: Bits of the shared codes (rounded with error feedback, :mod:`.rounding`) that it is made of; None for a
-            form without them.
+        bits: Width of its codes; None for a form without codes.
+        uses_rounding: Whether its codes are those of :mod:`.rounding`, which are fitted once for all forms of a width.
         is_default: Whether :func:`panther.compress` considers the form unless ``forms`` is given.
         has_rank: Whether its options have ranks.
         is_quantized: Whether its layers can round their inputs (``activations``).
@@ -161,7 +161,8 @@ class Form:
 
     name: str
     layers: tuple[type[CompressedModule], ...] = ()
-    width: int | None = None
+    bits: int | None = None
+    uses_rounding = False
     is_default = False
     has_rank = False
     is_quantized = False
@@ -189,9 +190,7 @@ class Form:
     def options(self, target: Target, settings: FormSettings) -> list[Option]:
         """Return the options of a weight that are smaller than the dense weight, without losses."""
         ranks: Sequence[int | None] = self.ranks(target, settings) if self.has_rank else (None,)
-        options = [
-            Option(self.name, self.stored_bytes(target, rank or 0, settings), rank, self.width) for rank in ranks
-        ]
+        options = [Option(self.name, self.stored_bytes(target, rank or 0, settings), rank, self.bits) for rank in ranks]
         return [option for option in options if option.bytes < target.dense_bytes]
 
     def num_components(self, target: Target, settings: FormSettings, share: float) -> int:

@@ -19,28 +19,29 @@ WIDTHS = (8, 6, 5, 4, 3, 2)
 class Codes(Form):
     """Codes of one width, rounded with error feedback (:mod:`.rounding`)."""
 
-    width: int
+    bits: int
     layers = (QuantizedLinear, QuantizedConv2d)
+    uses_rounding = True
     is_default = True
     is_quantized = True
 
-    def __init__(self, width: int) -> None:
-        """Make the form of codes with ``width`` bits."""
-        self.name, self.width = f"int{width}", width
+    def __init__(self, bits: int) -> None:
+        """Make the form of codes with this number of bits."""
+        self.name, self.bits = f"int{bits}", bits
 
     def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
         """Return the bytes of codes, scales and zeros."""
-        return code_bytes(target, self.width, rank, settings)
+        return code_bytes(target, self.bits, rank, settings)
 
     def loss(self, fit: TargetFit, option: Option) -> tuple[float, float] | None:
         """Return the losses of the codes, and of a correction of rank ``option.rank`` in 8 bits."""
-        if self.width not in fit.codes:
+        if self.bits not in fit.codes:
             return None
-        return fit.codes[self.width].residual.losses(option.rank or 0, rounded=True)
+        return fit.codes[self.bits].residual.losses(option.rank or 0, rounded=True)
 
     def convert(self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int) -> Replacement:
         """Return quantized layers."""
-        codes = fit.codes[self.width]
+        codes = fit.codes[self.bits]
         return convert_quantized(target, option, codes.residual, codes.weight, settings)
 
     def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:

@@ -50,8 +50,8 @@ def _fit_option(target: Target, option: Option, metric: Metric, fits: Fits, seed
     """Return the fit of one option of a weight alone."""
     form, settings, dtype = form_named(option.form), fits.settings, wide_dtype(target)
     rank = option.rank or 0
-    if form.width is None:
+    if form.bits is None or not form.uses_rounding:
         components = factor(metric.source, metric, most=rank, seed=seed, dtype=dtype)
         return TargetFit(components, {}, {form.name: form.fit(metric, settings, seed)})
-    codes = fit_quantized(metric, [form.width], settings.group_size, most=rank, seed=seed, dtype=dtype)
+    codes = fit_quantized(metric, [form.bits], settings.group_size, most=rank, seed=seed, dtype=dtype)
     return TargetFit(factor(metric.source, metric, most=0, seed=seed, dtype=dtype), codes)

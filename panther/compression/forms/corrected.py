@@ -30,10 +30,10 @@ class CorrectedCodes(Codes):
     is_default = False
     has_rank = True
 
-    def __init__(self, width: int) -> None:
-        """Make the form of codes with ``width`` bits and a correction."""
-        super().__init__(width)
-        self.name = f"int{width}+low_rank"
+    def __init__(self, bits: int) -> None:
+        """Make the form of codes with this number of bits, and a correction."""
+        super().__init__(bits)
+        self.name = f"int{bits}+low_rank"
 
     def accepts(self, target: Target) -> bool:
         """Return whether the weight is one matrix."""

@@ -101,7 +101,7 @@ def selected(model: nn.Module, group: Group, attention: bool = False) -> tuple[s
     if not names:
         raise ConfigError(
             f"{group.label!r} of the space matches no {'attention' if attention else 'layer'}: "
-            "panther.tuning.tree(model) shows their names"
+            "panther.inspect.tree(model) shows their names"
         )
     if group.indices is None:
         return names

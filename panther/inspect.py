@@ -1,6 +1,6 @@
 """A model's modules as a table: names, classes, shapes, parameters, bytes, and what is sketched or quantized."""
 
-__all__ = ["ModuleTree", "TreeComparison", "TreeRow", "tree", "tree_of_tensors"]
+__all__ = ["ModuleTree", "TreeComparison", "TreeRow", "tree"]
 
 import math
 from collections.abc import Mapping
