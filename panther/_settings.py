@@ -33,7 +33,6 @@ def takes_settings(
         model, _ = signature.parameters.values()
         signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
 
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> _Result:
             try:
                 settings = signature.bind(*args, **kwargs).arguments
@@ -41,8 +40,10 @@ def takes_settings(
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(settings.pop(model.name), config_class(**settings))
 
-        call.__signature__ = signature  # type: ignore[attr-defined]  # inspect.signature reads it
-        return call
+        # doctest finds the functions of a module by their globals.
+        public = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
+        public.__signature__ = signature  # type: ignore[attr-defined]  # inspect.signature reads it
+        return functools.update_wrapper(public, function)
 
     return decorate
 

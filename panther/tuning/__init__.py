@@ -1,13 +1,14 @@
 """Choosing forms, ranks and settings by a user's own measure of a model: :func:`panther.tune`.
 
-``spaces`` has the values that a setting may have, and the layers; ``prepared`` holds what trials share, ``evaluation``
-runs one trial, ``runners`` runs trials in turn or side by side, ``study`` is Optuna's part, ``result`` the result.
+``search`` is the order of steps. ``space`` has what plans are drawn from, ``compressed_models`` and ``trained_models``
+make the models of plans, ``evaluation`` runs one trial, ``study`` is Optuna's part, ``runners`` runs trials in turn or
+side by side, and ``result`` has the classes of the result.
 """
 
 from ._tune import tune
-from .prepared import Plan
+from .plan import Plan
 from .result import Trial, TuneResult
-from .spaces.selection import Group
-from .spaces.values import Choice, Float, Int
+from .space.selection import Group
+from .space.values import Choice, Float, Int
 
 __all__ = ["Choice", "Float", "Group", "Int", "Plan", "Trial", "TuneResult", "tune"]

@@ -2,77 +2,35 @@
 
 __all__ = ["tune"]
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from panther._random_state import preserved_generators
+from panther._settings import takes_settings
 from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Selector
-from panther.compression.config import HealConfig, form_settings
-from panther.compression.forms import FormSettings, default_forms
-from panther.errors import ConfigError, check_size, require_extra
-from panther.train import TrainConfig
-from panther.tuning.evaluation import Evaluator
-from panther.tuning.finish import finish_search
-from panther.tuning.goal import Goal, check_unchanged, make_goal
-from panther.tuning.hashing import identity
-from panther.tuning.models import call_model_fn, copy_model, copy_or_call_again
-from panther.tuning.prepared import Settings, prepare
+from panther.compression.calibration.targets import Selector, select_targets
+from panther.compression.preparation import make_runner
+from panther.errors import ConfigError
+from panther.tuning.compressed_models import CompressedModels, prepare_models
+from panther.tuning.config import TuneConfig
+from panther.tuning.model_copies import call_model_fn, copy_model, copy_or_call_again
 from panther.tuning.result import TuneResult
-from panther.tuning.runners import check_parallel, run_trials
-from panther.tuning.scratch import tune_from_scratch
-from panther.tuning.search.run import Run
-from panther.tuning.search.samplers import check_sampler
-from panther.tuning.search.storage import check_agrees
-from panther.tuning.search.study import Study
-from panther.tuning.spaces.layers import AUTO, Line, parse_lines
-from panther.tuning.spaces.settings import used_forms
-from panther.tuning.spaces.whole import WholeSpace, as_heal
+from panther.tuning.search import Task, run_search
+from panther.tuning.space.combined import CombinedSpace, heal_specs
+from panther.tuning.space.lines import AUTO, Line, parse_lines, used_forms
+from panther.tuning.study.storage import describe_search
+from panther.tuning.trained_models import TrainingTask
 
 _FIRST = (3, 8)  # least and largest number of first trials, the choices of pr.compress
 _FIRST_SHARE = 1 / 3  # share of first trials between these bounds
 
 
-def tune(
-    model: nn.Module | Callable[..., nn.Module],
-    evaluate: Callable[[nn.Module], Any],
-    calibration: Any = None,
-    *,
-    train: Callable[[nn.Module, TrainConfig], Any] | None = None,
-    space: Any = "auto",
-    objective: str | Callable[[nn.Module], float] = "size",
-    constraint: Any = None,
-    direction: str | None = None,
-    trials: int = 30,
-    first: int | None = None,
-    timeout_s: float | None = None,
-    sampler: Any = "tpe",
-    pruner: Any = "median",
-    storage: Any = None,
-    repeats: int = 1,
-    catch: type[Exception] | Sequence[type[Exception]] = (),
-    parallel: int | str = 1,
-    heal: HealConfig | Mapping[str, Any] | None = None,
-    forms: str | Sequence[str] | None = None,
-    rank_multiple: int = 8,
-    group_size: int | None = 128,
-    activations: str | None = None,
-    include: Selector | Sequence[Selector] | None = None,
-    exclude: Selector | Sequence[Selector] | None = None,
-    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-    loss_fn: Any = None,
-    mask_fn: Callable[[Any], Tensor | None] | None = None,
-    statistics_memory_bytes: int | None = None,
-    seed: int | None = None,
-    progress: bool | None = None,
-) -> TuneResult:
+@takes_settings(TuneConfig)
+def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> TuneResult:  # noqa: D417 (as compress)
     """Search for the best forms of a model's layers, by a metric of your choice.
 
     :func:`panther.compress` preserves a model's output. Here a function returns the metric of a model, and the search
@@ -133,7 +91,7 @@ def tune(
             trial has failed, and the report says why. All other exceptions end the search, and so do exceptions for the
             unchanged model.
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
-            for as many as the cluster has cores, which Ray Tune runs. A trial whose process died runs again. With more
+            for as many as the cluster of Ray has cores. A trial whose process died runs again. With more
             than one process, later trials depend on the order in which trials end.
         heal: How each trial's model is healed before ``evaluate``: a :class:`panther.HealConfig`, or a dict of
             settings and their values, as in ``space``. With ``max_steps`` 0 nothing is healed.
@@ -181,131 +139,81 @@ def tune(
     References: J. Bergstra et al., "Algorithms for hyper-parameter optimization", NeurIPS 2011 (TPE); T. Akiba et al.,
     "Optuna: a next-generation hyperparameter optimization framework", KDD 2019, arXiv:1907.10902.
     """
-    require_extra("optuna", "tune")
     began = time.perf_counter()
     if not (isinstance(model, nn.Module) or callable(model)):
         raise TypeError(f"the model must be an nn.Module, or a function that returns one, not a {type(model).__name__}")
-    if not callable(evaluate):
-        raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
-    goal = make_goal(objective, constraint, direction)
-    check_size("trials", trials, least=1)
-    check_size("repeats", repeats, least=1)
-    if first is not None:
-        check_size("first", first, least=0)
-    _check_timeout(timeout_s)
-    check_sampler(sampler)
-    parallel = check_parallel(parallel)
-    run = Run(
-        trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress, _checked(catch)
-    )  # fmt: skip
-    settings = Settings(
-        FormSettings(default_forms()), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes
-    )
     # The search needs gradients and no inference tensors in any mode of the caller.
     with torch.inference_mode(False), torch.enable_grad():
-        if train is None:
-            method = "svd" if calibration is None else "two_sided"
-
-            def checked(names: Any) -> FormSettings:
-                return form_settings(names, rank_multiple, group_size, method, activations)
-
-            return _compressed(model, evaluate, calibration, space, goal, heal, forms, checked, settings, run)
-        compression_arguments = {
-            "calibration": calibration, "heal": heal, "forms": forms, "activations": activations, "include": include,
-            "exclude": exclude, "forward_fn": forward_fn, "loss_fn": loss_fn, "mask_fn": mask_fn,
-            "statistics_memory_bytes": statistics_memory_bytes,
-            "rank_multiple": None if rank_multiple == 8 else rank_multiple,
-            "group_size": None if group_size == 128 else group_size,
-        }  # fmt: skip
-        for name, value in compression_arguments.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name}= cannot be combined with train=, which trains new models instead of compressing one: "
-                    f"remove {name}="
-                )
-        return tune_from_scratch(model, evaluate, train, space, goal, run)
+        task: Task = _CompressionTask(model, config) if config.train is None else TrainingTask(model, config)
+        return run_search(task, config, began)
 
 
-def _compressed(
-    model: Any,
-    evaluate: Callable[[nn.Module], Any],
-    calibration: Any,
-    space: Any,
-    goal: Goal,
-    heal: Any,
-    forms: Any,
-    checked: Callable[[Any], FormSettings],
-    settings: Settings,
-    run: Run,
-) -> TuneResult:
-    """Search over the forms of the layers of a trained model, as :func:`tune` describes."""
-    if goal.timed and calibration is None:
-        raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
-    healing = as_heal(heal)
-    if healing is not None and calibration is None:
-        raise ConfigError("heal needs calibration=, a list of batches, on which the original is distilled")
-    model_fn = None if isinstance(model, nn.Module) else model
-    if model_fn is not None:
-        model = call_model_fn(model_fn, {}, "its first call")
-    check_model(model)
-    check_adapters(model)
-    model_copy = copy_model(model, model_fn is not None)
-    if model_copy is model:
-        # The results need further models. If there are none, the search must not start.
-        copy_or_call_again(model, model_fn)
-    training = [module.training for module in model.modules()]
-    lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
-    automatic = search_forms = checked(forms)
-    if lines is not None:
+class _CompressionTask:
+    """A search over the forms of the layers of a trained model, as :func:`tune` describes."""
+
+    def __init__(self, model: Any, config: TuneConfig) -> None:
+        self._config = config
+        self._heal = heal_specs(config.heal)
+        self._model_fn = None if isinstance(model, nn.Module) else model
+        if self._model_fn is not None:
+            model = call_model_fn(self._model_fn, {}, "its first call")
+        check_model(model)
+        check_adapters(model)
+        self._copy = copy_model(model, self._model_fn is not None)
+        if self._copy is model:
+            # The results need further models. If there are none, the search must not start.
+            copy_or_call_again(model, self._model_fn)
+        self._training = [module.training for module in model.modules()]
+        is_automatic = isinstance(config.space, str) and config.space == AUTO
+        self._lines = None if is_automatic else parse_lines(model, config.space)
+        self._automatic_forms = config.compress_config(config.forms, config.include).form_settings.names
+        forms, include = config.forms, config.include
+        if self._lines is not None:
+            forms, include = self._forms_of(self._lines), _within(self._lines, config.include)
+        self._compress_config = config.compress_config(forms, include)
+        self.description = self._describe(model, include)
+
+    @property
+    def num_first(self) -> int:
+        """Return the number of first trials."""
+        least, most = _FIRST
+        return min(most, max(least, round(_FIRST_SHARE * self._config.trials)))
+
+    def make_runner(self, seed: int) -> Runner:
+        """Return the copy of the model, with the calibration batches."""
+        return make_runner(self._copy.eval(), self._compress_config)
+
+    def prepare(self, runner: Runner, seed: int) -> tuple[CompressedModels, CombinedSpace]:
+        """Fit the layers of the copy, and return the models of plans, and the space of plans."""
+        has_layers = self._lines is None or any(line.kind != "attention" for line in self._lines)
+        models = prepare_models(
+            runner, self._compress_config if has_layers else None, seed, by_time=self._config.goal.budgets_are_times,
+            training=self._training, model_fn=self._model_fn,
+        )  # fmt: skip
+        return models, CombinedSpace(models, self._lines, self._automatic_forms, self._heal)
+
+    def _forms_of(self, lines: Sequence[Line]) -> list[str] | None:
+        """Return the forms that the lines of a space need."""
         kinds = {line.kind for line in lines}
-        if forms is not None and AUTO not in kinds:
+        if self._config.forms is not None and AUTO not in kinds:
             raise ConfigError("forms= is for the space 'auto', and this space has its forms: remove forms=")
         line_forms = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
-        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *line_forms]))
-        search_forms = checked(names or None)
-        settings = replace(settings, include=_within(lines, settings.include))
-    settings = replace(settings, forms=search_forms)
-    words = identity(model, calibration, goal, lines, settings, run.repeats, healing)
-    with run.opened(goal, words) as opened, preserved_generators():  # Making layers draws random numbers.
-        seed = run.seed_of(opened)
-        runner = Runner(
-            model_copy.eval(), calibration, settings.forward_fn, settings.mask_fn, None, run.progress, settings.loss_fn
+        return list(dict.fromkeys([*(self._automatic_forms if AUTO in kinds else ()), *line_forms])) or None
+
+    def _describe(self, model: nn.Module, include: Any) -> dict[str, str]:
+        """Return what must not change when the search is resumed."""
+        config, forms = self._config, self._compress_config.form_settings
+        space = AUTO if self._lines is None else "; ".join(map(str, self._lines))
+        if self._heal is not None:
+            space += f"; heal {dict(self._heal)}"
+        survey = select_targets(model, include, config.exclude, smallest=forms.smallest_bytes)
+        return describe_search(
+            config, model, space,
+            forms=" ".join(forms.names),
+            layers=" ".join(target.name for target in survey.targets) or "none",
+            settings=f"rank_multiple {forms.rank_multiple}, group_size {forms.group_size}, activations "
+            f"{forms.activations}",
         )  # fmt: skip
-        evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats, run.catch)
-        unchanged, evaluate_s = evaluator.measure_unchanged()
-        check_unchanged(goal, unchanged)
-        check_agrees(opened, goal, unchanged, seed)
-        of_layers = lines is None or any(line.kind != "attention" for line in lines)
-        prepared = prepare(
-            runner, settings, timed=goal.budgets_are_times, training=training, seed=seed, layers=of_layers,
-            model_fn=model_fn,
-        )  # fmt: skip
-        layers = WholeSpace(prepared, lines, automatic.names, healing)
-        least, most = _FIRST
-        first = min(most, max(least, round(_FIRST_SHARE * run.trials))) if run.first is None else run.first
-        search = Study(opened.study, layers, goal, unchanged, run.sampler, seed, first)
-        why = run_trials(search, evaluator, prepared, run.trials, run.deadline, run.parallel)
-        notes = (*opened.notes, *layers.notes)
-        return finish_search(search, evaluator, prepared, evaluate_s, run, why, seed, notes)
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
-
-
-def _checked(catch: Any) -> tuple[type[Exception], ...]:
-    """Return the exceptions of ``catch`` as a tuple."""
-    kinds = (catch,) if isinstance(catch, type) else catch
-    kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else (kinds,)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise TypeError(f"catch must be exception classes, such as torch.OutOfMemoryError, and has {kind!r}")
-    return kinds
 
 
 def _within(lines: Sequence[Line], include: Any) -> Selector:

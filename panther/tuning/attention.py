@@ -19,7 +19,7 @@ from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
 from panther.nn.attention.record import sizes_of
-from panther.tuning.usage import STILL_REFERENCED, Usage, recording_usage
+from panther.tuning.guards import STILL_REFERENCED, Usage, recording_usage
 
 EXACT = "exact"  # value of kernel_fn that keeps the softmax
 

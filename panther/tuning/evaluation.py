@@ -1,16 +1,16 @@
 """Evaluation of a trial: put a plan's layers into the model, measure the objective, call the user's function."""
 
-__all__ = ["SAME", "Evaluator", "Outcome", "Report", "failed"]
+__all__ = ["SAME", "Evaluator", "Outcome", "Steps", "failed", "run_steps"]
 
 import inspect
 import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,15 +22,28 @@ from panther.compression.selection.allocation import model_bytes
 from panther.compression.selection.measurement import model_speed
 from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.hashing import difference, fingerprint
-from panther.tuning.prepared import Plan, Prepared, TrialError
-from panther.tuning.usage import STILL_REFERENCED, Usage, recording_usage
+from panther.tuning.guards import STILL_REFERENCED, Usage, difference, fingerprint, recording_usage
+from panther.tuning.plan import Models, Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
 SAME = 1e-6
 
-Report = Callable[[int, Figures], bool]
-"""A function of the step and the figures, with a partial metric, that returns whether to end the trial."""
+_Result = TypeVar("_Result")
+Steps = Generator[tuple[int, Figures], bool, _Result]
+"""Yields the step and the figures with each partial metric, receives whether to end, and returns a result."""
+
+
+def run_steps(steps: Steps[_Result], ends: Callable[[int, Figures], bool] = lambda step, figures: False) -> _Result:
+    """Run steps until they return their result. ``ends`` says whether to end after a partial metric."""
+    try:
+        partial = next(steps)
+        while True:
+            partial = steps.send(ends(*partial))
+    except StopIteration as stop:
+        result: _Result = stop.value
+        return result
+    finally:
+        steps.close()  # if `ends` raises
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,11 @@ class Outcome:
 
 def failed(reason: str) -> Outcome:
     """Return the outcome of a trial without measurements."""
-    return Outcome(Figures(math.nan, 0, None, math.nan), "failed", reason=reason)
+    return Outcome(_only_metric(math.nan), "failed", reason=reason)
+
+
+def _only_metric(metric: float) -> Figures:
+    return Figures(metric, 0, None, math.nan)
 
 
 @dataclass
@@ -102,7 +119,7 @@ class Evaluator:
         began = time.perf_counter()
         values = []
         for _ in range(2):
-            values.append(self._metric(model, where, before, None))
+            values.append(run_steps(self._metric(model, where, before)))
             if not math.isfinite(values[-1]):
                 raise TuningError(
                     f"evaluate returned {values[-1]} for {where}, and must return a finite number: look for NaN in the "
@@ -125,20 +142,20 @@ class Evaluator:
     def metric_of(self, model: nn.Module, where: str) -> float:
         """Return the metric of a model that was built again, in eval mode as in trials."""
         flags = {module: module.training for module in model.modules()}
-        metric = float(self._metric(model.eval(), where, fingerprint(model), None))
+        metric = float(run_steps(self._metric(model.eval(), where, fingerprint(model))))
         for module, flag in flags.items():
             module.training = flag
         return metric
 
-    def run(self, prepared: Prepared, plan: Plan, number: int, report: Report) -> Outcome:
-        """Run one trial.
+    def trial(self, models: Models, plan: Plan, number: int) -> Steps[Outcome]:
+        """Run one trial, step by step.
 
         Raises:
             TuningError: If ``evaluate`` changes the model or raises what is not in ``catch``, or an old layer still
                 runs.
         """
         try:
-            return self._run(prepared, plan, f"trial {number}", report)
+            return (yield from self._trial(models, plan, f"trial {number}"))
         except TrialError as error:
             return failed(str(error))
         except TuningError as error:  # The cause is the exception of a user's function.
@@ -146,31 +163,31 @@ class Evaluator:
                 return failed(str(error).removesuffix(": correct it"))
             raise
 
-    def _run(self, prepared: Prepared, plan: Plan, where: str, report: Report) -> Outcome:
+    def _trial(self, models: Models, plan: Plan, where: str) -> Steps[Outcome]:
         assert self.unchanged is not None
         began = time.perf_counter()
         with preserved_generators():  # Making layers draws random numbers.
-            replacement = prepared.trial_layers(plan)
+            replacement = models.trial_layers(plan)
         latency = self._latency(replacement)
         names = {module: name for name, module in self.runner.model.named_modules()}
-        with prepared.applied(plan, replacement, where) as model:
+        with models.applied(plan, replacement, where) as model:
             size = model_bytes(model)
             before = fingerprint(model)
             objective = self._objective(model, size, latency, math.nan, where, before)
             ready = time.perf_counter()
             partial: list[float] = []
 
-            def report_partial(value: float) -> bool:
+            def figures_of(value: float) -> Figures:
                 partial.append(value)
-                return report(len(partial), Figures(value, size, latency, objective))
+                return Figures(value, size, latency, objective)
 
             new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
             usage = Usage()
             watch = recording_usage(model, new, usage) if new else None
-            metric = self._metric(model, where, before, report_partial, watch)
+            metric = yield from self._metric(model, where, before, figures_of, watch)
         ended = time.perf_counter()
         pruned = metric is None
-        uncalled = self._uncalled(new, usage, pruned, prepared.attention_names, names, where)
+        uncalled = self._uncalled(new, usage, pruned, models.attention_names, names, where)
         value = partial[-1] if metric is None else metric
         if self.goal.objective == "metric":
             objective = value
@@ -236,15 +253,18 @@ class Evaluator:
         model: nn.Module,
         where: str,
         before: dict[str, Any],
-        report_partial: Callable[[float], bool] | None,
+        figures_of: Callable[[float], Figures] = _only_metric,
         watch: AbstractContextManager[None] | None = None,
-    ) -> Any:
+    ) -> Steps[Any]:
         """Return the mean of the user's function over its repeats, or None if the trial is to end early."""
         values = []
         for repeat in range(self.repeats):
             with self._unchanging(model, "evaluate", where, before), (watch if repeat == 0 else None) or nullcontext():
                 # Only the first call reports partial values, because later calls would repeat the steps.
-                value = self._once(model, where, report_partial if repeat == 0 else None, self.seed + repeat)
+                if repeat == 0:
+                    value = yield from self._once(model, where, self.seed, figures_of)
+                else:
+                    value = run_steps(self._once(model, where, self.seed + repeat))
             if value is None:
                 return None
             values.append(value)
@@ -292,17 +312,24 @@ class Evaluator:
                 ) from error
 
     def _once(
-        self, model: nn.Module, where: str, report_partial: Callable[[float], bool] | None, seed: int
-    ) -> float | None:
+        self,
+        model: nn.Module,
+        where: str,
+        seed: int,
+        figures_of: Callable[[float], Figures] = _only_metric,
+    ) -> Steps[float | None]:
+        """Call the user's function once. Return its metric, or None if the trial is to end early."""
         with self._user("evaluate", where, seed):
             result = self.evaluate(model)
             if not inspect.isgenerator(result):
                 return _number(result, "evaluate", where)
             last: float | None = None
+            step = 0
             try:
                 while True:
                     last = _number(next(result), "evaluate", where)
-                    if report_partial is not None and report_partial(last):
+                    step += 1
+                    if (yield step, figures_of(last)):
                         return None
             except StopIteration as stop:
                 if stop.value is not None:

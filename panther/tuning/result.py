@@ -1,24 +1,34 @@
 """The result of a search: its trials, the best model and the Pareto front, as a table, JSON and a plot."""
 
-__all__ = ["Trial", "TuneResult"]
+__all__ = ["Trial", "TuneResult", "pareto_front"]
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, get_type_hints
 
 from torch import nn
 
 from panther._text import counted, format_bytes, format_seconds, format_table
+from panther._version import __version__
 from panther.compression.report import CompressionReport
-from panther.errors import MissingExtraError
+from panther.errors import FormatError, MissingExtraError, TuningError
 from panther.files import write_json
+from panther.files.records import from_plain, read_record, record_checksum
 from panther.tuning import plots
-from panther.tuning.goal import Figures
-from panther.tuning.prepared import Plan
+from panther.tuning.goal import Figures, Goal
+from panther.tuning.plan import Models, Plan
+
+_FORMAT, _VERSION = "panther.tune", 2  # Records of version 1 have no checksum, and these files always have one.
+_STATES = ("complete", "pruned", "failed")
+# Fields of a result that are written as they are.
+_WRITTEN = (
+    "trials", "unchanged", "report", "objective", "constraints", "higher_is_better", "by_metric", "prepare_s",
+    "seconds", "seed", "notes", "distributions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +72,8 @@ class Trial:
 class TuneResult:
     """The result of :func:`panther.tune`. ``print(result)`` shows the trials."""
 
-    model: nn.Module
-    """The best model: a copy of the original model with the layers of the best trial."""
+    model: nn.Module | None
+    """The best model: a copy of the original model with the layers of the best trial. None after :meth:`from_json`."""
     best: Trial
     """The best trial."""
     trials: tuple[Trial, ...]
@@ -90,10 +100,12 @@ class TuneResult:
     """The seed of the search, drawn if none was given."""
     notes: tuple[str, ...] = ()
     """Deviations from the arguments, and why."""
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    """Optuna's distributions of the parameters, as JSON."""
     study: Any = None
-    """The study, for Optuna's plots and importances."""
-    prepared: Any = None
-    """Internal state from which :meth:`build` makes models."""
+    """The study, for Optuna's plots and importances. None after :meth:`from_json`."""
+    models: Models | None = None
+    """Internal state from which :meth:`build` makes models. None after :meth:`from_json`."""
 
     def build(self, trial: int | Trial) -> nn.Module:
         """Return the model of another trial, such as one of the front.
@@ -103,13 +115,19 @@ class TuneResult:
 
         Raises:
             KeyError: If there is no trial of this number.
+            TuningError: If the result was read from a file.
         """
+        if self.models is None:
+            raise TuningError(
+                "this result was read from a file, which has no models: save a model by pr.save_compressed, or call "
+                "pr.tune again with the same storage="
+            )
         if not isinstance(trial, Trial):
             trial_by_number = {candidate.number: candidate for candidate in self.trials}
             if trial not in trial_by_number:
                 raise KeyError(f"there is no trial {trial}: use one of {sorted(trial_by_number)}")
             trial = trial_by_number[trial]
-        return self.prepared.build(trial.plan)[0]
+        return self.models.build(trial.plan)[0]
 
     def __repr__(self) -> str:
         """Return the best trial in one line; ``str`` has the table."""
@@ -170,40 +188,80 @@ class TuneResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except models as plain values, with None for numbers that are not finite."""
-        plain = ("objective", "constraints", "higher_is_better", "prepare_s", "seconds", "seed", "notes")
-        entries = {name: getattr(self, name) for name in plain}
+        entries = {name: getattr(self, name) for name in _WRITTEN}
         entries |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
         entries |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
-        return _finite(entries | {"report": None if self.report is None else self.report.to_dict()})
+        return _plain(entries | {"report": None if self.report is None else self.report.to_dict()})
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write :meth:`to_dict` to a file."""
+        """Write :meth:`to_dict` to a file, with a checksum; :meth:`from_json` reads it."""
         path = Path(path)
-        write_json(path, self.to_dict())
+        record = {"format": _FORMAT, "format_version": _VERSION, "panther_version": __version__, **self.to_dict()}
+        write_json(path, record | {"checksum": record_checksum(record)})
         return path
 
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the result of a file that :meth:`to_json` wrote, without models and the study.
+
+        Tables, rows and plots are those of the original result.
+
+        Raises:
+            FormatError: If the file is missing, damaged, or was not written by :meth:`to_json`.
+        """
+        path = Path(path)
+        damaged = "write the file again, or use a copy of it"
+        record = read_record(path, _FORMAT, range(_VERSION, _VERSION + 1), "TuneResult.to_json", damaged)
+        hints = get_type_hints(cls) | {"best": int, "front": tuple[int, ...]}
+        for name in (*_WRITTEN, "best", "front"):
+            if name not in record:
+                raise FormatError(f"{path} has no entry {name!r}: {damaged}")
+            record[name] = from_plain(hints[name], record[name], f"{path}: {name}")
+        trials = {trial.number: trial for trial in record["trials"]}
+        if len(trials) < len(record["trials"]):
+            raise FormatError(f"{path} has two trials of one number: {damaged}")
+        for trial in (*trials.values(), record["unchanged"]):
+            if trial.state not in _STATES:
+                raise FormatError(f"{path}: trial {trial.number} has the unknown state {trial.state!r}: {damaged}")
+        for number in (record["best"], *record["front"]):
+            if number not in trials:
+                raise FormatError(f"{path} names trial {number}, which it does not have: {damaged}")
+        front = tuple(trials[number] for number in record["front"])
+        entries = {name: record[name] for name in _WRITTEN}
+        return cls(model=None, best=trials[record["best"]], front=front, **entries)
+
     def plot(self, path: str | os.PathLike[str], x: str | None = None) -> Path:
-        """Plot metric against objective of all trials, with the front, and the metric over the trials, to a file.
+        """Plot the metric of all trials against the objective, with the front, by Optuna's plots, to a file.
 
         Args:
             path: The file. Its suffix determines the format.
-            x: A parameter of the search, such as ``"budget"``, against which to plot the metric instead.
+            x: What to plot the metric against instead: ``"trial"``, or a parameter of the search such as ``"budget"``.
 
         Raises:
-            MissingExtraError: If matplotlib is not installed.
+            MissingExtraError: If Optuna or matplotlib is not installed.
             ConfigError: If matplotlib cannot write files with this suffix, or there is no such parameter.
         """
-        path = Path(path)
-        if x is None:
-            plots.draw_search(self, path)
-        else:
-            plots.draw_parameter(self, x, path)
-        return path
+        return plots.draw(self, x, Path(path))
 
 
-def _finite(value: Any) -> Any:
+def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
+    """Return the complete trials such that no other is at least as good in metric and objective, and better in one."""
+    sign = -1.0 if goal.higher_is_better else 1.0
+    by = "size" if goal.objective == "metric" else "objective"
+    complete = [trial for trial in trials if trial.state == "complete"]
+    front: list[Trial] = []
+    for trial in sorted(
+        complete, key=lambda candidate: (getattr(candidate, by), sign * candidate.metric, candidate.number)
+    ):
+        if not front or sign * trial.metric < sign * front[-1].metric:
+            front.append(trial)
+    return tuple(front)
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings, tuples and numbers as JSON has them, with None for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,10 +1,10 @@
 """Trials in several processes: what they find, a process that is killed, and what they cannot be sent."""
 
 import copy
-import math
 import os
 import signal
 import threading
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -15,7 +15,12 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.errors import ConfigError, TuningError
-from panther.tuning.runners import ray as ray_runner
+from panther.tuning.evaluation import Outcome
+from panther.tuning.goal import Figures
+from panther.tuning.plan import Plan
+from panther.tuning.runners import OpenTrials, run_on_workers
+from panther.tuning.runners.worker import TrialServer, deserialize
+from panther.tuning.study.study import Job
 
 number = attrgetter("number")
 QUICK = {"trials": 8, "seed": 0, "progress": False, "constraint": ">= 90 %"}
@@ -123,29 +128,79 @@ def test_parallel_is_a_number_or_ray(net, trained, parallel):
         pr.tune(net, Accuracy(*trained[1:]), parallel=parallel, **QUICK)
 
 
-class Reports:
-    """Stands for ray.tune on a worker."""
+class Scripted:
+    """A worker whose answers are prepared; it notes the calls."""
+
+    def __init__(self, answers, calls):
+        self.answers, self.calls = list(answers), calls
+
+    def call(self, method, *values):
+        self.calls.append((method, *values))
+
+    def receive(self):
+        return self.answers.pop(0)
+
+    def end(self, at_once):
+        self.calls.append(("end", at_once))
+        return "signal 9"
+
+    @classmethod
+    def wait(cls, workers):
+        return workers
+
+
+class Search:
+    """As much of a study as runners use: it draws plans with numbers, and ends trials after their second step."""
 
     def __init__(self):
-        self.all = []
+        self.trials, self.count = [], 0
 
-    def report(self, result):
-        self.all.append(result)
+    def ask(self):
+        self.count += 1
+        return Job(self.count - 1, None, Plan())
+
+    def report(self, job, step, figures):
+        return step == 2
+
+    def tell(self, job, outcome):
+        self.trials.append((job.number, outcome.state, outcome.reason))
 
 
-@pytest.fixture
-def ray_tune(monkeypatch):
-    reports = Reports()
-    monkeypatch.setattr(ray_runner, "require_extra", lambda module, extra: reports)
-    monkeypatch.setattr(ray_runner, "_loaded", {})
-    return reports
+FIGURES = Figures(0.5, 1, None, 1.0)
+COMPLETE = ("outcome", Outcome(FIGURES, "complete"))
+PRUNED = ("outcome", Outcome(FIGURES, "pruned"))
 
 
-def test_a_worker_of_ray_tells_what_it_cannot_load(ray_tune):
-    work = b"cpanther.no_such_module\nname\n."
-    ray_runner._trial({"number": 3, "plan": "{}"}, work, "key")
-    assert "cannot be loaded in another process (ModuleNotFoundError" in ray_tune.all[0]["raised"]
-    assert math.isinf(ray_tune.all[0]["panther_value"])
+def run_scripts(trials, count, *scripts):
+    search, calls, rest = Search(), [], iter(scripts)
+    run_on_workers(OpenTrials(search, trials, None), lambda: Scripted(next(rest), calls), count, iter(()))
+    return search.trials, calls
+
+
+def test_a_trial_whose_worker_dies_runs_again_twice_on_new_workers():
+    trials, calls = run_scripts(2, 1, [("died",)], [("partial", 1, FIGURES), ("died",)], [COMPLETE, COMPLETE])
+    assert trials == [(0, "complete", ""), (1, "complete", "")]
+    begin = ("begin", 0, "{}")
+    assert calls[:3] == [begin, ("end", True), begin]
+    assert calls[3:6] == [("proceed", False), ("end", True), begin]
+    trials, _ = run_scripts(1, 1, [("died",)], [("died",)], [("died",)], [])
+    assert trials == [(0, "failed", "its process died 3 times (signal 9)")]
+
+
+def test_partial_metrics_end_trials_and_errors_end_the_search():
+    trials, calls = run_scripts(2, 2, [("partial", 1, FIGURES), ("partial", 2, FIGURES), PRUNED], [COMPLETE])
+    assert sorted(trials) == [(0, "complete", ""), (1, "pruned", "")]
+    assert [call for call in calls if call[0] == "proceed"] == [("proceed", False), ("proceed", True)]
+    with pytest.raises(TuningError, match="no such file"):
+        run_scripts(2, 2, [("error", TuningError("no such file"))], [COMPLETE])
+
+
+def test_a_worker_answers_what_it_cannot_load():
+    server = TrialServer(partial(deserialize, b"cpanther.no_such_module\nname\n."))
+    kind, error = server.begin(3, "{}")
+    assert kind == "error"
+    assert isinstance(error, TuningError)
+    assert "cannot be loaded in another process (ModuleNotFoundError" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -153,30 +208,19 @@ def test_a_worker_of_ray_tells_what_it_cannot_load(ray_tune):
     [
         (TuningError("evaluate raised KeyError"), "evaluate raised KeyError"),
         (ConfigError("no such kernel"), "no such kernel"),
-        (ZeroDivisionError("division by zero"), "a worker of the search failed: ZeroDivisionError: division by zero"),
+        (ZeroDivisionError("division by zero"), "a process of the search failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_worker_of_ray_tells_what_is_raised(ray_tune, error, words):
+def test_a_worker_answers_what_is_raised(error, words):
     class Raises:
-        def run(self, *_):
+        def trial(self, *_):
+            yield 1, None
             raise error
 
-    ray_runner._loaded["key"] = Raises(), None
-    ray_runner._trial({"number": 3, "plan": "{}"}, b"", "key")
-    assert ray_tune.all == [{"raised": words, "panther_value": math.inf}]
-
-
-def test_folders_of_killed_searches_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    killed = tmp_path / "panther-tune-killed"
-    killed.mkdir()
-    (killed / "lock").touch()
-    (killed / "trial").write_text("x")
-    foreign = tmp_path / "panther-tune-of-something-else"
-    foreign.mkdir()
-    with ray_runner._folder() as first, ray_runner._folder() as second:
-        assert {one.name for one in tmp_path.iterdir()} == {foreign.name, Path(first).name, Path(second).name}
-    assert list(tmp_path.iterdir()) == [foreign]
+    server = TrialServer(lambda: (Raises(), None))
+    assert server.begin(3, "{}") == ("partial", 1, None)
+    kind, answer = server.proceed(False)
+    assert (kind, str(answer)) == ("error", words)
 
 
 @pytest.mark.slow  # processes that import torch

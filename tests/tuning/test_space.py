@@ -6,8 +6,8 @@ from torch import nn
 
 from panther.errors import ConfigError
 from panther.tuning import Choice, Float, Group, Int
-from panther.tuning.spaces.selection import as_group, selected
-from panther.tuning.spaces.values import as_spec, grid, suggest
+from panther.tuning.space.selection import as_group, selected
+from panther.tuning.space.values import as_spec, grid, suggest
 
 
 def net():

@@ -14,7 +14,8 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.compression.selection.allocation import model_bytes
-from panther.errors import CompressionError, ConfigError, TuningError
+from panther.errors import CompressionError, ConfigError, FormatError, TuningError
+from panther.files.records import record_checksum
 from panther.tuning import Float, Group, Int
 
 QUICK = {"trials": 8, "seed": 0, "progress": False}
@@ -62,19 +63,19 @@ def test_it_finds_a_small_model_that_is_good_enough_and_leaves_the_given_one(net
 
 def test_trials_share_layers_which_the_results_do_not(net, accuracy, data, monkeypatch):
     result = pr.tune(net, accuracy, data, constraint=">= 95 %", **QUICK)
-    prepared, plan = result.prepared, result.best.plan
-    first, again = prepared.trial_layers(plan), prepared.trial_layers(plan)
+    models, plan = result.models, result.best.plan
+    first, again = models.trial_layers(plan), models.trial_layers(plan)
     assert first
     assert all(again[old] is new for old, new in first.items())
     for model in (result.model, result.build(result.best)):
         assert not set(first.values()) & set(model.modules())
-    fresh, _ = prepared.replacement(plan)
+    fresh, _ = models.replacement(plan)
     for old, new in fresh.items():
         state = first[old].state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in new.state_dict().items())
-    monkeypatch.setattr("panther.tuning.prepared._CACHED_SHARE", 0.05)  # of the dense bytes
-    prepared.trial_layers(plan)
-    assert sum(size for size, _ in prepared._layers.values()) <= 0.05 * prepared.dense
+    monkeypatch.setattr("panther.tuning.compressed_models._CACHED_SHARE", 0.05)  # of the dense bytes
+    models.trial_layers(plan)
+    assert sum(size for size, _ in models._layers.values()) <= 0.05 * models.dense
 
 
 def test_the_first_trials_are_choices_of_compress(net, accuracy, data):
@@ -225,8 +226,59 @@ def test_reports_as_rows_json_and_a_plot(net, accuracy, data, tmp_path):
     assert found["report"]["bytes_after"] == result.best.size
     assert "best: trial" in str(result)
     assert f"trial {result.best.number} of 8" in repr(result)
-    pytest.importorskip("matplotlib")
-    assert result.plot(tmp_path / "tuned.svg").stat().st_size > 5000
+    read = pr.TuneResult.from_json(tmp_path / "tuned.json")
+    assert read.to_dict() == result.to_dict()
+    assert str(read) == str(result)
+    assert (read.best, read.front, read.report) == (result.best, result.front, result.report)
+    with pytest.raises(TuningError, match="was read from a file, which has no models"):
+        read.build(0)
+    matplotlib = pytest.importorskip("matplotlib")
+    before = dict(matplotlib.rcParams)
+    for drawn in (result, read):
+        for x in (None, "trial", "budget"):
+            assert drawn.plot(tmp_path / "tuned.svg", x).stat().st_size > 5000
+    assert dict(matplotlib.rcParams) == before
+    with pytest.raises(ConfigError, match="x='budgets' is not a parameter of the search: use one of 'trial', 'budget'"):
+        read.plot(tmp_path / "tuned.svg", "budgets")
+
+
+@pytest.fixture(scope="module")
+def written(trained, tmp_path_factory):
+    """The text of a file of a result."""
+    net, x, labels = trained
+    options = {**QUICK, "trials": 2, "constraint": ">= 50 %"}
+    result = pr.tune(copy.deepcopy(net), Accuracy(x, labels), batches(x), **options)
+    return result.to_json(tmp_path_factory.mktemp("result") / "tuned.json").read_text()
+
+
+def _without_checksum(record):
+    return {name: value for name, value in record.items() if name != "checksum"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda record: record.update(best=7), "does not match its checksum"),
+        (lambda record: record.update(format="panther.compress"), "was not written by TuneResult.to_json"),
+        (lambda record: record.update(format_version=3), "this Panther reads 2"),
+        (lambda record: record.update(best=7), "names trial 7, which it does not have"),
+        (lambda record: record.update(best="0"), "best is '0', which is not a int"),
+        (lambda record: record.pop("seed"), "has no entry 'seed'"),
+        (lambda record: record["trials"][0].update(state="lost"), "trial 0 has the unknown state 'lost'"),
+        (lambda record: record["trials"][0].update(metrics=1), r"trials\[0\] has the unknown entry 'metrics'"),
+        (lambda record: record["trials"][1].pop("size"), r"trials\[1\] has no entry 'size'"),
+        (lambda record: record["trials"][1].update(number=0), "two trials of one number"),
+        (lambda record: record["report"]["layers"][0].update(shape=[2, "3"]), r"layers\[0\].shape\[1\] is '3'"),
+    ],
+)
+def test_a_damaged_file_of_a_result(written, tmp_path, change, words):
+    record = json.loads(written)
+    change(record)
+    if "checksum" not in words:
+        record["checksum"] = record_checksum(_without_checksum(record))
+    (tmp_path / "damaged.json").write_text(json.dumps(record))
+    with pytest.raises(FormatError, match=words):
+        pr.TuneResult.from_json(tmp_path / "damaged.json")
 
 
 def test_a_table_needs_pandas(net, accuracy, data, monkeypatch):

@@ -1,48 +1,142 @@
-"""A process that runs trials. It receives plans through a socket and sends outcomes.
+"""A worker of a search: it runs one trial after another, step by step, with a copy of the model and of the data.
 
-It receives ``(number, plan)``, or None to end, and after each report whether the trial should end. It sends
-``("report", step, figures)``, ``("done", outcome)`` and ``("error", exception)``.
+The search calls ``begin`` with a trial's number and plan, and ``proceed`` with whether the trial should end after a
+partial metric. The answers are ``("partial", step, figures)``, ``("outcome", outcome)`` and ``("error", exception)``;
+the search reads ``("died",)`` if the worker died.
 """
 
-__all__ = ["main"]
+__all__ = ["Message", "Start", "TrialServer", "Worker", "deserialize", "serialize", "serve"]
 
+import importlib
 import mmap
+import pickle
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any, Protocol, Self
 
 import torch
 
 from panther.errors import PantherError, TuningError
-from panther.tuning.goal import Figures
-from panther.tuning.prepared import Plan
-from panther.tuning.runners.work import deserialize
+from panther.tuning.evaluation import Evaluator, Outcome, Steps
+from panther.tuning.plan import Models, Plan
+
+Message = tuple[Any, ...]
 
 
-def main() -> None:
-    """Run trials until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The search ends its processes.
-    number, work, threads = map(int, sys.argv[-3:])
-    connection = Connection(number)
-    torch.set_num_threads(threads)
+class Worker(Protocol):
+    """A worker, as the search sees it."""
+
+    def call(self, method: str, *values: Any) -> None:
+        """Call ``begin`` or ``proceed``, without waiting for the answer."""
+
+    def receive(self) -> Message:
+        """Return the answer of the last call."""
+
+    def end(self, at_once: bool) -> str:
+        """End the worker, and return how it ended; ``at_once``, it is killed if it does not end by itself."""
+
+    @classmethod
+    def wait(cls, workers: Sequence[Self]) -> list[Self]:
+        """Wait until workers have answered or died, and return them."""
+
+
+Start = Callable[[], Worker]
+"""Starts a worker."""
+
+
+def serialize(evaluator: Evaluator, models: Models) -> bytes:
+    """Return both as bytes. They share the model, so they are in one pickle.
+
+    Raises:
+        TuningError: If something in them cannot be pickled.
+    """
     try:
-        _serve(connection, work)
+        # cloudpickle supports functions of the main script, lambdas and closures. pickle only stores names in modules.
+        dumps: Any = importlib.import_module("cloudpickle").dumps
+    except ModuleNotFoundError:
+        dumps = pickle.dumps
+    try:
+        data: bytes = dumps((evaluator, models.without_functions()))
+    except Exception as error:
+        raise TuningError(
+            f"the model, evaluate or the batches cannot be sent to other processes ({type(error).__name__}: {error}): "
+            "define evaluate in a module, install cloudpickle, or use parallel=1"
+        ) from error
+    return data
+
+
+def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, Models]:
+    """Return the arguments of :func:`serialize`.
+
+    Raises:
+        TuningError: If they cannot be loaded in this process.
+    """
+    try:
+        evaluator, models = pickle.loads(data)
+    except Exception as error:
+        raise TuningError(
+            f"the model, evaluate or the batches cannot be loaded in another process ({type(error).__name__}: "
+            f"{error}): define evaluate in a module that can be imported, install cloudpickle, or use parallel=1"
+        ) from error
+    return evaluator, models
+
+
+class TrialServer:
+    """Runs trials in the process of a worker."""
+
+    def __init__(self, load: Callable[[], tuple[Evaluator, Models]]) -> None:
+        """Make a server; ``load`` is called for the first trial."""
+        self._load = load
+        self._loaded: tuple[Evaluator, Models] | None = None
+        self._steps: Steps[Outcome] | None = None
+
+    def begin(self, number: int, plan: str) -> Message:
+        """Run a trial up to its first partial metric, or to its end."""
+
+        def first_step() -> tuple[Any, ...]:
+            if self._loaded is None:
+                self._loaded = self._load()
+            evaluator, models = self._loaded
+            self._steps = evaluator.trial(models, Plan.from_json(plan), number)
+            return next(self._steps)
+
+        return self._step(first_step)
+
+    def proceed(self, ends: bool) -> Message:
+        """Run the trial up to its next partial metric, or to its end; ``ends`` says whether it should end now."""
+        steps = self._steps
+        assert steps is not None
+        return self._step(lambda: steps.send(ends))
+
+    def _step(self, step: Callable[[], tuple[Any, ...]]) -> Message:
+        try:
+            return "partial", *step()
+        except StopIteration as stop:
+            return "outcome", stop.value
+        except PantherError as error:
+            return "error", error
+        except Exception as error:
+            return "error", TuningError(f"a process of the search failed: {type(error).__name__}: {error}")
+
+
+def serve() -> None:
+    """Answer the calls that come through a socket, in a process of :mod:`.processes`, until None comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The search ends its processes.
+    descriptor, work, threads = map(int, sys.argv[-3:])
+    connection = Connection(descriptor)
+    torch.set_num_threads(threads)
+
+    def load() -> tuple[Evaluator, Models]:
+        # All processes share the position in the file, so it is mapped.
+        with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:
+            return deserialize(data)
+
+    server = TrialServer(load)
+    try:
+        while (call := connection.recv()) is not None:
+            method, values = call
+            connection.send(getattr(server, method)(*values))
     except (EOFError, ConnectionError):  # The search has ended or was killed.
         pass
-    except PantherError as error:
-        connection.send(("error", error))
-    except Exception as error:
-        connection.send(("error", TuningError(f"a process of the search failed: {type(error).__name__}: {error}")))
-
-
-def _serve(connection: Connection, work: int) -> None:
-    with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:  # All processes share the position in the file, so map it.
-        evaluator, prepared = deserialize(data)
-
-    def report(step: int, figures: Figures) -> bool:
-        connection.send(("report", step, figures))
-        return bool(connection.recv())
-
-    while (job := connection.recv()) is not None:
-        number, plan = job
-        connection.send(("done", evaluator.run(prepared, Plan.from_json(plan), number, report)))

@@ -1,6 +1,6 @@
-"""The complete space of a search: layers, attention, and healing."""
+"""The space of a search that compresses a model: layers, attention, and healing."""
 
-__all__ = ["WholeSpace", "as_heal", "middle"]
+__all__ = ["CombinedSpace", "heal_specs"]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -9,26 +9,32 @@ from typing import Any
 from panther.compression.config import HealConfig
 from panther.errors import ConfigError
 from panther.tuning.attention import EXACT
-from panther.tuning.prepared import Plan, Prepared
-from panther.tuning.spaces.layers import AUTO, AutoSpace, LayerSpace, LayerSpaceBase, Line, unchanged_layers
-from panther.tuning.spaces.values import Choice, Spec, as_spec, grid, suggest
+from panther.tuning.compressed_models import CompressedModels
+from panther.tuning.plan import Plan
+from panther.tuning.space.layers import AutoSpace, LayerSpace, LayerSpaceBase, unchanged_layers
+from panther.tuning.space.lines import AUTO, Line
+from panther.tuning.space.values import Spec, as_spec, grid, middle, suggest
 
 
-class WholeSpace(LayerSpaceBase):
+class CombinedSpace(LayerSpaceBase):
     """The automatic space, settings of layers, attention, and healing. Each part may be missing."""
 
     def __init__(
-        self, prepared: Prepared, lines: Sequence[Line] | None, forms: Sequence[str], heal: Mapping[str, Spec] | None
+        self,
+        models: CompressedModels,
+        lines: Sequence[Line] | None,
+        forms: Sequence[str],
+        heal: Mapping[str, Spec] | None,
     ) -> None:
-        self.prepared, self._heal = prepared, heal
+        self.models, self._heal = models, heal
         self._parts: list[LayerSpaceBase] = []
-        notes = unchanged_layers(lines or (), prepared)
+        notes = unchanged_layers(lines or (), models)
         self._attention = []
         for line in lines or ():
             if line.kind == "attention":
-                names = prepared.attention.checked(line.label, line.names)
+                names = models.attention.checked(line.label, line.names)
                 self._attention.append(replace(line, names=names))
-                reasons = prepared.attention.reasons
+                reasons = models.attention.reasons
                 notes += [
                     f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot be replaced')}"
                     for name in line.names
@@ -37,11 +43,11 @@ class WholeSpace(LayerSpaceBase):
         of_layers = [line for line in lines or () if line.kind == "layers"]
         auto = {name for line in lines or () if line.kind == AUTO for name in line.names}
         if lines is None:
-            self._parts.append(AutoSpace(prepared))
+            self._parts.append(AutoSpace(models))
         elif auto:
-            self._parts.append(AutoSpace(prepared, auto, forms))
+            self._parts.append(AutoSpace(models, auto, forms))
         if of_layers:
-            self._parts.append(LayerSpace(prepared, of_layers))
+            self._parts.append(LayerSpace(models, of_layers))
         self.notes = tuple([*notes, *(note for part in self._parts for note in part.notes)])
 
     @property
@@ -89,13 +95,7 @@ class WholeSpace(LayerSpaceBase):
         return dict(params)
 
 
-def middle(spec: Spec) -> Any:
-    """Return the middle of a specification's values, or the first value of a choice."""
-    values = grid(spec)
-    return values[0] if isinstance(spec, Choice) else values[len(values) // 2]
-
-
-def as_heal(heal: Any) -> Mapping[str, Spec] | None:
+def heal_specs(heal: Any) -> Mapping[str, Spec] | None:
     """Return the specifications of the argument ``heal``: a HealConfig, a dict of its settings, or None.
 
     Raises:

@@ -1,6 +1,6 @@
 """Specifications of a setting's values: integers, floats or choices, which Optuna draws."""
 
-__all__ = ["Choice", "Float", "Int", "Spec", "as_spec", "grid", "suggest"]
+__all__ = ["Choice", "Float", "Int", "Spec", "as_spec", "grid", "middle", "suggest"]
 
 import math
 from collections.abc import Iterable, Mapping
@@ -185,3 +185,9 @@ def grid(spec: Spec) -> list[Any]:
     if spec.step is not None:  # An Int always has a step.
         values = [_stepped(spec, round((value - spec.low) / spec.step)) for value in values]
     return list(dict.fromkeys(min(max(value, spec.low), spec.high) for value in values))
+
+
+def middle(spec: Spec) -> Any:
+    """Return the middle of a specification's values, or the first value of a choice."""
+    values = grid(spec)
+    return values[0] if isinstance(spec, Choice) else values[len(values) // 2]

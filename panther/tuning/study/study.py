@@ -1,13 +1,13 @@
 """The study of a search, which draws trials and reports their results to Optuna."""
 
-__all__ = ["Job", "Study", "pareto_front"]
+__all__ = ["Job", "Study"]
 
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from typing import Any
 
@@ -16,11 +16,11 @@ import numpy as np
 from panther.errors import MissingExtraError, TuningError
 from panther.tuning.evaluation import Outcome
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.prepared import Plan
+from panther.tuning.plan import Plan
 from panther.tuning.result import Trial
-from panther.tuning.search.local import near
-from panther.tuning.search.samplers import looks_at_constraints, make_sampler, quiet
-from panther.tuning.spaces.layers import LayerSpaceBase
+from panther.tuning.samplers import looks_at_constraints, make_sampler, quiet
+from panther.tuning.space.layers import LayerSpaceBase
+from panther.tuning.study.near_best import near
 
 _BUDGET = "budget"  # name of a parameter of the automatic space
 _RECORD, _REPEAT = "panther trial", "panther repeat"
@@ -33,11 +33,12 @@ _HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and
 
 @dataclass(frozen=True)
 class Job:
-    """A trial to run: its number, its Optuna trial and its plan."""
+    """A trial to run: its number, its Optuna trial, its plan, and the steps whose partial metrics were reported."""
 
     number: int
     trial: Any
     plan: Plan
+    steps: set[int] = field(default_factory=set)
 
 
 class Study:
@@ -63,6 +64,15 @@ class Study:
     def count(self) -> int:
         """Return the number of finished and running trials."""
         return len(self.trials) + len(self._pending)
+
+    @property
+    def distributions(self) -> dict[str, str]:
+        """Return Optuna's distributions of the parameters, as JSON."""
+        from optuna.distributions import distribution_to_json
+
+        trials = self.study.get_trials(deepcopy=False)
+        merged = {name: distribution for trial in trials for name, distribution in trial.distributions.items()}
+        return {name: distribution_to_json(distribution) for name, distribution in merged.items()}
 
     def ask(self) -> Job | None:
         """Draw the next trial, or return None if no new plan is found.
@@ -122,7 +132,9 @@ class Study:
         if not math.isfinite(value):
             return False
         with _refusing_other_searches():
-            job.trial.report(value, step)
+            if step not in job.steps:  # A trial that runs again, because its worker died, reports its steps again.
+                job.steps.add(step)
+                job.trial.report(value, step)
             return bool(job.trial.should_prune())
 
     def tell(self, job: Job, outcome: Outcome) -> Trial:
@@ -290,17 +302,3 @@ def _trial(params: Mapping[str, Any], record: Mapping[str, Any]) -> Trial:
         evaluate_s=record["evaluate_s"],
         reason=record["reason"],
     )
-
-
-def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
-    """Return the complete trials such that no other is at least as good in metric and objective, and better in one."""
-    sign = -1.0 if goal.higher_is_better else 1.0
-    by = "size" if goal.objective == "metric" else "objective"
-    complete = [trial for trial in trials if trial.state == "complete"]
-    front: list[Trial] = []
-    for trial in sorted(
-        complete, key=lambda candidate: (getattr(candidate, by), sign * candidate.metric, candidate.number)
-    ):
-        if not front or sign * trial.metric < sign * front[-1].metric:
-            front.append(trial)
-    return tuple(front)

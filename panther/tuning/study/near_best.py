@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from panther.tuning.prepared import Plan
+from panther.tuning.plan import Plan
 from panther.tuning.result import Trial
-from panther.tuning.spaces.layers import LayerSpaceBase
+from panther.tuning.space.layers import LayerSpaceBase
 
 # A step changes at most this share of the parameters, and on average at most this number.
 _SHARE, _MOST = 0.5, 2.0

@@ -1,25 +1,21 @@
 """Spaces of the forms of layers: a budget with weights for groups of layers, or settings of individual layers."""
 
-__all__ = ["AUTO", "AutoSpace", "LayerSpace", "LayerSpaceBase", "Line", "parse_lines", "unchanged_layers"]
+__all__ = ["AutoSpace", "LayerSpace", "LayerSpaceBase", "unchanged_layers"]
 
-import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from panther.compression.calibration.targets import Target
-from panther.compression.forms import DENSE, LOW_RANK, Choice, Option, form_named
+from panther.compression.forms import DENSE, LOW_RANK, Choice, Option
 from panther.compression.selection.convex_hull import choose_global
 from panther.errors import ConfigError
-from panther.tuning.attention import EXACT
-from panther.tuning.prepared import Plan, Prepared
-from panther.tuning.spaces.selection import as_group, selected
-from panther.tuning.spaces.settings import OF_ATTENTION, OF_LAYERS, check_settings
-from panther.tuning.spaces.values import Float, Spec, as_spec, grid, suggest
+from panther.tuning.compressed_models import CompressedModels
+from panther.tuning.plan import Plan
+from panther.tuning.space.lines import Line, form_of, rank_or_share
+from panther.tuning.space.values import Float, suggest
 
 # The losses of a group of layers are multiplied by a weight from 1 / MAX_WEIGHT to MAX_WEIGHT.
 _MAX_WEIGHT = 8.0
@@ -28,21 +24,19 @@ _MAX_GROUPS = 8
 # If a group has this many layers, there is a weight of late layers relative to early layers.
 _MIN_LAYERS_FOR_DEPTH_WEIGHT = 3
 _MAX_NOTES = 5  # notes of one kind
-_MAX_COMBINATIONS = 512  # combinations of the settings of a line that the first trials consider
-AUTO = "auto"
 
 
 class LayerSpaceBase:
     """Base of the spaces from which a study draws plans."""
 
-    prepared: Prepared
+    models: CompressedModels
     notes: tuple[str, ...] = ()
     """Parts of the requested space that cannot be used, and why."""
 
     @property
     def least(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
-        return self.prepared.cost.least(self.prepared.options) / self.prepared.dense
+        return self.models.cost.least(self.models.options) / self.models.dense
 
     def draw(self, trial: Any) -> Plan:
         """Draw the plan of an Optuna trial."""
@@ -64,16 +58,16 @@ class AutoSpace(LayerSpaceBase):
     layers. If all weights are 1 it is the choice of :func:`panther.compress`.
     """
 
-    def __init__(self, prepared: Prepared, names: Collection[str] | None = None, forms: Collection[str] = ()) -> None:
+    def __init__(
+        self, models: CompressedModels, names: Collection[str] | None = None, forms: Collection[str] = ()
+    ) -> None:
         """Make a space of the named layers, with these forms, or of all layers and forms if ``names`` is None."""
-        self.prepared = prepared
-        self.targets = [
-            target for target in prepared.targets if names is None or not set(names).isdisjoint(target.names)
-        ]
+        self.models = models
+        self.targets = [target for target in models.targets if names is None or not set(names).isdisjoint(target.names)]
         self._forms = set(forms)
         self._all_layers = names is None
         self._options = {target: self._options_of(target) for target in self.targets}
-        self._dense = sum(map(prepared.cost.dense, self.targets)) or 1.0
+        self._dense = sum(map(models.cost.dense, self.targets)) or 1.0
         self._groups = _grouped(self.targets)
         counts = [len(group) for group in self._groups.values()]
         self._by_depth = len(counts) > 1 and max(counts) >= _MIN_LAYERS_FOR_DEPTH_WEIGHT
@@ -89,13 +83,13 @@ class AutoSpace(LayerSpaceBase):
         """Draw the plan of an Optuna trial."""
         budget = suggest(trial, "budget", self._budget)
         emphases = {name: suggest(trial, name, spec) for name, spec in self._emphases.items()}
-        prepared = self.prepared
+        models = self.models
         if self._all_layers and all(value == 1 for value in emphases.values()):
-            return prepared.plan_of(prepared.allocation(budget).choice)
+            return models.plan_of(models.allocation(budget).choice)
         options = {}
         for target, factor in self._factors(emphases).items():
             options[target] = [replace(option, loss=option.loss * factor) for option in self._options[target]]
-        return prepared.plan_of(choose_global(options, budget * self._dense, prepared.cost))
+        return models.plan_of(choose_global(options, budget * self._dense, models.cost))
 
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of :func:`panther.compress` at a budget."""
@@ -103,18 +97,18 @@ class AutoSpace(LayerSpaceBase):
 
     def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
         """Return parameters with a smaller budget than the cost of a plan."""
-        choice = self.prepared.choice_of(plan)
-        share = sum(self.prepared.cost.of(choice[target]) for target in self.targets) / self._dense
+        choice = self.models.choice_of(plan)
+        share = sum(self.models.cost.of(choice[target]) for target in self.targets) / self._dense
         budget = share * math.exp(-by)
         return dict(params) | {"budget": min(max(budget, self._budget.low), 1.0)}
 
     @property
     def least(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
-        return self.prepared.cost.least(self._options) / self._dense
+        return self.models.cost.least(self._options) / self._dense
 
     def _options_of(self, target: Target) -> list[Option]:
-        options = list(self.prepared.options[target])
+        options = list(self.models.options[target])
         if self._all_layers:
             return options
         allowed = [option for option in options if option.form in self._forms or option.form == DENSE]
@@ -144,69 +138,12 @@ def _grouped(targets: Sequence[Target]) -> dict[str, list[Target]]:
     return {f"{part[0].name} to {part[-1].name}" if len(part) > 1 else part[0].name: list(part) for part in parts}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a space: layers, and the specifications of their common settings."""
-
-    label: str
-    names: tuple[str, ...]
-    specs: Mapping[str, Spec]
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of settings: ``"layers"``, ``"auto"`` or ``"attention"``."""
-        if not self.specs:
-            return AUTO
-        return "attention" if not self.specs.keys().isdisjoint(OF_ATTENTION) else "layers"
-
-    def draw(self, trial: Any) -> dict[str, Any]:
-        """Draw the settings of an Optuna trial that the drawn form has."""
-        settings: dict[str, Any] = {}
-        for name in (*OF_LAYERS, *OF_ATTENTION):
-            if name in self.specs and _is_used(name, settings):
-                settings[name] = suggest(trial, f"{self.label}/{name}", self.specs[name])
-        return settings
-
-    def values(self) -> list[dict[str, Any]]:
-        """Return all combinations of settings, or an evenly spaced selection of at most 512."""
-        grids = [grid(self.specs[name]) for name in OF_LAYERS if name in self.specs]
-        names = [name for name in OF_LAYERS if name in self.specs]
-        total = math.prod(map(len, grids))
-        combinations = (dict(zip(names, values, strict=True)) for values in itertools.product(*grids))
-        step = -(-total // _MAX_COMBINATIONS)
-        settings = [
-            {name: value for name, value in combination.items() if _is_used(name, combination)}
-            for combination in itertools.islice(combinations, 0, None, step)
-        ]
-        return [combination for index, combination in enumerate(settings) if combination not in settings[:index]]
-
-
-def _is_used(name: str, values: Mapping[str, Any]) -> bool:
-    if name in OF_ATTENTION:
-        return name == "kernel_fn" or values.get("kernel_fn") not in (EXACT, "taylor")
-    form = _form_of(values)
-    return name in ("form", "bits") or form is None or form_named(form).has_rank
-
-
-def _rank_or_share(values: Mapping[str, Any], name: str) -> float | None:
-    """Return the rank or the share of a line's values, or None."""
-    if name == "rank" and "low_rank" in values:  # the sizes of an SKLinear
-        return float(2 * values.get("num_terms", 1) * values["low_rank"])
-    return values.get(name)
-
-
-def _form_of(values: Mapping[str, Any]) -> str | None:
-    if "form" in values:
-        return str(values["form"])
-    return f"int{values['bits']}" if "bits" in values else None
-
-
 class LayerSpace(LayerSpaceBase):
     """Settings of layers, individually or jointly. Layers that no line names do not change."""
 
-    def __init__(self, prepared: Prepared, lines: Sequence[Line]) -> None:
-        self.prepared = prepared
-        by_name = {name: target for target in prepared.targets for name in target.names}
+    def __init__(self, models: CompressedModels, lines: Sequence[Line]) -> None:
+        self.models = models
+        by_name = {name: target for target in models.targets for name in target.names}
         self._targets: dict[str, list[Target]] = {}
         notes: list[str] = []
         for line in lines:
@@ -235,14 +172,14 @@ class LayerSpace(LayerSpaceBase):
         """
         notes = []
         combinations = line.values()
-        forms = dict.fromkeys(_form_of(values) or LOW_RANK for values in combinations)
+        forms = dict.fromkeys(form_of(values) or LOW_RANK for values in combinations)
         for form in forms:
-            options = [option for option in self.prepared.options[target] if option.form == form]
+            options = [option for option in self.models.options[target] if option.form == form]
             if not options and form != DENSE:
                 notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense with it")
-            form_values = [values for values in combinations if (_form_of(values) or LOW_RANK) == form]
+            form_values = [values for values in combinations if (form_of(values) or LOW_RANK) == form]
             for name in ("rank", "share"):
-                requested = [value for values in form_values if (value := _rank_or_share(values, name)) is not None]
+                requested = [value for values in form_values if (value := rank_or_share(values, name)) is not None]
                 if not options or not requested:
                     continue
                 ranks, sizes = [option.rank or 0 for option in options], [option.bytes for option in options]
@@ -262,10 +199,10 @@ class LayerSpace(LayerSpaceBase):
     @property
     def least(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
-        cost = self.prepared.cost
+        cost = self.models.cost
         least = sum(min(map(cost.of, (option for option, _ in candidates))) for candidates in self._options.values())
-        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._tuned_targets)
-        return (least + rest) / (self.prepared.dense or 1.0)
+        rest = sum(cost.dense(target) for target in self.models.targets if target not in self._tuned_targets)
+        return (least + rest) / (self.models.dense or 1.0)
 
     def draw(self, trial: Any) -> Plan:
         """Draw the plan of an Optuna trial."""
@@ -273,14 +210,14 @@ class LayerSpace(LayerSpaceBase):
         for line in self.lines:
             values = line.draw(trial)
             choice |= {target: self._pick(target, values) for target in self._targets[line.label]}
-        return self.prepared.plan_of(choice)
+        return self.models.plan_of(choice)
 
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of the choice of :func:`panther.compress` among the space's values, at a budget."""
-        cost = self.prepared.cost
-        rest = sum(cost.dense(target) for target in self.prepared.targets if target not in self._tuned_targets)
+        cost = self.models.cost
+        rest = sum(cost.dense(target) for target in self.models.targets if target not in self._tuned_targets)
         options: Any = {label: [option for option, _ in candidates] for label, candidates in self._options.items()}
-        choice: Any = choose_global(options, budget * self.prepared.dense - rest, cost)
+        choice: Any = choose_global(options, budget * self.models.dense - rest, cost)
         params: dict[str, Any] = {}
         for label, option in choice.items():
             values = next(values for candidate, values in self._options[label] if candidate is option)
@@ -302,11 +239,11 @@ class LayerSpace(LayerSpaceBase):
 
     def _pick(self, target: Target, values: Mapping[str, Any]) -> Option:
         """Return the option of a layer with the form and the largest rank or share that the values allow."""
-        form = _form_of(values) or LOW_RANK
-        options = [option for option in self.prepared.options[target] if option.form == form]
+        form = form_of(values) or LOW_RANK
+        options = [option for option in self.models.options[target] if option.form == form]
         if not options:  # The layer cannot have the form, or would not become smaller.
             return Option(DENSE, target.dense_bytes, error=0.0)
-        if (rank := _rank_or_share(values, "rank")) is not None:
+        if (rank := rank_or_share(values, "rank")) is not None:
             below = [option for option in options if (option.rank or 0) <= rank]
             return max(below, key=lambda option: option.rank or 0, default=min(options, key=lambda o: o.rank or 0))
         if "share" in values:
@@ -315,10 +252,10 @@ class LayerSpace(LayerSpaceBase):
         return options[-1]
 
 
-def unchanged_layers(lines: Sequence[Line], prepared: Prepared) -> list[str]:
+def unchanged_layers(lines: Sequence[Line], models: CompressedModels) -> list[str]:
     """Return a note for each layer that a line names but that cannot change, with the reason."""
-    changeable = {name for target in prepared.targets for name in target.names}
-    reasons = {entry.name: entry.reason for entry in prepared.survey.skipped}
+    changeable = {name for target in models.targets for name in target.names}
+    reasons = {entry.name: entry.reason for entry in models.survey.skipped}
     left = [name for line in lines if line.kind != "attention" for name in line.names if name not in changeable]
     return _first_notes(
         [f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
@@ -328,40 +265,3 @@ def unchanged_layers(lines: Sequence[Line], prepared: Prepared) -> list[str]:
 def _first_notes(notes: list[str]) -> list[str]:
     more = len(notes) - _MAX_NOTES
     return notes if more <= 0 else [*notes[:_MAX_NOTES], f"{more} more notes like the last one"]
-
-
-def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], scratch: bool = False) -> list[Line]:
-    """Return the lines of a user's space. With ``scratch``, the layers are sketched before training.
-
-    Raises:
-        ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
-    """
-    if not isinstance(space, Mapping) or not space:
-        raise ConfigError(f"space={space!r} must be 'auto', or a dict of layers and the values of their settings")
-    lines: list[Line] = []
-    key_by_layer: dict[str, Any] = {}
-    for key, settings in space.items():
-        group = as_group(key)
-        if isinstance(settings, str) and settings == AUTO:
-            settings = {}
-        elif not isinstance(settings, Mapping) or not settings:
-            raise ConfigError(
-                f"space[{key!r}]={settings!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
-            )
-        specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in settings.items()}
-        check_settings(key, specs, scratch)
-        line = Line(group.label, (), specs)
-        names = selected(model, group, attention=line.kind == "attention")
-        if twice := next((name for name in names if name in key_by_layer), None):
-            raise ConfigError(
-                f"layer {twice!r} is in two lines of the space, {key_by_layer[twice]!r} and {key!r}: remove it from one"
-            )
-        key_by_layer |= dict.fromkeys(names, key)
-        if group.joint or line.kind == AUTO:
-            # Labels must differ, although for example all lambdas have the same name. No layer is in two lines.
-            labels = {earlier.label for earlier in lines}
-            label = f"{group.label} ({names[0]})" if group.label in labels else group.label
-            lines.append(Line(label, names, specs))
-        else:
-            lines += [Line(name, (name,), specs) for name in names]
-    return lines

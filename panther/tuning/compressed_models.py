@@ -1,0 +1,254 @@
+"""The models of a search that compresses one trained model: its moments and decompositions serve all trials.
+
+A trial only truncates the stored components to factors of its ranks.
+"""
+
+__all__ = ["CompressedModels", "prepare_models"]
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from panther._torch import children_of, put_child
+from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import Survey, Target, replace_modules, swap_modules
+from panther.compression.config import CompressConfig, HealConfig
+from panther.compression.forms import DENSE, Choice, Option, Options, Replacement
+from panther.compression.forms.conversion import convert_all, convert_target
+from panther.compression.install import Outcome, install_layers
+from panther.compression.preparation import Prepared, prepare_for_budgets
+from panther.compression.report import CompressionReport, HealResult
+from panther.compression.selection.allocation import Allocation
+from panther.compression.selection.convex_hull import Cost
+from panther.compression.selection.measurement import measure
+from panther.errors import CompressionError, TrainingError, TuningError
+from panther.nn.attention.linearized import CHILD, convert_attention
+from panther.nn.specs import note_in_config_
+from panther.tuning.attention import Attention, calibrated, find, replacement_of
+from panther.tuning.model_copies import copy_or_call_again
+from panther.tuning.plan import Plan, TrialError
+
+# Bytes of cached layers over the bytes of the dense layers. The decompositions take as much memory.
+_CACHED_SHARE = 4.0
+
+
+@dataclass(frozen=True)
+class CompressedModels:
+    """The models of plans, made from a copy of the model whose weights are fitted.
+
+    Attributes:
+        prepared: The copy, in eval mode, its calibration batches, and the fits of its weights.
+        attention: The attention modules that can be replaced.
+        seconds: Duration of the preparation.
+        training: The training mode of each module of the original model.
+        model_fn: The user's function that returns the model, if there is one.
+        allocations: Earlier choices of :func:`panther.compress`, by budget.
+    """
+
+    prepared: Prepared
+    attention: Attention
+    seconds: float
+    training: Sequence[bool] = ()
+    model_fn: Callable[[], nn.Module] | None = None
+    allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
+    _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
+    """Bytes and new layers by target, form and rank, with recently used layers at the end."""
+
+    @property
+    def runner(self) -> Runner:
+        """Return the copy of the model with the calibration batches."""
+        return self.prepared.runner
+
+    @property
+    def survey(self) -> Survey:
+        """Return the layers that can change, and why others cannot."""
+        return self.prepared.survey
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Return the layers that can change."""
+        return self.prepared.survey.targets
+
+    @property
+    def cost(self) -> Cost:
+        """Return the cost that budgets limit, bytes or seconds."""
+        return self.prepared.cost
+
+    @property
+    def dense(self) -> float:
+        """Return the cost of all unchanged layers."""
+        return self.prepared.dense_cost
+
+    @cached_property
+    def options(self) -> Options:
+        """Return the options of each layer, with the losses that determine choices."""
+        return self.prepared.comparable_options()
+
+    @property
+    def attention_names(self) -> Mapping[nn.Module, str]:
+        """Return the names of the attention modules that plans may replace."""
+        return {module: name for name, module in self.attention.modules.items()}
+
+    def without_functions(self) -> Self:
+        """Return these models without the function that returns the model: only the search's process builds results."""
+        return replace(self, model_fn=None)
+
+    def allocation(self, budget: float) -> Allocation:
+        """Return the choice of :func:`panther.compress` for a budget, a share of the unchanged layers' cost.
+
+        Each choice is cached, because it runs candidates on the held-out batches.
+        """
+        if budget not in self.allocations:
+            with self.runner.calibrating(self.prepared.seed):
+                self.allocations[budget] = self.prepared.allocate(budget * self.dense)
+        return self.allocations[budget]
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """Return the plan of a choice."""
+        layers = {}
+        for target, option in choice.items():
+            if option.form != DENSE:
+                entries = {"form": option.form, "rank": option.rank, "bits": option.bits}
+                layers[target.name] = {name: value for name, value in entries.items() if value is not None}
+        return Plan(layers)
+
+    def choice_of(self, plan: Plan) -> Choice:
+        """Return the choice of a plan, with predicted losses."""
+        choice: Choice = {}
+        for target in self.targets:
+            settings = plan.layers.get(target.name, {"form": DENSE})
+            choice[target] = next(
+                (
+                    option
+                    for option in self.prepared.fits.options[target]
+                    if (option.form, option.rank) == (settings["form"], settings.get("rank"))
+                ),
+                Option(DENSE, target.dense_bytes, error=0.0),
+            )
+        return choice
+
+    def trial_layers(self, plan: Plan) -> Replacement:
+        """Return the new modules of a plan for a trial; other trials share them, so they must not be changed."""
+        if plan.heal:
+            return self.replacement(plan)[0]
+        new: Replacement = {}
+        seeds = self.survey.seeds(self.prepared.seed)
+        for target, option in self.choice_of(plan).items():
+            # Trials often draw the same ranks of a layer. After ten trials most of them are cached.
+            key = target, option.form, option.rank
+            if (cached := self._layers.pop(key, None)) is None:
+                cached = option.bytes, convert_target(target, self.prepared.fits, option, seeds[target])
+            self._layers[key] = cached
+            new |= cached[1]
+        max_bytes = _CACHED_SHARE * sum(target.dense_bytes for target in self.targets)
+        cached_bytes = sum(size for size, _ in self._layers.values())
+        for key in list(self._layers):
+            if cached_bytes <= max_bytes:
+                break
+            cached_bytes -= self._layers.pop(key)[0]
+        return new | self._new_attention(plan, new)
+
+    def replacement(self, plan: Plan) -> tuple[Replacement, HealResult | None]:
+        """Return the new modules of a plan, healed if the plan has ``heal``.
+
+        Raises:
+            TuningError: If attention by features does not run in the model, or the model does not call it.
+        """
+        new = convert_all(self.survey, self.prepared.fits, self.choice_of(plan), self.prepared.seed)
+        new |= self._new_attention(plan, new)
+        if not plan.heal or not new:
+            return new, None
+        from panther.compression.heal import healing  # lazy: it loads the Trainer and torch.distributed
+
+        shared = [old for old in new if old in self.attention_names and not isinstance(old, nn.MultiheadAttention)]
+        if shared:
+            raise TuningError(
+                f"attention {self.attention_names[shared[0]]!r} of transformers shares its weights with the original, "
+                "and cannot be healed in a search: leave heal or the attention out"
+            )
+        try:
+            healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.prepared.seed)
+        except (TrainingError, CompressionError) as error:
+            raise TrialError(f"healing failed: {error}") from error
+        write_()
+        return new, healed
+
+    def _new_attention(self, plan: Plan, new: Replacement) -> Replacement:
+        """Return the attention modules of a plan, which contain the new layers."""
+        if not plan.attention:
+            return {}
+        attention = replacement_of(self.attention.modules, plan.attention, self.prepared.seed)
+        attention = calibrated(self.runner, attention, self.attention_names)
+        for module in attention.values():  # Copies have their own dictionary of children.
+            for name, child in children_of(module).items():
+                if child is not None and child in new:
+                    put_child(module, name, new[child])
+        return attention
+
+    @contextmanager
+    def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
+        """Replace modules of the model temporarily."""
+        with replace_modules(self.runner.model, replacement):
+            yield self.runner.model
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
+        """Return a new model with the layers of a plan, and the report of every layer."""
+        choice, prepared = self.choice_of(plan), self.prepared
+        replacement, healed = self.replacement(plan)
+        with self.runner.calibrating(prepared.seed):
+            measured = measure(self.runner, self.targets, replacement, speed=False)
+        model = copy_or_call_again(self.runner.model, self.model_fn)
+        for module, training in zip(model.modules(), self.training, strict=True):
+            module.training = training
+        modules = dict(zip(self.runner.model.modules(), model.modules(), strict=True))
+        new = {
+            target: replace(target, modules=tuple(modules[old] for old in target.modules)) for target in self.targets
+        }
+        outcome = Outcome(
+            replace(self.survey, targets=tuple(new.values())),
+            Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
+            {modules[old]: layer for old, layer in replacement.items() if old not in self.attention_names},
+            "two_sided" if prepared.fits.passes else "svd",
+            prepared.seed,
+            prepared.fits,
+            replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
+            healed,
+            notes=[f"{name} is attention by features: {dict(v)}" for name, v in plan.attention.items()],
+            allow_slower=True,
+        )
+        report = install_layers(model, outcome)
+        for name in plan.attention:
+            twin, layer = model.get_submodule(name), replacement[self.attention.modules[name]]
+            if not isinstance(twin, nn.MultiheadAttention):  # a copy of the module in the new model
+                layer = convert_attention(twin, copy.deepcopy(layer.get_submodule(CHILD)))
+            swap_modules(model, {twin: layer.train(twin.training)})
+        if plan.attention:
+            note_in_config_(model)
+        return model, report
+
+
+def prepare_models(
+    runner: Runner, config: CompressConfig | None, seed: int, *, by_time: bool, training: Sequence[bool],
+    model_fn: Callable[[], nn.Module] | None,
+) -> CompressedModels:  # fmt: skip
+    """Fit all layers of a copied model, and find its attention; with no ``config``, only find its attention.
+
+    Raises:
+        CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
+    """
+    began = time.perf_counter()
+    attention = find(runner.model)
+    prepared = Prepared(runner, Survey((), ()), seed)
+    if config is not None:
+        with runner.calibrating(seed):
+            prepared = prepare_for_budgets(runner, config, seed, by_time=by_time)
+    return CompressedModels(prepared, attention, time.perf_counter() - began, training, model_fn)

@@ -1,0 +1,158 @@
+"""The arguments of :func:`panther.tune`, checked."""
+
+__all__ = ["TuneConfig"]
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther.compression.calibration.targets import Selector
+from panther.compression.config import CompressConfig, HealConfig
+from panther.errors import ConfigError, check_size, require_extra
+from panther.sketch import check_seed
+from panther.train import TrainConfig
+from panther.tuning.goal import Goal, make_goal
+from panther.tuning.samplers import check_sampler
+
+# The budget of the first choice, in which losses are measured: the share of int8 in float32.
+_FIRST_BUDGET = 0.25
+# Arguments that have the same meaning in panther.compress.
+_OF_COMPRESS = (
+    "calibration", "exclude", "rank_multiple", "group_size", "activations", "forward_fn", "loss_fn", "mask_fn",
+    "statistics_memory_bytes", "progress",
+)  # fmt: skip
+# Arguments that need a trained model, with the values by which they are left out.
+_OF_TRAINED_MODELS: Mapping[str, Any] = {
+    "calibration": None, "heal": None, "forms": None, "activations": None, "include": None, "exclude": None,
+    "forward_fn": None, "loss_fn": None, "mask_fn": None, "statistics_memory_bytes": None, "rank_multiple": 8,
+    "group_size": 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """The arguments of :func:`panther.tune` except for the model, checked; the function documents them.
+
+    The function has its signature from here, by :func:`panther._settings.takes_settings`.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ConfigError: If an argument is not understood, or two arguments contradict each other.
+        MissingExtraError: If Optuna is not installed.
+    """
+
+    evaluate: Callable[[nn.Module], Any]
+    calibration: Any = None
+    _: KW_ONLY
+    train: Callable[[nn.Module, TrainConfig], Any] | None = None
+    space: Any = "auto"
+    objective: str | Callable[[nn.Module], float] = "size"
+    constraint: Any = None
+    direction: str | None = None
+    trials: int = 30
+    first: int | None = None
+    timeout_s: float | None = None
+    sampler: Any = "tpe"
+    pruner: Any = "median"
+    storage: Any = None
+    repeats: int = 1
+    catch: type[Exception] | Sequence[type[Exception]] = ()
+    parallel: int | str = 1
+    heal: HealConfig | Mapping[str, Any] | None = None
+    forms: str | Sequence[str] | None = None
+    rank_multiple: int = 8
+    group_size: int | None = 128
+    activations: str | None = None
+    include: Selector | Sequence[Selector] | None = None
+    exclude: Selector | Sequence[Selector] | None = None
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None
+    loss_fn: Any = None
+    mask_fn: Callable[[Any], Tensor | None] | None = None
+    statistics_memory_bytes: int | None = None
+    seed: int | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        require_extra("optuna", "tune")
+        if not callable(self.evaluate):
+            raise TypeError(f"evaluate must be a function of a model, not a {type(self.evaluate).__name__}")
+        self.goal  # noqa: B018 (raises if the objective or a constraint is not understood)
+        check_size("trials", self.trials, least=1)
+        check_size("repeats", self.repeats, least=1)
+        if self.first is not None:
+            check_size("first", self.first, least=0)
+        _check_timeout(self.timeout_s)
+        check_sampler(self.sampler)
+        _check_parallel(self.parallel)
+        self.caught_exceptions  # noqa: B018 (raises if they are no exceptions)
+        if self.train is not None:
+            self._check_training()
+        elif self.calibration is None:
+            needs = {"latency": self.goal.timed, "heal": self.heal is not None, "loss_fn": self.loss_fn is not None}
+            if name := next((name for name, is_needed in needs.items() if is_needed), None):
+                raise ConfigError(f"{name} needs calibration=, a list of batches, on which the model is run")
+
+    @cached_property
+    def goal(self) -> Goal:
+        """Return the objective and the constraints."""
+        return make_goal(self.objective, self.constraint, self.direction)
+
+    @cached_property
+    def caught_exceptions(self) -> tuple[type[Exception], ...]:
+        """Return the exceptions of ``catch`` as a tuple."""
+        kinds: Any = (self.catch,) if isinstance(self.catch, type) else self.catch
+        kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else (kinds,)
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                raise TypeError(f"catch must be exception classes, such as torch.OutOfMemoryError, and has {kind!r}")
+        return kinds
+
+    @cached_property
+    def new_seed(self) -> int:
+        """Return the seed of a new study, drawn at the first use if none was given."""
+        return check_seed(self.seed)
+
+    def compress_config(self, forms: Any, include: Any) -> CompressConfig:
+        """Return the settings with which the layers of a trained model are fitted."""
+        return CompressConfig(
+            budget=_FIRST_BUDGET,
+            forms=forms,
+            include=include,
+            method="svd" if self.calibration is None else "two_sided",
+            **{name: getattr(self, name) for name in _OF_COMPRESS},
+        )
+
+    def _check_training(self) -> None:
+        for name, left_out in _OF_TRAINED_MODELS.items():
+            if getattr(self, name) != left_out:
+                raise ConfigError(
+                    f"{name}= cannot be combined with train=, which trains new models instead of compressing one: "
+                    f"remove {name}="
+                )
+        if not callable(self.train):
+            raise ConfigError(
+                "with train= each trial trains a new model: give a function of a model and a TrainConfig, not "
+                f"{self.train!r}"
+            )
+        if self.goal.timed:
+            raise ConfigError("latency is not measured for models that are trained: use objective='size' or a function")
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
+
+
+def _check_parallel(parallel: Any) -> None:
+    if parallel == "ray" or (isinstance(parallel, int) and not isinstance(parallel, bool) and parallel >= 1):
+        return
+    raise ConfigError(f"parallel={parallel!r} must be a number of processes, at least 1, or 'ray'")

@@ -1,0 +1,159 @@
+"""Guards of an evaluation: whether the user's function changed the model, and whether the model calls its new layers.
+
+A list in the model, or a forward that a library has stored, can reference a replaced layer. The replaced layer is then
+still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
+"""
+
+__all__ = ["STILL_REFERENCED", "Usage", "checksum", "difference", "fingerprint", "recording_usage"]
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther._torch import TorchDispatchMode, storage_key, version_of
+from panther.compression.forms import Replacement
+
+STILL_REFERENCED = (
+    "something else references the old layer, for example a forward that a library has stored: remove the reference, "
+    "or exclude the layer from the search"
+)
+_BLOCK = 1 << 20  # bytes that are hashed at once on a device
+_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Return the values that a user's function must not change, by name.
+
+    They are the modules, forwards that are set on modules, hooks, hashes of tensors, and which parameters are trained.
+    """
+    entries: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        attributes, label = vars(module), f"module {name!r}" if name else "the model"
+        entries[label] = id(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # It sets its forward in the first call.
+            entries[f"forward of {label}"] = id(attributes.get("forward"))
+        # In torch the names of all tables of hooks end so. The keys are unique in a process.
+        entries[f"hooks of {label}"] = [
+            (key, *table) for key, table in attributes.items() if key.endswith("_hooks") and isinstance(table, Mapping)
+        ]
+    for name, parameter in model.named_parameters():
+        entries[f"parameter {name!r}"] = _hash(parameter)
+        entries[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
+    return entries | {f"buffer {name!r}": _hash(buffer) for name, buffer in model.named_buffers()}
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first name in which two fingerprints differ, or "" if they are equal."""
+    return next((name for name in {**after, **before} if before.get(name) != after.get(name)), "")
+
+
+def checksum(entries: Iterable[tuple[Any, Any]]) -> int:
+    """Return a CRC-32 of names and values, and of hashes of tensors."""
+    crc = 0
+    for name, value in entries:
+        content = _hash(value) if isinstance(value, Tensor) else value
+        crc = zlib.crc32(f"{name} {content}".encode(), crc)
+    return crc
+
+
+def _hash(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype, device and a hash of the memory."""
+    if is_lazy(tensor):
+        return (str(tensor.dtype), str(tensor.device))
+    value = tensor.detach()
+    about = tuple(value.shape), str(value.dtype), str(value.device)
+    if not value.numel() or value.is_meta:
+        return about
+    try:
+        bits = value.contiguous().view(-1).view(torch.uint8)
+        memory: Any = bits.numpy() if bits.is_cpu else None
+        return *about, _hash_on_device(bits) if memory is None else zlib.crc32(memory)
+    except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor with another kind of memory
+        return *about, version_of(tensor)
+
+
+def _hash_on_device(bits: Tensor) -> int:  # (n) uint8
+    """Return a hash of bytes, computed on their device: a sum of products with weights that depend on the position."""
+    weights = _position_weights(bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for block in bits.split(_BLOCK):
+        total = total * _ODD + (block * weights[: len(block)]).sum()
+    return int(total.item())
+
+
+@functools.cache
+def _position_weights(device: torch.device) -> Tensor:
+    x = torch.arange(1, _BLOCK + 1, device=device) * _ODD
+    return (x ^ (x >> 32)) * _ODD | 1
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The use of replaced layers and their replacements.
+
+    Attributes:
+        called: Replaced layers whose replacements were called.
+        held: Replaced layers whose weights were used.
+    """
+
+    called: set[nn.Module] = field(default_factory=set)
+    held: set[nn.Module] = field(default_factory=set)
+
+
+@contextmanager
+def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) -> Iterator[None]:
+    """Record in ``usage`` which new layers are called, and which replaced layers' weights are used.
+
+    A compiled model runs uncompiled meanwhile. The use of weights in threads that start meanwhile is not recorded.
+    """
+    used_memory = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    old = {_memory(tensor): layer for layer in replacement for tensor in layer.parameters()}
+    old = {memory: layer for memory, layer in old.items() if memory is not None and memory not in used_memory}
+
+    def calls(layer: nn.Module) -> Callable[..., None]:
+        # A deepcopy of the model shares functions, so calls of the copy count too.
+        def note(*_: Any) -> None:
+            usage.called.add(layer)
+
+        return note
+
+    with ExitStack() as stack:
+        for layer, new in replacement.items():
+            stack.callback(new.register_forward_pre_hook(calls(layer)).remove)
+        if old:
+            stack.enter_context(_WeightReads(old, usage.held))
+        yield
+
+
+class _WeightReads(TorchDispatchMode):
+    """Records the layers whose memory an operation reads.
+
+    It is a dispatch mode and not a function mode, under which nn.MultiheadAttention would take another path that rounds
+    differently.
+    """
+
+    def __init__(self, layers: dict[int | None, nn.Module], held: set[nn.Module]) -> None:
+        super().__init__()
+        self._layers, self._held = layers, held
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in args:
+            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(tensor, Tensor) and (layer := self._layers.get(_memory(tensor))) is not None:
+                    self._held.add(layer)
+        return function(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return a key that is equal for views of the same memory, or None for a tensor without memory."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None

@@ -1,0 +1,190 @@
+"""The lines of a user's space: layers, and the values of their settings."""
+
+__all__ = ["AUTO", "Line", "form_of", "parse_lines", "rank_or_share", "used_forms"]
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from panther.compression.forms import LOW_RANK, form_named, known_forms
+from panther.errors import ConfigError
+from panther.nn.attention.feature_map import KERNELS
+from panther.tuning.attention import EXACT
+from panther.tuning.space.selection import as_group, selected
+from panther.tuning.space.values import Spec, as_spec, grid, suggest
+
+AUTO = "auto"
+_OF_LAYERS = ("form", "rank", "bits", "share", "num_terms", "low_rank")
+_OF_ATTENTION = ("kernel_fn", "num_random_features")
+_OF_TRAINING = ("num_terms", "low_rank")
+_LEAST = {"rank": 1, "bits": 1, "num_terms": 1, "low_rank": 1, "num_random_features": 1}
+_MAX_COMBINATIONS = 512  # combinations of the settings of a line that the first trials consider
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a space: layers, and the specifications of their common settings."""
+
+    label: str
+    names: tuple[str, ...]
+    specs: Mapping[str, Spec]
+
+    def __str__(self) -> str:
+        """Return the label, names and specifications, which are equal for equal lines."""
+        names = "" if self.names == (self.label,) else f" ({' '.join(self.names)})"
+        return f"{self.label}{names} {dict(self.specs) or 'auto'}"
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of settings: ``"layers"``, ``"auto"`` or ``"attention"``."""
+        if not self.specs:
+            return AUTO
+        return "attention" if not self.specs.keys().isdisjoint(_OF_ATTENTION) else "layers"
+
+    def draw(self, trial: Any) -> dict[str, Any]:
+        """Draw the settings of an Optuna trial that the drawn form has."""
+        settings: dict[str, Any] = {}
+        for name in (*_OF_LAYERS, *_OF_ATTENTION):
+            if name in self.specs and _is_used(name, settings):
+                settings[name] = suggest(trial, f"{self.label}/{name}", self.specs[name])
+        return settings
+
+    def values(self) -> list[dict[str, Any]]:
+        """Return all combinations of settings, or an evenly spaced selection of at most 512."""
+        grids = [grid(self.specs[name]) for name in _OF_LAYERS if name in self.specs]
+        names = [name for name in _OF_LAYERS if name in self.specs]
+        total = math.prod(map(len, grids))
+        combinations = (dict(zip(names, values, strict=True)) for values in itertools.product(*grids))
+        step = -(-total // _MAX_COMBINATIONS)
+        settings = [
+            {name: value for name, value in combination.items() if _is_used(name, combination)}
+            for combination in itertools.islice(combinations, 0, None, step)
+        ]
+        return [combination for index, combination in enumerate(settings) if combination not in settings[:index]]
+
+
+def _is_used(name: str, values: Mapping[str, Any]) -> bool:
+    if name in _OF_ATTENTION:
+        return name == "kernel_fn" or values.get("kernel_fn") not in (EXACT, "taylor")
+    form = form_of(values)
+    return name in ("form", "bits") or form is None or form_named(form).has_rank
+
+
+def rank_or_share(values: Mapping[str, Any], name: str) -> float | None:
+    """Return the rank or the share of a line's values, or None."""
+    if name == "rank" and "low_rank" in values:  # the sizes of an SKLinear
+        return float(2 * values.get("num_terms", 1) * values["low_rank"])
+    return values.get(name)
+
+
+def form_of(values: Mapping[str, Any]) -> str | None:
+    """Return the form of a line's values, or None if they have neither a form nor a width."""
+    if "form" in values:
+        return str(values["form"])
+    return f"int{values['bits']}" if "bits" in values else None
+
+
+def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], training: bool = False) -> list[Line]:
+    """Return the lines of a user's space. ``training`` says that the layers are sketched before training.
+
+    Raises:
+        ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
+    """
+    if not isinstance(space, Mapping) or not space:
+        raise ConfigError(f"space={space!r} must be 'auto', or a dict of layers and the values of their settings")
+    lines: list[Line] = []
+    key_by_layer: dict[str, Any] = {}
+    for key, settings in space.items():
+        group = as_group(key)
+        if isinstance(settings, str) and settings == AUTO:
+            settings = {}
+        elif not isinstance(settings, Mapping) or not settings:
+            raise ConfigError(
+                f"space[{key!r}]={settings!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
+            )
+        specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in settings.items()}
+        _check_settings(key, specs, training)
+        line = Line(group.label, (), specs)
+        names = selected(model, group, attention=line.kind == "attention")
+        if twice := next((name for name in names if name in key_by_layer), None):
+            raise ConfigError(
+                f"layer {twice!r} is in two lines of the space, {key_by_layer[twice]!r} and {key!r}: remove it from one"
+            )
+        key_by_layer |= dict.fromkeys(names, key)
+        if group.joint or line.kind == AUTO:
+            # Labels must differ, although for example all lambdas have the same name. No layer is in two lines.
+            labels = {earlier.label for earlier in lines}
+            label = f"{group.label} ({names[0]})" if group.label in labels else group.label
+            lines.append(Line(label, names, specs))
+        else:
+            lines += [Line(name, (name,), specs) for name in names]
+    return lines
+
+
+def _check_settings(key: Any, specs: Mapping[str, Spec], training: bool) -> None:
+    """Raise ConfigError if a setting of a line is unknown, contradicts another one, or has an impossible value."""
+    if training:
+        if "low_rank" not in specs or not set(_OF_TRAINING).issuperset(specs):
+            raise ConfigError(
+                f"space[{key!r}] has {sorted(specs)}: a layer that is trained has 'low_rank', and 'num_terms' if there "
+                "is more than one"
+            )
+        _check_values(key, specs, _LEAST | {"low_rank": 0})  # 0 keeps the layer dense.
+        return
+    of_attention = not specs.keys().isdisjoint(_OF_ATTENTION)
+    line_settings = _OF_ATTENTION if of_attention else _OF_LAYERS
+    for name in specs:
+        if name not in line_settings:
+            all_settings = (*_OF_LAYERS, *_OF_ATTENTION) if not of_attention else line_settings
+            names = ", ".join(map(repr, all_settings))
+            raise ConfigError(f"space[{key!r}] has the unknown setting {name!r}: use some of {names}")
+    _check_values(key, specs, _LEAST)
+    if of_attention:
+        _check_attention(key, specs)
+        return
+    for setting, other in (("form", "bits"), ("rank", "share"), ("rank", "low_rank"), ("share", "low_rank")):
+        if setting in specs and other in specs:
+            raise ConfigError(f"space[{key!r}] has both {setting!r} and {other!r}, which are alternatives: remove one")
+    for form in used_forms(specs):
+        if form not in known_forms():
+            raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(known_forms())}")
+    ranked = [form for form in used_forms(specs) if form_named(form).has_rank]
+    if "num_terms" in specs and "low_rank" not in specs:
+        raise ConfigError(f"space[{key!r}] has 'num_terms' and no rank of a term: add 'low_rank'")
+    if specs and ranked and not {"rank", "share", "low_rank"} & specs.keys():
+        raise ConfigError(f"space[{key!r}] has the form {ranked[0]!r} and no rank: add 'rank' or 'share'")
+
+
+def _check_values(key: Any, specs: Mapping[str, Spec], least: Mapping[str, int]) -> None:
+    for name, spec in specs.items():
+        for value in grid(spec):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in least and not (number and isinstance(value, int) and value >= least[name]):
+                raise ConfigError(
+                    f"space[{key!r}]: {name} {value!r} must be an integer, at least {least[name]}: use a list of them, "
+                    "or Int"
+                )
+            if name == "share" and not (number and value > 0):
+                raise ConfigError(f"space[{key!r}]: share {value!r} must be a number above 0: use a list, or Float")
+
+
+def _check_attention(key: Any, specs: Mapping[str, Spec]) -> None:
+    kernels = grid(specs["kernel_fn"]) if "kernel_fn" in specs else []
+    if unknown := [name for name in kernels if name not in (EXACT, *KERNELS)]:
+        names = ", ".join(map(repr, (EXACT, *KERNELS)))
+        raise ConfigError(f"space[{key!r}]: kernel_fn {unknown[0]!r} is unknown: use some of {names}")
+    if "num_random_features" not in specs and not {EXACT, "taylor"}.issuperset(kernels):
+        raise ConfigError(f"space[{key!r}] has no number of features: add 'num_random_features'")
+
+
+def used_forms(specs: Mapping[str, Spec]) -> list[str]:
+    """Return the forms that the layers of a line may have."""
+    if "form" in specs:
+        return [str(form) for form in grid(specs["form"])]
+    if "bits" in specs:
+        return [f"int{bits}" for bits in grid(specs["bits"])]
+    return [LOW_RANK]
