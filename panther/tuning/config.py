@@ -105,12 +105,13 @@ class TuneConfig:
     @cached_property
     def caught_exceptions(self) -> tuple[type[Exception], ...]:
         """Return the exceptions of ``catch`` as a tuple."""
-        kinds: Any = (self.catch,) if isinstance(self.catch, type) else self.catch
-        kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else (kinds,)
-        for kind in kinds:
+        catch: Any = self.catch
+        is_list = isinstance(catch, Iterable) and not isinstance(catch, str | type)
+        exceptions: tuple[Any, ...] = tuple(catch) if is_list else (catch,)
+        for kind in exceptions:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise TypeError(f"catch must be exception classes, such as torch.OutOfMemoryError, and has {kind!r}")
-        return kinds
+        return exceptions
 
     @cached_property
     def new_seed(self) -> int:

@@ -5,13 +5,10 @@ __all__ = ["check_plot", "draw"]
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from panther.errors import ConfigError, require_extra
 from panther.tuning.samplers import quiet
-
-if TYPE_CHECKING:
-    from panther.tuning.result import TuneResult
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -27,8 +24,11 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"no plot can be written to {os.fspath(path)!r}: use one of the suffixes {', '.join(kinds)}")
 
 
-def draw(result: "TuneResult", x: str | None, path: Path) -> Path:
-    """Plot the metric against the objective, the trials (``"trial"``) or a parameter, as :meth:`TuneResult.plot`."""
+def draw(result: Any, x: str | None, path: Path) -> Path:
+    """Plot the metric against the objective, the trials (``"trial"``) or a parameter, as :meth:`TuneResult.plot`.
+
+    ``result`` is a TuneResult, whose module imports this one.
+    """
     check_plot(path)
     pyplot: Any = require_extra("matplotlib.pyplot", "demo")
     optuna: Any = require_extra("optuna", "tune")
@@ -54,7 +54,7 @@ def draw(result: "TuneResult", x: str | None, path: Path) -> Path:
     return path
 
 
-def _study_of(result: "TuneResult", by: str, scale: float) -> Any:
+def _study_of(result: Any, by: str, scale: float) -> Any:
     """Return a study with two directions, the objective and the metric, that has the complete trials of a result."""
     import optuna
 
@@ -80,7 +80,7 @@ def _metric(trial: Any) -> float:
     return metric
 
 
-def _horizontal_axis(result: "TuneResult") -> tuple[str, float, str]:
+def _horizontal_axis(result: Any) -> tuple[str, float, str]:
     """Return the figure on the horizontal axis, its unit and its label."""
     if result.objective in ("size", "metric"):
         return "size", 1e6, "size in MB"

@@ -27,8 +27,9 @@ _MOST = 5  # failed trials or names that notes list
 class Task(Protocol):
     """What a search tunes: a trained model that is compressed, or models that are trained."""
 
-    description: Mapping[str, str]
-    """What must not change when the search is resumed."""
+    @property
+    def description(self) -> Mapping[str, str]:
+        """Return what must not change when the search is resumed."""
 
     @property
     def num_first(self) -> int:

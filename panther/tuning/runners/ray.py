@@ -66,7 +66,7 @@ class _Actor:
 
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Wait until an actor has answered or died, and return all such actors."""
+        """Wait until an actor has answered or died, and return it."""
         by_answer = {worker._answer: worker for worker in workers}
         ready, _ = workers[0]._ray.wait(list(by_answer), num_returns=1)
         return [by_answer[answer] for answer in ready]
