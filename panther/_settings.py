@@ -16,7 +16,9 @@ from panther._setting_names import name_hint, value_hint
 from panther.errors import ConfigError
 
 _Fields = ParamSpec("_Fields")
-_Config, _Model, _Result = TypeVar("_Config"), TypeVar("_Model"), TypeVar("_Result")
+_Config = TypeVar("_Config")
+_Model = TypeVar("_Model")
+_Result = TypeVar("_Result")
 
 
 def takes_settings(
@@ -31,6 +33,7 @@ def takes_settings(
     def decorate(function: Callable[[_Model, _Config], _Result]) -> Callable[Concatenate[_Model, _Fields], _Result]:
         signature = inspect.signature(function)
         model, _ = signature.parameters.values()
+        make_config: Callable[..., _Config] = config_class
         signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
 
         def call(*args: Any, **kwargs: Any) -> _Result:
@@ -38,7 +41,7 @@ def takes_settings(
                 settings = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(settings.pop(model.name), config_class(**settings))
+            return function(settings.pop(model.name), make_config(**settings))
 
         # doctest finds the functions of a module by their globals.
         public = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
