@@ -58,11 +58,11 @@ def _study_of(result: Any, by: str, scale: float) -> Any:
     """Return a study with two directions, the objective and the metric, that has the complete trials of a result."""
     import optuna
 
-    metric = "maximize" if result.higher_is_better else "minimize"
+    directions: list[Any] = ["minimize", "maximize" if result.higher_is_better else "minimize"]
     distributions = {
         name: optuna.distributions.json_to_distribution(text) for name, text in result.distributions.items()
     }
-    study = optuna.create_study(directions=["minimize", metric])
+    study = optuna.create_study(directions=directions)
     for trial in result.trials:
         if trial.state == "complete":
             frozen = optuna.trial.create_trial(

@@ -95,7 +95,8 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
     Raises:
         ConfigError: If the storage cannot be opened, is open, or has another study.
     """
-    optuna, storage = require_extra("optuna", "tune"), config.storage
+    optuna: Any = require_extra("optuna", "tune")
+    storage: Any = config.storage
     pruner = make_pruner(optuna, config.pruner)
     if storage is not None and not isinstance(storage, str | os.PathLike | optuna.storages.BaseStorage):
         raise ConfigError(
