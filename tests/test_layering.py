@@ -51,7 +51,7 @@ LEVELS = {
         "_compress": 7, "": 8,
     },
     "tuning": {
-        "goal": 0, "guards": 0, "model_copies": 0, "plan": 0, "samplers": 0,
+        "goal": 0, "guards": 0, "plan": 0, "samplers": 0,
         "attention": 1, "config": 1, "evaluation": 1, "plots": 1,
         "compressed_models": 2, "result": 2,
         "space": 3, "study": 4, "runners": 5,

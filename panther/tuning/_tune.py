@@ -17,7 +17,7 @@ from panther.compression.preparation import make_runner
 from panther.errors import ConfigError
 from panther.tuning.compressed_models import CompressedModels, prepare_models
 from panther.tuning.config import TuneConfig
-from panther.tuning.model_copies import call_model_fn, copy_model, copy_or_call_again
+from panther.tuning.plan import call_model_fn, copy_model, copy_or_call_again
 from panther.tuning.result import TuneResult
 from panther.tuning.search import Task, run_search
 from panther.tuning.space.combined import CombinedSpace, heal_specs

@@ -32,8 +32,7 @@ from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.specs import note_in_config_
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
-from panther.tuning.model_copies import copy_or_call_again
-from panther.tuning.plan import Plan, TrialError
+from panther.tuning.plan import Plan, TrialError, copy_or_call_again
 
 # Bytes of cached layers over the bytes of the dense layers. The decompositions take as much memory.
 _CACHED_SHARE = 4.0

@@ -17,8 +17,7 @@ from panther.compression.forms import Replacement
 from panther.errors import CompressionError, ConfigError, TrainingError, TuningError
 from panther.train import TrainConfig
 from panther.tuning.config import TuneConfig
-from panther.tuning.model_copies import call_model_fn
-from panther.tuning.plan import Plan, TrialError
+from panther.tuning.plan import Plan, TrialError, call_model_fn
 from panther.tuning.space.layers import LayerSpaceBase
 from panther.tuning.space.lines import Line, parse_lines
 from panther.tuning.space.values import Spec, as_spec, grid, middle, suggest

@@ -14,7 +14,7 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.errors import ConfigError, TuningError
-from panther.tuning.study import exclusive_access as claim
+from panther.tuning.study import exclusion as claim
 
 optuna = pytest.importorskip("optuna")
 

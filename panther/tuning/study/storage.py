@@ -21,7 +21,7 @@ from panther.tuning.config import TuneConfig
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.guards import checksum
 from panther.tuning.samplers import make_pruner, quiet
-from panther.tuning.study.exclusive_access import exclusive_access
+from panther.tuning.study.exclusion import exclusive_access
 
 _NAME = "panther.tune"  # name of the study in the storage
 _IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
