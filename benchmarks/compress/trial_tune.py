@@ -231,6 +231,7 @@ def _searched(name: str, task: Task, method: str, quick: bool, seed: int) -> dic
         print(f"{method}: {error}")
         row = _row(name, task, method, task.model, TRIALS, time.process_time() - start)
         return {"row": row | dict.fromkeys(("metric", "size_mb", "kept", "test"), "") | {"enough": False}, "points": []}
+    assert result.model is not None  # a search that returns here has one
     row = _row(name, task, method, result.model.eval(), len(result.trials), time.process_time() - start)
     return {"row": row, "points": _points(name, method, result, _layer_bytes(result.model, task))}
 

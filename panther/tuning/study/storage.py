@@ -103,12 +103,13 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
             f"storage must be a path, a database's URL or a storage of Optuna, not {type(storage).__name__}"
         )
     is_file = storage is not None and isinstance(storage, str | os.PathLike) and "://" not in str(storage)
-    with _locked(storage) if is_file else nullcontext(None) as file:
-        notes = _repaired(storage, file) if file is not None else ()
+    path: Any = storage
+    with _locked(path) if is_file else nullcontext(None) as file:
+        notes = _repaired(path, file) if file is not None else ()
         try:
             with quiet():
                 study = optuna.create_study(
-                    storage=_backend(optuna, storage) if is_file else storage,
+                    storage=_backend(optuna, path) if is_file else storage,
                     sampler=None if isinstance(config.sampler, str) else config.sampler,
                     pruner=pruner,
                     study_name=_NAME,
