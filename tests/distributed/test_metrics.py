@@ -14,7 +14,7 @@ import waits
 from ranks import on_ranks
 
 from panther.distributed import CommunicationCounter, DeviceUtilization, DistributedMetricsCollector
-from panther.distributed.comm import metrics
+from panther.distributed.comm import utilization
 from panther.errors import DistributedError, MissingExtraError
 
 pytestmark = pytest.mark.distributed
@@ -144,23 +144,23 @@ def test_each_device_has_a_utilization_of_its_own():
 
 def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
     clock = {"elapsed": 0.0, "computed": 0.0}
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock["elapsed"])
-    monkeypatch.setattr(metrics.time, "process_time", lambda: clock["computed"])
-    with DeviceUtilization() as utilization:
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: clock["elapsed"])
+    monkeypatch.setattr(utilization.time, "process_time", lambda: clock["computed"])
+    with DeviceUtilization() as measured:
         clock.update(elapsed=8.0, computed=2.0 * torch.get_num_threads())
-    assert utilization.value == 0.25
-    with utilization:
+    assert measured.value == 0.25
+    with measured:
         clock.update(elapsed=9.0, computed=100.0)  # by threads that are not torch's
-    assert utilization.value == 1.0
-    with utilization:
+    assert measured.value == 1.0
+    with measured:
         clock.update(elapsed=11.0, computed=100.0 + torch.get_num_threads())
-        assert utilization.restart() == 0.5
+        assert measured.restart() == 0.5
         clock.update(elapsed=12.0)
-    assert utilization.value == 0.0  # since it was restarted
+    assert measured.value == 0.0  # since it was restarted
 
-    info = metrics.get_distributed_info()
+    info = utilization.get_distributed_info()
     fake = dataclasses.replace(info, device=torch.device("cuda", 1))
-    monkeypatch.setattr(metrics, "get_distributed_info", lambda: fake)
+    monkeypatch.setattr(utilization, "get_distributed_info", lambda: fake)
     samples, taken = iter([90, 10, 30, 80]), threading.Event()
 
     def sample(device):
@@ -171,12 +171,12 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
         return value
 
     monkeypatch.setattr(torch.cuda, "utilization", sample)
-    utilization = DeviceUtilization(interval_s=0.001)
-    wait = utilization._end.wait
-    monkeypatch.setattr(utilization._end, "wait", lambda interval: wait() if taken.is_set() else wait(interval))
-    with utilization:
+    measured = DeviceUtilization(interval_s=0.001)
+    wait = measured._end.wait
+    monkeypatch.setattr(measured._end, "wait", lambda interval: wait() if taken.is_set() else wait(interval))
+    with measured:
         waits.until(taken.is_set, "the third sample was not taken")
-    assert utilization.value == pytest.approx(0.4)  # without that of the time before
+    assert measured.value == pytest.approx(0.4)  # without that of the time before
 
     def missing(device):
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
