@@ -122,7 +122,7 @@ def built_layout(engine):
         axes |= {"dp": sizes["dp"], "replicate": sizes.get("replicate", 1), "strategy": "fsdp"}
     if engine.stages > 1:
         assert all(stage.submod is own for stage, own in zip(engine.parallel.stages, engine.model, strict=True))
-        axes |= {"schedule": engine.schedule.stages and engine.parallel.schedule_name}
+        axes |= {"schedule": engine.schedule.stages and engine.parallel.layout.schedule}
         axes |= {"num_microbatches": engine.schedule.num_microbatches}
     elif axes["dp"] == 1:
         axes["strategy"] = None
