@@ -72,7 +72,7 @@ class HybridParallelTrainer:
             each other or do not suit the world size.
         TypeError: If the model or the settings have the wrong type.
         ShapeError: If the model cannot be split into stages.
-        DistributedError: If there is no process group, or the model is wrapped or sharded already.
+        DistributedError: If the process group is missing, or the model is wrapped or sharded already.
 
     Example:
         >>> import panther as pr

@@ -94,7 +94,7 @@ def parallelize(
     Raises:
         ConfigError: If the sizes do not suit the number of ranks.
         ShapeError: If the model cannot be split into stages.
-        DistributedError: If there is no process group, the model is wrapped or sharded already, or models or settings
+        DistributedError: If the process group is missing, the model is wrapped or sharded already, or models or settings
             differ between ranks.
     """
     require_process_group()
