@@ -89,7 +89,7 @@ class TuneConfig:
         _check_timeout(self.timeout_s)
         check_sampler(self.sampler)
         _check_parallel(self.parallel)
-        self.caught_exceptions  # noqa: B018 (raises if they are no exceptions)
+        self.caught_exceptions  # noqa: B018 (raises unless they are exceptions)
         if self.train is not None:
             self._check_training()
         elif self.calibration is None:
