@@ -85,7 +85,7 @@ class OpenTrials:
 
 
 def run_on_workers(source: OpenTrials, start: Start, count: int, progress: Any) -> None:
-    """Run trials on ``count`` workers until there are no more, and end the workers, even after an exception."""
+    """Run trials on ``count`` workers until all have ended, and end the workers, even after an exception."""
     search = source.search
     idle: list[Worker] = []
     jobs: dict[Worker, Job] = {}
