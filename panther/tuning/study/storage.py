@@ -171,7 +171,7 @@ def _short(text: str) -> str:
 
 
 def _batches(calibration: Any) -> str:
-    """Return the number of batches and a hash of their tensors, or only the type if the batches are no sequence."""
+    """Return the number of batches and a hash of their tensors, or only the type unless the batches are a sequence."""
     if not isinstance(calibration, Sequence):
         return f"a {type(calibration).__name__}"
     leaves = [
