@@ -100,7 +100,7 @@ def make_model(
 class TrainingSpace(LayerSpaceBase):
     """Sizes of layers that are sketched before training, arguments of the model's function, and training settings."""
 
-    least = 0.5  # There are no budgets. The first trial has the middle of all values.
+    least = 0.5  # Such a search has no budgets. The first trial has the middle of all values.
 
     def __init__(self, lines: Sequence[Line], model: Mapping[str, Spec], train: Mapping[str, Spec]) -> None:
         self.lines, self.model, self.train = lines, model, train
