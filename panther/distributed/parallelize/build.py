@@ -94,8 +94,8 @@ def parallelize(
     Raises:
         ConfigError: If the sizes do not suit the number of ranks.
         ShapeError: If the model cannot be split into stages.
-        DistributedError: If the process group is missing, the model is wrapped or sharded already, or models or settings
-            differ between ranks.
+        DistributedError: If the process group is missing, the model is wrapped or sharded already, or models or
+            settings differ between ranks.
     """
     require_process_group()
     model, layout = built(model), config.layout(get_world_size())
