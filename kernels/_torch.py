@@ -7,10 +7,13 @@ of Panther, which the kernels do not import.
 __all__ = [
     "are_transforms_active",
     "can_autocast",
+    "convert_to_int4",
+    "int4_weight_mm",
     "int8_weight_mm",
     "int_mm",
     "is_differentiated_forward",
     "only_vmap_is_active",
+    "version_of",
 ]
 
 import torch
@@ -68,3 +71,21 @@ def int8_weight_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:  # (m, 
     The public fallback is ``x @ weight.to(x.dtype).mT * scales``, which writes that copy.
     """
     return torch._weight_int8pack_mm(x, weight, scales)
+
+
+def convert_to_int4(integers: Tensor) -> Tensor:  # (out, in) int32
+    """Return integers of 4 bits in the order of :func:`int4_weight_mm`. The operator has no public name."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+
+
+def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:  # (n, in) -> (n, out)
+    """Return the product with a weight of 4 bits. The public fallback is a product with the weight in bfloat16."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of writes to the memory of a tensor, which must not be an inference tensor.
+
+    Autograd counts writes. The public fallback is a checksum of the values.
+    """
+    return x._version

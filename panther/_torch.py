@@ -26,7 +26,6 @@ __all__ = [
     "buffers_of",
     "checkpoint_wrapped_",
     "children_of",
-    "convert_to_int4",
     "default_store",
     "default_timeout_set",
     "disable_dispatch_modes",
@@ -46,7 +45,6 @@ __all__ = [
     "hides_weights",
     "ignore_in_ddp",
     "ignored_in_ddp",
-    "int4_weight_mm",
     "is_backward_running",
     "is_dispatch_mode_active",
     "is_dynamo_loaded",
@@ -250,16 +248,6 @@ def unsafe_view(y: Tensor, shape: Sequence[int]) -> Tensor:
     fallback is ``y.reshape(shape).clone()``.
     """
     return torch.ops.aten._unsafe_view(y, shape)
-
-
-def convert_to_int4(integers: Tensor) -> Tensor:  # (out, in) int32
-    """Return integers of 4 bits in the order of :func:`int4_weight_mm`. The operator has no public name."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
-
-
-def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:  # (n, in) -> (n, out)
-    """Return the product with a weight of 4 bits. The public fallback is a product with the weight in bfloat16."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
 
 
 # ----- modules

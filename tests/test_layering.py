@@ -138,6 +138,19 @@ def test_imports_go_only_downward():
     assert complaints == []
 
 
+def test_kernels_are_chosen_in_one_place():
+    """Only ``kernels.ops`` decides which kernel computes a layer: layers import no backend of the kernels."""
+    backends = re.compile(r"panther\.kernels\.(_|cpu\b|selection\b)")
+    complaints = [
+        f"{module}:{line} imports {name}"
+        for module, path in MODULES.items()
+        if module.split(".")[1:2] == ["nn"]
+        for line, name in imported_modules(parsed(path.read_text()), module, module in PACKAGES)
+        if backends.match(name)
+    ]
+    assert complaints == []
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [

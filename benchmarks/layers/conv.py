@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
 from panther.errors import PerformanceWarning
 from panther.nn import SKConv2d
-from panther.nn.convolution import runs_dense
+from panther.nn.conv.product import runs_dense
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ multiplied directly. A row with more groups is rounded again, to int8 with one s
 group would take up to twice as long, because torch rearranges the weight in each call.
 """
 
-__all__ = ["integer_matmul", "multiplies_exactly", "multiplies_integers", "requantized_steps", "rounded_rows"]
+__all__ = ["integer_matmul", "multiplies_exactly", "multiplies_integers"]
 
 import functools
 
@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 
 from .._torch import int_mm
+from ..ops.quantized_operands import requantized_steps
 from ..reference.codes import MIDDLE
 from .quantized import _blocks, _by_groups, _integers, _memory
 
-# The largest entry of a row of x becomes this integer.
-_LARGEST = 127
-# The largest entry of a row of the weight becomes this number. It is less than 127 and prime to all products of codes
-# and steps, so that no number of the group with the largest scale lies halfway between two integers. Every order of
-# computing such a number then rounds to the same integer.
-_LARGEST_WEIGHT = 126.97
-_LEAST_STEP = 1e-30  # the step of a row of zeros
 _MOST_COLUMNS = 1 << 17  # A sum of more products could overflow int32.
 
 
@@ -47,20 +41,6 @@ def multiplies_integers(x: Tensor) -> bool:
     """Return whether this input is multiplied as integers. Otherwise the rounded numbers are multiplied as floats."""
     # int_mm reads wrong numbers from a transposed matrix with one column, because its strides are (1, 1).
     return x.is_cpu and 1 < x.shape[-1] <= _MOST_COLUMNS and multiplies_exactly()
-
-
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:  # (*, in) -> (*, in), (*, 1)
-    """Return the rounded rows of x and their steps, both in float32 or float64."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    steps = (x.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST_STEP)
-    return (x / steps).round_(), steps
-
-
-def requantized_steps(scales: Tensor, zeros: Tensor, bits: int) -> Tensor:  # (out, 1)
-    """Return the step for rounding each row of the weight again, from the largest number that its codes can encode."""
-    wide = scales.to(torch.promote_types(scales.dtype, torch.float32))
-    largest = torch.maximum(zeros, 2**bits - 1 - zeros)
-    return ((wide.abs() * largest).amax(1, keepdim=True) / _LARGEST_WEIGHT).clamp_min(_LEAST_STEP)
 
 
 def integer_matmul(

@@ -4,7 +4,7 @@ New memory for each call would cost more in page faults than the expansion itsel
 because at 32 rows of x more operator calls and narrower products cost more than the cache gains.
 """
 
-__all__ = ["expanded", "quantized_matmul"]
+__all__ = ["blockwise_matmul", "expanded"]
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _buffers = threading.local()
 _INT8_KERNEL_ROWS = 16  # Below this number of rows, torch's 8-bit kernel is the fastest in bfloat16.
 
 
-def quantized_matmul(
+def blockwise_matmul(
     x: Tensor,  # (n, in)
     codes: Tensor,  # (out, bytes), see pack_codes
     bits: int,

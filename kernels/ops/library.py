@@ -1,6 +1,14 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
-__all__ = ["autocast", "check_one_device", "define", "is_exporting", "needs_torch"]
+__all__ = [
+    "are_transforms_active",
+    "autocast",
+    "can_autocast",
+    "check_one_device",
+    "define",
+    "is_exporting",
+    "needs_torch",
+]
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

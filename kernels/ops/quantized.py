@@ -1,61 +1,268 @@
-"""The product with a quantized weight: by a Triton kernel on a GPU, and by expanding the weight elsewhere."""
+"""The product with a quantized weight: the choice among all the ways to compute it, and its gradients.
 
-__all__ = ["quantized_matmul"]
+With gradients of the scales, and in traced programs, the weight is expanded by differentiable operations. If only the
+input needs a gradient, the backward pass expands the weight again. Without gradients a Triton kernel, integers, torch's
+kernel for 4 bits or expansion block by block serve.
+"""
 
+__all__ = ["quantized_matmul", "quantized_weight"]
+
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..selection import use_triton
+from .._torch import are_transforms_active, int_mm, is_differentiated_forward
+from ..cpu import integers, quantized
+from ..cpu.int4 import PackedCodes
+from ..selection import backend, use_triton
 from .library import define
+from .quantized_operands import (
+    FACTOR_UNIT,
+    QuantizedCodes,
+    QuantizedOperands,
+    dense_weight,
+    expanded_codes,
+    rounded_input,
+    rounded_rows,
+    rounded_weight,
+    wide_factors,
+)
 
 _NAME = "quantized_matmul"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The kernel multiplies up to this many rows, and cuBLAS multiplies more rows by the expanded weight (predicted).
+_KERNEL_ROWS = 256
 
 
 def quantized_matmul(
-    x: Tensor,  # (rows, in)
-    codes: Tensor,  # (out, bytes), see pack_codes
-    bits: int,
-    scales: Tensor,  # (out, groups)
-    zeros: Tensor,  # (out, groups) uint8
-    group_size: int,
-    inner: Tensor | None = None,  # (rows, r)
-    left: Tensor | None = None,  # (out, r) int8
+    x: Tensor,  # (*, in)
+    weight: QuantizedOperands,
     bias: Tensor | None = None,  # (out,)
-) -> Tensor:  # (rows, out)
-    r"""Return ``x Q^T + inner left^T + bias`` with ``Q[i, j] = scales[i, g] (code[i, j] - zeros[i, g])``.
+    *,
+    rounds_input: bool = False,
+    packed_codes: Callable[[QuantizedCodes], PackedCodes] | None = None,
+) -> Tensor:  # (*, out)
+    r"""Return ``x W^T + bias`` for a weight of codes, of factors in 8 bits, or of both.
 
-    For inference: it has no derivatives. On a GPU the weight is expanded in registers, tile by tile, and read in its
-    few bits from memory (weights of few bits and activations of 16, as E. Frantar et al., "MARLIN", 2024,
-    arXiv:2408.11743, have them; the correction is of the form of Z. Yao et al., 2023, arXiv:2303.08302). **No GPU has
-    run it yet**: it was checked by Triton's interpreter and by compilation ahead of time.
+    On a GPU without gradients, up to 256 rows are multiplied by a Triton kernel, which expands the weight in registers,
+    tile by tile, and reads it in its few bits from memory (weights of few bits and activations of 16, as E. Frantar et
+    al., "MARLIN", 2024, arXiv:2408.11743, have them; the correction is of the form of Z. Yao et al., 2023,
+    arXiv:2303.08302). **No GPU has run it yet**: it was checked by Triton's interpreter and by compilation ahead of
+    time. On a CPU without gradients the weight is expanded block by block. Elsewhere it is expanded at once.
 
     Args:
-        x: Input, in float16, bfloat16 or float32; of any strides.
-        codes: Packed codes of ``bits`` bits, contiguous.
-        bits: 2 to 8.
-        scales: One for each group of ``group_size`` neighbouring columns of a row, contiguous.
-        zeros: The code of the number 0, for each group, contiguous.
-        group_size: Columns in a group; the last group may be smaller.
-        inner: x times the right factor of the correction and its scales, contiguous, in the dtype of x.
-        left: The left factor.
+        x: Input of any floating dtype and any strides; nested input too.
+        weight: Codes and factors, differentiable by their scales.
         bias: Added to every row.
+        rounds_input: Whether to round each row of the input to 8 bits, so that integers can be multiplied. A weight
+            with more than one group in a row is then rounded again, to 8 bits with one step per row.
+        packed_codes: A function that returns a copy of the codes for torch's kernel for 4 bits, which serves few rows
+            in bfloat16 on a CPU; None does without the copy.
 
     Raises:
         RuntimeError: If ``PANTHER_KERNELS=triton`` and the kernel does not take the operands.
 
-    Cost: ``2 rows in out`` flops; bytes: the codes once for each 64 rows of x.
+    Cost: ``2 rows in out`` flops and the expansion of the codes.
 
     Example:
-        >>> codes = torch.tensor([[0x31]], dtype=torch.uint8)  # the codes 1 and 3
-        >>> one, zero = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.uint8)
-        >>> quantized_matmul(torch.tensor([[10.0, 1.0]]), codes, 4, one, zero, 2)
+        >>> from panther.kernels import QuantizedCodes, QuantizedOperands
+        >>> packed = torch.tensor([[0x31]], dtype=torch.uint8)  # the codes 1 and 3
+        >>> codes = QuantizedCodes(packed, 4, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.uint8), group_size=2)
+        >>> quantized_matmul(torch.tensor([[10.0, 1.0]]), QuantizedOperands(2, codes))
         tensor([[13.]])
     """
-    return _quantized_matmul(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+    if _is_plain(x):
+        if not _needs_gradient(x, weight, bias):
+            return _without_gradients(x, weight, bias, rounds_input, packed_codes)
+        if not rounds_input and x.requires_grad and not _is_weight_trained(weight):
+            product: Tensor = _FrozenProduct.apply(x, bias, weight, packed_codes)  # type: ignore[no-untyped-call]
+            return product
+    return _by_expansion(x, weight, bias, rounds_input)
+
+
+def quantized_weight(
+    x: Tensor,  # (*, in)
+    weight: QuantizedOperands,
+    bias: Tensor | None = None,  # (out,)
+) -> Tensor:  # (out, in)
+    """Return the weight as a matrix in the dtype of x, for a product with x and a bias that the caller computes.
+
+    On a CPU, if none of the operands needs a gradient, codes are expanded block by block.
+
+    Args:
+        x: The input of the product.
+        weight: Codes and factors, differentiable by their scales.
+        bias: The bias that the caller adds.
+
+    Example:
+        >>> from panther.kernels import QuantizedFactors, QuantizedOperands
+        >>> left, right = torch.tensor([[2]], dtype=torch.int8), torch.tensor([[1, 3]], dtype=torch.int8)
+        >>> weight = QuantizedOperands(2, None, QuantizedFactors(left, right, torch.ones(1)))
+        >>> quantized_weight(torch.zeros(1, 2), weight)
+        tensor([[2., 6.]])
+    """
+    codes, factors = weight.codes, weight.factors
+    if codes is None or not x.is_cpu or not _is_plain(x) or _needs_gradient(x, weight, bias):
+        return dense_weight(weight, x.dtype)
+    dense = quantized.expanded(*codes, weight.columns, x.dtype)
+    return dense if factors is None else dense.addmm_(*wide_factors(factors, x.dtype))
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether nothing is traced or transformed, and the input is a strided tensor."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+        return False
+    if x.is_nested or x.layout is not torch.strided:
+        return False
+    return not (are_transforms_active() or is_differentiated_forward())
+
+
+def _needs_gradient(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or (bias is not None and bias.requires_grad) or _is_weight_trained(weight)
+
+
+def _is_weight_trained(weight: QuantizedOperands) -> bool:
+    return any(part is not None and part.scales.requires_grad for part in (weight.codes, weight.factors))
+
+
+def _without_gradients(
+    x: Tensor,
+    weight: QuantizedOperands,
+    bias: Tensor | None,
+    rounds_input: bool,
+    packed_codes: Callable[[QuantizedCodes], PackedCodes] | None,
+) -> Tensor:
+    """Return the output by the fastest method for strided tensors without gradients."""
+    if rounds_input:
+        if integers.multiplies_integers(x):
+            return _by_integers(x, weight, bias)
+    elif weight.codes is not None and _kernel_takes(x):
+        return _by_kernel(x, weight, weight.codes, bias)
+    elif x.is_cpu:
+        return _by_blocks(x, weight, bias, packed_codes)
+    return _by_expansion(x, weight, bias, rounds_input)
+
+
+def _by_expansion(x: Tensor, weight: QuantizedOperands, bias: Tensor | None, rounds_input: bool) -> Tensor:
+    """Return the output by differentiable operations, which can be traced."""
+    dtype, codes = x.dtype, weight.codes
+    if rounds_input:
+        x = rounded_input(x)
+    output = None
+    if codes is not None:
+        if rounds_input and codes.scales.shape[1] > 1:
+            wide = torch.promote_types(dtype, torch.float32)
+            Q = expanded_codes(codes, weight.columns, wide)
+            Q = rounded_weight(Q, codes.scales, codes.zeros, codes.bits).to(dtype)
+        else:
+            Q = expanded_codes(codes, weight.columns, dtype)
+        output = F.linear(x, Q, bias)
+    if weight.factors is not None:
+        left, right = wide_factors(weight.factors, dtype)
+        correction = F.linear(F.linear(x, right), left, bias if output is None else None)
+        output = correction if output is None else output + correction
+    assert output is not None  # a weight has codes or factors
+    return output
+
+
+def _kernel_takes(x: Tensor) -> bool:
+    """Return whether the Triton kernel runs. It expands the weight for every 64 rows, so it takes few rows."""
+    if x.dtype is torch.float64 or x.numel() > _KERNEL_ROWS * x.shape[-1]:
+        return False
+    return use_triton(_NAME, x.device) if x.is_cuda or backend() == "triton" else False
+
+
+def _by_kernel(x: Tensor, weight: QuantizedOperands, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:
+    """Return the output by the kernel that expands the weight in registers."""
+    rows = x.reshape(-1, weight.columns)
+    inner = left = None
+    if weight.factors is not None:
+        left, right, scales = weight.factors
+        inner = (rows @ (right.to(x.dtype) * FACTOR_UNIT).mT) * (scales / FACTOR_UNIT).to(x.dtype)
+    return _quantized_matmul(rows, *codes, inner, left, bias).view(*x.shape[:-1], len(codes.packed))
+
+
+def _by_integers(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> Tensor:
+    """Return the output by integer products."""
+    dtype = x.dtype
+    numbers, steps = rounded_rows(x.reshape(math.prod(x.shape[:-1]), weight.columns))
+    rows = numbers.to(torch.int8)
+    output = None
+    if weight.codes is not None:
+        output = integers.integer_matmul(rows, steps, *weight.codes, bias, dtype)
+    if weight.factors is not None:
+        left, right, scales = weight.factors
+        inner = int_mm(rows, right.mT) * (steps * scales)
+        if output is None:
+            output = F.linear(inner.to(dtype), left.to(dtype), bias)
+        else:
+            output.addmm_(inner.to(dtype), left.to(dtype).mT)
+    assert output is not None  # a weight has codes or factors
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+def _by_blocks(
+    x: Tensor,
+    weight: QuantizedOperands,
+    bias: Tensor | None,
+    packed_codes: Callable[[QuantizedCodes], PackedCodes] | None,
+) -> Tensor:
+    """Return the output without expanding the whole weight."""
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), weight.columns)
+    codes, output = weight.codes, None
+    if codes is not None:
+        if packed_codes is not None and PackedCodes.is_best_for(rows, codes):
+            output = packed_codes(codes).product(rows, bias)
+        else:
+            output = quantized.blockwise_matmul(rows, *codes, bias)
+    if weight.factors is not None:
+        if x.dtype is torch.float16:
+            left, right = wide_factors(weight.factors, x.dtype)
+            inner = rows @ right.mT
+        else:  # The scales multiply the small product between the factors.
+            left, right = weight.factors.left.to(x.dtype), weight.factors.right.to(x.dtype)
+            inner = (rows @ right.mT).mul_(weight.factors.scales)
+        output = F.linear(inner, left, bias) if output is None else output.addmm_(inner, left.mT)
+    assert output is not None  # a weight has codes or factors
+    return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """The product with a weight that is not trained, with gradients for the input and the bias.
+
+    Autograd would keep the expanded weight of every layer from the forward to the backward. It would take the memory of
+    the dense model, which adapters on a quantized model should save.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: QuantizedOperands, packed_codes: Any) -> Tensor:
+        """Return the output, as without gradients: they are off here."""
+        ctx.weight = weight
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _without_gradients(x, weight, bias, False, packed_codes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Return the gradients of input and bias by differentiable operations."""
+        (grad,) = grads
+        weight, at_input = ctx.weight, None
+        if weight.codes is not None:
+            at_input = grad @ expanded_codes(weight.codes, weight.columns, grad.dtype)
+        if weight.factors is not None:
+            left, right = wide_factors(weight.factors, grad.dtype)
+            correction = (grad @ left) @ right
+            at_input = correction if at_input is None else at_input + correction
+        at_bias = None
+        if ctx.needs_input_grad[1]:
+            at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return at_input, at_bias, None, None
 
 
 def _forward(x: Tensor, *args: Any) -> Tensor:
@@ -71,6 +278,7 @@ def _fake(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
+# The kernel takes the product of x with the right factor and the scales of the correction, which is small.
 _quantized_matmul = define(
     f"{_NAME}(Tensor x, Tensor codes, int bits, Tensor scales, Tensor zeros, int group_size, Tensor? inner, "
     "Tensor? left, Tensor? bias) -> Tensor",

@@ -17,7 +17,12 @@ MIDDLE = 128  # is subtracted from codes of 8 bits, by flipping their highest bi
 
 
 def code_bytes(columns: int, bits: int) -> int:
-    """Return the number of bytes of a row of ``columns`` codes."""
+    """Return the number of bytes of a row of codes.
+
+    Args:
+        columns: Number of codes.
+        bits: Bits of a code, 1 to 8.
+    """
     return sum(-(-columns * width // 8) for width, _ in _parts(bits))
 
 
@@ -55,7 +60,11 @@ def unpack_codes(
 ) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
     """Return the codes (rows, columns) that :func:`pack_codes` packed.
 
-    ``work`` is a buffer for the result, one-dimensional uint8 with at least ``2 * rows * (columns + 7)`` entries.
+    Args:
+        packed: The packed codes, uint8.
+        bits: Bits of a code, 1 to 8.
+        columns: Number of codes in a row.
+        work: A buffer for the result, one-dimensional uint8 with at least ``2 * rows * (columns + 7)`` entries.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)

@@ -18,7 +18,7 @@ from panther.compression.calibration.runner import Loss
 from panther.compression.calibration.targets import Selector
 from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, known_forms
 from panther.errors import ConfigError, check_size
-from panther.nn.quantized.activations import check_activations
+from panther.nn.quantized.linear import check_activations
 from panther.train.config import TrainConfig
 
 _WARM_UP = 0.1  # share of the steps in which the learning rate rises

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
-from panther.kernels.cpu.sketched import product_of_joined
-from panther.kernels.ops.sketched import prefers_joined
 from panther.nn.base import SketchedModule
 
 
@@ -151,14 +149,6 @@ class _JoinedFactors:
         same = all(a is b and a.dtype is self.inner.dtype for a, b in zip(tensors, self.tensors, strict=True))
         return same and self.inner.device == tensors[0].device and self.are_views(*tensors)
 
-    def is_best_for(self, x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the arrays are current, no gradient is needed, and two products are the best order."""
-        if not (self.are_views(S1, U1, S2, U2) and (x.is_cpu or prefers_joined(x, len(S2)))):
-            return False
-        if not torch.is_grad_enabled():
-            return True
-        return not any(tensor is not None and tensor.requires_grad for tensor in (x, S1, U1, S2, U2, bias))
-
     def are_views(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> bool:
         """Return whether the tensors are still views, which ``.data = ...`` and functional_call would replace."""
         if torch.compiler.is_compiling():  # Traced tensors have no addresses.
@@ -168,10 +158,6 @@ class _JoinedFactors:
             return (S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()) == self._places
         except RuntimeError:  # Parameters under torch.func.grad or torch.vmap have no addresses.
             return False
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (rows, in) -> (rows, out)
-        """Return the layer's output, without gradients."""
-        return product_of_joined(x, self.inner, self.outer, bias, self.scale)
 
 
 def _places(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[int, int, int, int]:

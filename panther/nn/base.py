@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
 from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
-from panther.kernels._torch import can_autocast
+from panther.kernels.ops.library import can_autocast
 from panther.nn.sketch_record import has_values, make_record, read_record
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs

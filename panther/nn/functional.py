@@ -14,7 +14,7 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.kernels.ops.library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
-from panther.nn.convolution import convolve
+from panther.nn.conv.product import convolve
 from panther.nn.sketch_sizes import check_padding, per_dim
 
 
@@ -69,10 +69,25 @@ def sketched_linear(
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
-    if x.dim() == 2:  # A reshape would cost as much as a small product.
-        return sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    rows = x.reshape(math.prod(x.shape[:-1]), S1.shape[0])
-    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], S2.shape[1])
+    return sketched_product(x, S1, U1, S2, U2, bias, scale)
+
+
+def sketched_product(
+    x: Tensor,  # (*batch, in)
+    S1: Tensor,
+    U1: Tensor,
+    S2: Tensor,
+    U2: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    joined: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # (*batch, out)
+    """Return :func:`sketched_linear` of a strided input and factors that are known to fit together."""
+    shape = x.shape
+    if len(shape) == 2:  # A reshape would cost as much as a small product.
+        return sketched_matmul(x, S1, U1, S2, U2, bias, scale, joined)
+    rows = x.reshape(math.prod(shape[:-1]), shape[-1])
+    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale, joined).reshape(*shape[:-1], S2.shape[1])
 
 
 def sketched_conv(

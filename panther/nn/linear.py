@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
 from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
-from panther.kernels import pack_signs, sketched_matmul, unpack_signs
+from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fused import FusibleModule
 from panther.nn.factors import check_init, fittable, lstsq_factors, svd_factors
-from panther.nn.functional import sketched_linear
+from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs
 
@@ -140,14 +140,16 @@ class SKLinear(FusibleModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        joined = self._joined
         if (
             type(input) is Tensor
             and not torch.jit.is_tracing()
-            and (self._joined is not None or not torch.compiler.is_compiling())
+            and (joined is not None or not torch.compiler.is_compiling())
+            and (operands := self._plain_operands(input)) is not None
         ):
-            output = self._plain_product(input)
-            if output is not None:
-                return output
+            if joined is not None and joined.are_views(*operands[:4]):
+                return sketched_product(input, *operands, joined.scale, (joined.inner, joined.outer))
+            return sketched_product(input, *operands, self.scale)
         S1, U1, U2 = self.S1, self.U1, self.U2
         # Code that moves only parameters and buffers, such as FSDP, does not move packed sketches.
         if self.packed and U1.device != S1.device:
@@ -156,8 +158,8 @@ class SKLinear(FusibleModule):
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
-    def _plain_product(self, x: Tensor) -> Tensor | None:
-        """Return the output for a strided input in the dtype of all factors, outside autocast, or else None.
+    def _plain_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return S1, U1, S2, U2 and the bias for a strided input in their dtype, outside autocast, or else None.
 
         This is the common case, without the general checks, which take longer than the products of a small batch.
         nn.Module's ``__getattr__`` takes 0.5 us, and a look-up in its dictionaries 0.1 us.
@@ -174,15 +176,9 @@ class SKLinear(FusibleModule):
         shape = x.shape
         if len(shape) < 2 or shape[-1] != self.in_features or torch.is_autocast_enabled(x.device.type):
             return None
-        rows = x if len(shape) == 2 else x.reshape(math.prod(shape[:-1]), shape[-1])
-        joined = self._joined
-        if joined is not None and joined.is_best_for(rows, S1, U1, S2, U2, bias):
-            output = joined.product(rows, bias)
-        elif S2.dtype is U1.dtype is U2.dtype is dtype and (bias is None or bias.dtype is dtype):
-            output = sketched_matmul(rows, S1, U1, S2, U2, bias, self.scale)
-        else:
-            return None
-        return output if rows is x else output.reshape(*shape[:-1], self.out_features)
+        if S2.dtype is U1.dtype is U2.dtype is dtype and (bias is None or bias.dtype is dtype):
+            return S1, U1, S2, U2, bias
+        return None
 
     @property
     def weight(self) -> Tensor:  # (out, in)

@@ -199,7 +199,7 @@ def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Paramet
 def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> LinearPair:
     with torch.no_grad():
         if isinstance(module, QuantizedLinear):
-            outer, inner = module._factors(module.dtype)
+            outer, inner = module.wide_factors(module.dtype)
             trained = _is_trained(module)
         elif isinstance(module, InterpolativeLinear):
             outer, inner = (factor.clone() for factor in module.factors())
@@ -242,7 +242,7 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | QuantizedConv2d) -> nn.S
     groups = module.groups
     with torch.no_grad():
         if isinstance(module, QuantizedConv2d):  # without groups
-            mix, right = module._factors(module.dtype)
+            mix, right = module.wide_factors(module.dtype)
             kernel, trained = module._unfolded(right), _is_trained(module)
         else:
             power, trained = _root_power_of_two(module.scale), module.S.requires_grad

@@ -34,7 +34,7 @@ from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
-from panther.nn.quantized.activations import check_activations
+from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.

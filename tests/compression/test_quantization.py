@@ -4,10 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from panther.kernels.ops.quantized_operands import spread
 from torch import Tensor
 
 from panther.compression.forms.rounding import QuantizedWeight, quantize_weight
-from panther.nn.quantized.grid import quantization_grid, quantize, spread
+from panther.nn.quantized.grid import quantization_grid, quantize
 
 DOUBLE = torch.float64
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from covering import half_of
-from panther.kernels import quantized_matmul, reference
-from panther.kernels.reference.codes import pack_codes
+from panther.kernels import pack_codes, reference
 from tolerances import KERNEL_RMS, rms_error
+
+OPERATOR = torch.ops.panther.quantized_matmul.default
 
 # rows, in, out, group size, rank: size one, odd sizes, several tiles each way, split columns, groups of all kinds.
 SHAPES = [
@@ -72,10 +73,8 @@ def test_strided_input_and_no_rows():
 
 def test_the_operator_takes_the_reference_on_a_cpu_and_has_a_fake():
     args, codes = operands(3, 70, 13, 32, 2, 3, torch.float64)
-    torch.testing.assert_close(quantized_matmul(*args), exact(args, codes))
-    torch.library.opcheck(
-        torch.ops.panther.quantized_matmul.default, args, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.testing.assert_close(OPERATOR(*args), exact(args, codes))
+    torch.library.opcheck(OPERATOR, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_demanded_triton_refuses_float64(monkeypatch):
@@ -88,7 +87,7 @@ def test_demanded_triton_refuses_float64(monkeypatch):
     try:
         args, _ = operands(3, 70, 13, 32, 2, 3, torch.float64)
         with pytest.raises(RuntimeError, match="takes float32, float16 and bfloat16, not"):
-            quantized_matmul(*args)
+            OPERATOR(*args)
     finally:
         monkeypatch.undo()
         selection.backend.cache_clear()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from panther.errors import DTypeError, PerformanceWarning, ShapeError
 from panther.nn import SKConv1d, SKConv2d, SKConv3d, SKLinear
-from panther.nn.convolution import runs_dense
+from panther.nn.conv.product import runs_dense
 from panther.nn.functional import sketched_conv
 from panther.sketch import SignSketch
 

@@ -3,14 +3,15 @@
 import pytest
 import torch
 from covering import all_pairs
-from panther.kernels.reference.codes import code_bytes
+from panther.kernels import code_bytes
+from panther.kernels.ops.quantized_operands import spread
 from tolerances import assert_close
 from torch import nn
 
 from panther.errors import DTypeError, ShapeError
 from panther.nn import QuantizedLinear
 from panther.nn.quantized import pack_codes, stored_bytes, unpack_codes
-from panther.nn.quantized.grid import quantization_grid, quantize, round_factors, spread
+from panther.nn.quantized.grid import quantization_grid, quantize, round_factors
 
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 FORMS = [*({"bits": bits} for bits in (2, 3, 4, 8)), {"bits": 4, "low_rank": 3}, {"bits": None, "low_rank": 5}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from covering import all_pairs
 from panther.kernels.cpu import integers
+from panther.kernels.ops.quantized_operands import expanded_codes
 from tolerances import assert_close
 from torch import nn
 
@@ -32,7 +33,8 @@ def formula(module, x):
     rounded = (x / steps).round().double() * steps.double()
     y = wide(rounded)
     if module.bits is not None and module.scales.shape[1] > 1:
-        Q = copy.deepcopy(wide)._expanded(torch.float64)
+        codes = copy.deepcopy(wide)._operands().codes
+        Q = expanded_codes(codes, module.in_features, torch.float64)
         largest = torch.maximum(module.zeros, 2**module.bits - 1 - module.zeros)
         steps = ((module.scales.float().abs() * largest).amax(1, keepdim=True) / 126.97).double()
         y = y + rounded @ ((Q / steps).round() * steps - Q).mT

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
+from panther.kernels import PackedCodes
 from tolerances import assert_close
 from torch import nn
 
 from panther.nn import QuantizedLinear
-from panther.nn.quantized.packed import PackedCodes
 
 bf16 = torch.bfloat16
 

@@ -13,7 +13,7 @@ from panther.compression.forms.base import LOW_RANK, Form, FormSettings, Option,
 from panther.compression.forms.metric import Fit, leading_components, wide_dtype
 from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.nn import SKConv2d, SKLinear
-from panther.nn.convolution import is_channels_last
+from panther.nn.conv.product import is_channels_last
 from panther.nn.factors import split_factors
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from panther.compression.forms.metric import Fit, Metric, factor
-from panther.nn.quantized.grid import quantization_grid, spread
+from panther.kernels.ops.quantized_operands import spread
+from panther.nn.quantized.grid import quantization_grid
 
 _BLOCK = 64  # rows and columns of a block; larger blocks need more scalar products, smaller blocks more calls
 # Widths are rounded jointly up to this number of entries. Below it, calls take more time than arithmetic: six widths of

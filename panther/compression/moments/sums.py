@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
 from panther.linalg.operand import driver
-from panther.nn.convolution import pad_input
+from panther.nn.conv.geometry import pad_input
 
 _CHUNK = 2**22  # entries of unfolded input at a time
 # Rows of a block. In float32, the rounding error of a sum of this many squares is below the one of the products.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from panther._torch import parameters_of, saved_tensor_hooks_are_set, version_of
 from panther.distributed.tensor._module import ShardedModule
 from panther.distributed.tensor.unshard import remember_
-from panther.kernels._torch import can_autocast
+from panther.kernels.ops.library import can_autocast
 
 
 class SharesInput(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from panther._torch import is_dispatch_mode_active
 from panther.errors import NumericalWarning
-from panther.kernels._torch import are_transforms_active
+from panther.kernels.ops.library import are_transforms_active
 
 # The check uses this many positions of one sequence. With 8 heads it takes a millisecond.
 _POSITIONS = 256

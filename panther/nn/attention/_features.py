@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.kernels._torch import can_autocast
+from panther.kernels.ops.library import can_autocast
 from panther.sketch import GaussianSketch
 
 # This is added to every ReLU feature, as in the Performer, so that every query has some weight.

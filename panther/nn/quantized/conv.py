@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.kernels.cpu.quantized import expanded
+from panther.kernels import quantized_weight
 from panther.kernels.ops.library import autocast
-from panther.nn.convolution import ConvGeometry, check_input, convolve, convolve_dense
+from panther.nn.conv.geometry import ConvGeometry, check_input
+from panther.nn.conv.product import convolve, convolve_dense
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 
@@ -112,18 +113,9 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         x, bias = autocast(input.device, input, self.bias)
         geometry = (bias, self.stride, self.padding, self.dilation, self.groups)
         if self.bits is None and self.groups == 1:
-            left, right = self._factors(x.dtype)
+            left, right = self.wide_factors(x.dtype)
             return convolve(x, self._unfolded(right), left.mT, *geometry, 1.0, self.padding_mode)
-        if self.bits is not None and x.is_cpu and self._is_plain_inference(input):
-            bits, group_size = self._code_form()
-            weight = expanded(
-                self.codes, bits, self._effective("scales"), self.zeros, group_size, self._columns, x.dtype
-            )
-            if self.low_rank:
-                left, right = self._factors(x.dtype)
-                weight.addmm_(left, right)
-        else:
-            weight = self._weight(x.dtype)
+        weight = quantized_weight(x, self._operands(), bias)
         return convolve_dense(x, self._unfolded(weight), *geometry, self.padding_mode)
 
     @property
@@ -132,7 +124,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
-        return self._unfolded(self._weight(self.dtype))
+        return self._unfolded(super().weight)
 
     def _unfolded(self, matrix: Tensor) -> Tensor:  # (rows, in / groups * kernel) -> (rows, in / groups, *kernel)
         kernels: Tensor = matrix.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))

@@ -1,29 +1,17 @@
 """The grids of quantized weights: scales and zero points of groups, with searched clipping, and factors in int8."""
 
-__all__ = ["MAXIMUM_CODE", "quantization_grid", "quantize", "round_factors", "spread"]
+__all__ = ["MAXIMUM_CODE", "quantization_grid", "quantize", "round_factors"]
 
 import torch
 from torch import Tensor
 
+from panther.kernels.ops.quantized_operands import spread
 from panther.nn.factors import fittable
 
 MAXIMUM_CODE = 127  # The codes of factors are symmetric about zero.
 _SMALLEST_STEP = 1e-38  # about the least normal number of bfloat16
 _CANDIDATES = 24
 _BLOCK = 1 << 20  # Weights per block, so that the temporaries of a candidate stay in the caches.
-
-
-def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (rows, groups) -> (rows, columns)
-    """Return for each column the value of its group."""
-    if group_size is None or columns <= group_size:
-        return groups.expand(-1, columns)
-    # The last group is separate, because torch 2.13 compiles `repeat_interleave` and a slice to reads past the end, and
-    # an index to a wrong gradient.
-    full_groups = columns // group_size
-    runs = groups[:, :full_groups, None].expand(-1, -1, group_size).flatten(1)
-    if full_groups * group_size == columns:
-        return runs
-    return torch.cat((runs, groups[:, full_groups:].expand(-1, columns - runs.shape[1])), 1)
 
 
 def quantize(

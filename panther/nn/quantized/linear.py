@@ -1,30 +1,20 @@
 """QuantizedLinear, a linear layer with a weight of 2 to 8 bits an entry, a low-rank correction in int8, or both."""
 
-__all__ = ["QuantizedLinear"]
+__all__ = ["ACTIVATIONS", "QuantizedLinear", "check_activations"]
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels._torch import int_mm
-from panther.kernels.cpu.integers import integer_matmul, multiplies_integers, rounded_rows
-from panther.kernels.cpu.quantized import quantized_matmul
+from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
-from panther.kernels.selection import backend, use_triton
 from panther.nn.base import is_autocasting
-from panther.nn.quantized.activations import check_activations, rounded_input, rounded_weight
-from panther.nn.quantized.frozen import FrozenProduct
-from panther.nn.quantized.matrix import _FACTOR_UNIT, QuantizedMatrix
-from panther.nn.quantized.packed import PackedCodes, why_not_packed
+from panther.nn.quantized.matrix import QuantizedMatrix
 
-# The kernel multiplies up to this many rows, and cuBLAS multiplies more rows by the expanded weight (predicted).
-_KERNEL_ROWS = 256
+ACTIVATIONS = (None, "int8")
 
 
 class QuantizedLinear(QuantizedMatrix):
@@ -134,102 +124,11 @@ class QuantizedLinear(QuantizedMatrix):
         if not (torch.jit.is_tracing() or x.is_nested) and x.shape[-1:] != (self.in_features,):
             features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
             raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
-        if self._is_plain_inference(input):
-            return self._without_gradients(x, bias)
-        if self.activations is None and self._is_frozen(input):
-            product: Tensor = FrozenProduct.apply(x, bias, self)  # type: ignore[no-untyped-call]
-            return product
-        return self._by_expansion(x, bias)
-
-    def _without_gradients(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by the fastest method for strided tensors without gradients."""
-        if self.activations is not None:
-            if multiplies_integers(x):
-                return self._by_integers(x, bias)
-        elif self._kernel_takes(x):
-            return self._by_kernel(x, bias)
-        elif x.is_cpu:
-            return self._without_expansion(x, bias)
-        return self._by_expansion(x, bias)
-
-    def _by_expansion(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by differentiable operations, which can be traced."""
-        dtype = x.dtype
-        if self.activations is not None:
-            x = rounded_input(x)
-        output = None if self.bits is None else F.linear(x, self._multiplied_weight(dtype), bias)
-        if self.low_rank:
-            left, right = self._factors(dtype)
-            correction = F.linear(F.linear(x, right), left, bias if output is None else None)
-            output = correction if output is None else output + correction
-        assert output is not None  # the constructor refuses a layer without either
-        return output
-
-    def _multiplied_weight(self, dtype: torch.dtype) -> Tensor:  # (out, in)
-        """Return Q, rounded again if the input is rounded and a row has more than one group."""
-        if self.activations is None or self._groups == 1:
-            return self._expanded(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        weight, scales = self._expanded(wide), self._effective("scales")
-        return rounded_weight(weight, scales, self.zeros, self._code_form()[0]).to(dtype)
-
-    def _kernel_takes(self, x: Tensor) -> bool:
-        """Return whether the Triton kernel runs. It expands the weight for every 64 rows, so it takes few rows."""
-        if self.bits is None or x.dtype is torch.float64 or x.numel() > _KERNEL_ROWS * self.in_features:
-            return False
-        return use_triton("quantized_matmul", x.device) if x.is_cuda or backend() == "triton" else False
-
-    def _by_kernel(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by the kernel that expands the weight in registers."""
-        rows = x.reshape(-1, self.in_features)
-        inner = left = None
-        if self.low_rank:
-            left, right = self.left, self.right.to(x.dtype) * _FACTOR_UNIT
-            inner = (rows @ right.mT) * (self.factor_scales / _FACTOR_UNIT).to(x.dtype)
-        bits, group_size = self._code_form()
-        operands = (rows, self.codes, bits, self.scales, self.zeros, group_size, inner, left, bias)
-        return kernels.quantized_matmul(*operands).view(*x.shape[:-1], self.out_features)
-
-    def _by_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output by integer products."""
-        dtype = x.dtype
-        numbers, steps = rounded_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
-        integers = numbers.to(torch.int8)
-        output = None
-        if self.bits is not None:
-            bits, group_size = self._code_form()
-            form = self.codes, bits, self._effective("scales"), self.zeros, group_size
-            output = integer_matmul(integers, steps, *form, bias, dtype)
-        if self.low_rank:
-            inner = int_mm(integers, self.right.mT) * (steps * self._effective("factor_scales"))
-            if output is None:
-                output = F.linear(inner.to(dtype), self.left.to(dtype), bias)
-            else:
-                output.addmm_(inner.to(dtype), self.left.to(dtype).mT)
-        assert output is not None  # the constructor refuses a layer without either
-        return output.view(*x.shape[:-1], self.out_features)
-
-    def _without_expansion(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output without expanding the whole weight."""
-        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
         # The packed copy is not for layers in training, because each change of scales would need a new copy.
-        if self.packed_copy and self.scale_logs is None and PackedCodes.is_best_for(rows, *self._code_tensors()):
-            output = self._packed_codes().product(rows, bias)
-        elif self.bits is not None:
-            bits, group_size = self._code_form()
-            output = quantized_matmul(rows, self.codes, bits, self._effective("scales"), self.zeros, group_size, bias)
-        if self.low_rank:
-            if x.dtype is torch.float16:
-                left, right = self._factors(x.dtype)
-                inner = rows @ right.mT
-            else:  # The scales multiply the small product between the factors.
-                left, right = self.left.to(x.dtype), self.right.to(x.dtype)
-                inner = (rows @ right.mT).mul_(self._effective("factor_scales"))
-            if self.bits is not None:
-                output.addmm_(inner, left.mT)
-            else:
-                output = F.linear(inner, left, bias)
-        return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
+        packed_codes = self._packed_codes if self.packed_copy and self.scale_logs is None else None
+        return quantized_matmul(
+            x, self._operands(), bias, rounds_input=self.activations is not None, packed_codes=packed_codes
+        )
 
     def hold_packed_(self, hold: bool = True) -> Self:
         """Keep a second copy of codes of 4 bits, for torch's kernel for few rows in bfloat16 without gradients.
@@ -260,17 +159,13 @@ class QuantizedLinear(QuantizedMatrix):
 
     def why_not_packed(self) -> str | None:
         """Return why :meth:`hold_packed_` refuses this layer; None if it does not."""
-        return why_not_packed(self.codes, self.bits, self.group_size, self.in_features)
+        return why_not_packed(self._operands().codes, self.in_features)
 
-    def _code_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.codes, self.zeros, self.scales
-
-    def _packed_codes(self) -> PackedCodes:
-        tensors = self._code_tensors()
+    def _packed_codes(self, codes: QuantizedCodes) -> PackedCodes:
         packed = self._packed
-        if packed is None or not packed.is_copy_of(*tensors):
+        if packed is None or not packed.is_copy_of(codes):
             with torch.inference_mode(False), torch.no_grad():
-                packed = self._packed = PackedCodes(*tensors, self.group_size or self.in_features)
+                packed = self._packed = PackedCodes(codes)
         return packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -341,3 +236,10 @@ class QuantizedLinear(QuantizedMatrix):
             f"group_size={self.group_size}, low_rank={self.low_rank}, bias={self.bias is not None}"
             + ("" if self.activations is None else f", activations={self.activations!r}")
         )
+
+
+def check_activations(activations: str | None) -> str | None:
+    """Return the argument, or raise ValueError if it is unknown."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations={activations!r} must be None, which does not round inputs, or 'int8'")
+    return activations

@@ -1,6 +1,6 @@
-"""The weight of a quantized layer as a matrix: codes in groups, a correction in int8, and their fit to a dense one."""
+"""The weight of a quantized layer: its form and bytes, its codes and correction, and their fit to a dense weight."""
 
-__all__ = ["QuantizedMatrix"]
+__all__ = ["QuantizedMatrix", "stored_bytes"]
 
 import math
 from typing import Any, Self
@@ -8,18 +8,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
-from panther.kernels._torch import are_transforms_active, is_differentiated_forward
-from panther.kernels.ops.library import is_exporting
-from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
+from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, code_bytes, pack_codes
+from panther.kernels.ops.quantized_operands import dense_weight, spread, wide_factors
 from panther.nn.factors import fittable, leading_factors
-from panther.nn.quantized.form import checked_form
-from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
+from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState
 
 # Rounds of a fit with a correction. The second round reduces the error by 1 %, and the fourth by 0.1 %.
 _ROUNDS = 4
-_FACTOR_UNIT = 1 / 128  # The product L 128 diag(c) (R / 128) does not overflow float16.
+_RECORD_BYTES, _KERNEL_BYTES = 12, 12
 
 
 class QuantizedMatrix(QuantizedState):
@@ -41,7 +39,7 @@ class QuantizedMatrix(QuantizedState):
         dtype: torch.dtype | None,
     ) -> None:
         """Check the form, and make and fill the tensors of a weight of ``rows`` times ``columns``."""
-        self.bits, self.group_size, self.low_rank = bits, group_size, low_rank = checked_form(
+        self.bits, self.group_size, self.low_rank = bits, group_size, low_rank = _checked_form(
             columns, bits, group_size, low_rank
         )
         check_flag("bias", bias)
@@ -69,12 +67,6 @@ class QuantizedMatrix(QuantizedState):
         empty_bias = nn.Parameter(torch.empty(rows, dtype=self._dtype, device=device)) if bias else None
         self.register_parameter("bias", empty_bias)
         self.reset_parameters()
-
-    def _code_form(self) -> tuple[int, int]:  # no property, which torch.jit.trace would read without codes
-        """Return bits and group size of a layer that has codes."""
-        assert self.bits is not None
-        assert self.group_size is not None  # because bits is not None
-        return self.bits, self.group_size
 
     @property
     def _groups(self) -> int:
@@ -104,25 +96,20 @@ class QuantizedMatrix(QuantizedState):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
-    def _expanded(self, dtype: torch.dtype) -> Tensor:  # (out, in)
-        """Return Q, differentiable by the scales."""
-        # Scales can be as small as 6e-8, the least number of float16. Differences of integers are exact in every dtype.
-        work = torch.float32 if dtype is torch.float16 else dtype
-        bits, group_size = self._code_form()
-        codes = unpack_codes(self.codes, bits, self._columns).to(work)
-        held = self._effective("scales")
-        if is_exporting():
-            scales, zeros = held.to(work), self.zeros.to(work)
-            return _by_groups(codes, scales, zeros, group_size, self._columns).to(dtype)
-        zeros, scales = (spread(t, group_size, self._columns) for t in (self.zeros.to(work), held.to(work)))
-        return ((codes - zeros) * scales).to(dtype)
+    def _operands(self) -> QuantizedOperands:
+        """Return the weight as the kernels take it, with trained scales."""
+        codes = factors = None
+        if self.bits is not None and self.group_size is not None:
+            codes = QuantizedCodes(self.codes, self.bits, self._effective("scales"), self.zeros, self.group_size)
+        if self.low_rank:
+            factors = QuantizedFactors(self.left, self.right, self._effective("factor_scales"))
+        return QuantizedOperands(self._columns, codes, factors)
 
-    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
-        """Return L diag(c) and R as numbers, scaled so that products with either do not overflow float16."""
-        held = self._effective("factor_scales")
-        wide = torch.promote_types(held.dtype, torch.float32)  # float64 if scales are float64
-        left = self.left * (held.to(wide) / _FACTOR_UNIT)
-        return left.to(dtype), self.right.to(dtype) * _FACTOR_UNIT
+    def wide_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
+        """Return two matrices whose product is the correction, or the weight of a layer without codes."""
+        factors = self._operands().factors
+        assert factors is not None  # callers ask for `low_rank` first
+        return wide_factors(factors, dtype)
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -130,38 +117,7 @@ class QuantizedMatrix(QuantizedState):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
-        return self._weight(self.dtype)
-
-    def _weight(self, dtype: torch.dtype) -> Tensor:  # (out, in)
-        dense = None if self.bits is None else self._expanded(dtype)
-        if self.low_rank:
-            left, right = self._factors(dtype)
-            dense = left @ right if dense is None else dense + left @ right
-        assert dense is not None  # the constructor refuses a layer without either
-        return dense
-
-    def _is_plain_inference(self, x: Tensor) -> bool:
-        """Return whether no gradient is needed, nothing is traced, and the input is a strided tensor."""
-        return self._is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or self._is_trained()))
-
-    def _is_frozen(self, x: Tensor) -> bool:
-        """Return whether only the input needs a gradient, nothing is traced, and the input is strided."""
-        return self._is_plain(x) and torch.is_grad_enabled() and x.requires_grad and not self._is_weight_trained()
-
-    def _is_trained(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters())
-
-    def _is_weight_trained(self) -> bool:
-        return any(logs is not None and logs.requires_grad for logs in (self.scale_logs, self.factor_scale_logs))
-
-    @staticmethod
-    def _is_plain(x: Tensor) -> bool:
-        """Return whether nothing is traced or transformed, and the input is a strided tensor."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
-            return False
-        if x.is_nested or x.layout is not torch.strided:
-            return False
-        return not (are_transforms_active() or is_differentiated_forward())
+        return dense_weight(self._operands(), self.dtype)
 
     @classmethod
     def _fitted_to(cls, dense: Any, **form: Any) -> Self:
@@ -260,16 +216,48 @@ class QuantizedMatrix(QuantizedState):
         return self
 
 
-def _by_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, columns: int) -> Tensor:  # (out, in)
-    """Return Q without expanding scales to columns, because exporters would store the expanded scales."""
-    full_groups = columns // group_size
-    runs = codes[:, : full_groups * group_size].unflatten(1, (full_groups, group_size))
-    first: Tensor = ((runs - zeros[:, :full_groups, None]) * scales[:, :full_groups, None]).flatten(1)
-    if full_groups * group_size == columns:
-        return first
-    return torch.cat(
-        (first, (codes[:, full_groups * group_size :] - zeros[:, full_groups:]) * scales[:, full_groups:]), 1
-    )
+def stored_bytes(
+    in_features: int,
+    out_features: int,
+    bits: int | None = 4,
+    *,
+    group_size: int | None = 128,
+    low_rank: int = 0,
+    conv: bool = False,
+) -> int:
+    """Return the size of a :class:`QuantizedLinear` of this form in a file, in bytes, without its bias.
+
+    With ``conv`` return the size of a :class:`QuantizedConv2d`, whose ``in_features`` are in / groups * kernel.
+
+    Example:
+        >>> from panther.nn import QuantizedLinear
+        >>> layer = QuantizedLinear(100, 60, 3, group_size=32, low_rank=2, bias=False)
+        >>> stored_bytes(100, 60, 3, group_size=32, low_rank=2) == sum(t.nbytes for t in layer.state_dict().values())
+        True
+    """
+    columns = check_size("in_features", in_features, least=1)
+    rows = check_size("out_features", out_features, least=1)
+    bits, group_size, low_rank = _checked_form(columns, bits, group_size, low_rank)
+    size = _RECORD_BYTES + conv * _KERNEL_BYTES + low_rank * (rows + columns + 2)
+    if bits is not None and group_size is not None:
+        size += rows * (code_bytes(columns, bits) + 3 * -(-columns // group_size))
+    return size
+
+
+def _checked_form(
+    columns: int, bits: int | None, group_size: int | None, low_rank: int
+) -> tuple[int | None, int | None, int]:
+    """Return bits, group size and rank as a layer stores them."""
+    low_rank = check_size("low_rank", low_rank, least=0)
+    size = columns if group_size is None else check_size("group_size", group_size, least=1)
+    if bits is None:
+        if not low_rank:
+            raise ValueError("bits=None leaves low rank alone, and low_rank=0 none of it: give one of them")
+        return None, None, low_rank
+    bits = check_size("bits", bits, least=2)
+    if bits > 8:
+        raise ShapeError(f"bits={bits} must be 2 to 8, or None for low rank alone")
+    return bits, min(size, columns), low_rank
 
 
 def _check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:

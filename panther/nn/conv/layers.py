@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from panther.errors import ShapeError
 from panther.nn.base import SketchedModule
-from panther.nn.convolution import ConvGeometry, convolve, dense_kernel, is_channels_last
+from panther.nn.conv.geometry import ConvGeometry
+from panther.nn.conv.product import convolve, dense_kernel, is_channels_last
 from panther.nn.factors import check_init, fittable, lstsq_by_groups, svd_by_groups
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 
@@ -197,169 +198,109 @@ class _SKConv(ConvGeometry, SketchedModule):
         return {"S": self._by_groups(S1s), "U": blocks[same_group].flatten(0, 1)}
 
 
-class SKConv2d(_SKConv):
-    r"""A drop-in for :class:`torch.nn.Conv2d` whose kernel is a sum of sketched low-rank terms.
-
-    .. math:: y = \frac{1}{2L} \sum_{i=1}^{2L} U_i^T (x * S_i) + b
-
-    with trained :math:`S_i`, kernels to K channels, and fixed random signs :math:`U_i = \pm 1/\sqrt K` (K, out) (S. P.
-    Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching", 2017,
-    arXiv:1710.07850): a convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these
-    into ``out_channels`` by ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
-
-    A new layer is *seeded*: U is fixed and saved as one number. A *fitted* layer, from :meth:`from_conv` with
-    ``init="svd"``, has a trained U, which is saved like S; it is a low-rank factorisation of the unfolded kernel.
-    Loading a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
-        stride: As ``kernel_size``.
-        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
-        dilation: As ``kernel_size``.
-        groups: Number of groups; U is then block-diagonal.
-        bias: Whether to learn an additive bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        num_terms: Number L; there are 2 L terms.
-        low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. Without any size it is the largest sketch that
-            costs at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel
-            * out / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
-        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-
-    Shape:
-        Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
-
-    Attributes:
-        S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the dense kernel has nn.Conv2d's variance.
-            With groups, the rows of a group are adjacent, as torch's convolutions need them.
-        U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
-        bias: A Parameter (out,), or None.
-        scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
-        seed: Python int, None when fitted.
-
-    Raises:
-        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
-        ValueError: If ``padding`` or ``padding_mode`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
-
-    Warns:
-        PerformanceWarning: If the dense layer would cost no more; with few channels in each group even at the default
-            size.
-
-    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
-    kernel * out`` dense. Where that saves no time, the layer forms the dense kernel and convolves with it; see
-    :func:`~panther.nn.functional.sketched_conv`.
-
-    Example:
-        >>> import torch
-        >>> layer = SKConv2d(64, 128, kernel_size=3, padding=1, low_rank=8)
-        >>> layer(torch.randn(8, 64, 32, 32)).shape
-        torch.Size([8, 128, 32, 32])
-        >>> sum(p.numel() for p in layer.parameters())
-        9344
-    """
-
-    dense_class = nn.Conv2d
-    dim = 2
-
-
 class SKConv1d(_SKConv):
-    """A drop-in for :class:`torch.nn.Conv1d` with a sketched kernel, in one dimension, as :class:`SKConv2d` in two.
-
-    The reference is S. P. Kasiviswanathan, N. Narodytska and H. Jin, 2017, arXiv:1710.07850.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: One integer, or a sequence of one; all up to ``padding_mode`` are as in nn.Conv1d.
-        stride: As ``kernel_size``.
-        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
-        dilation: As ``kernel_size``.
-        groups: Number of groups; U is then block-diagonal.
-        bias: Whether to learn an additive bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        num_terms: Number L; there are 2 L terms.
-        low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is as for :class:`SKConv2d`.
-        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-
-    Shape:
-        Input ``(N, in_channels, L)`` or ``(in_channels, L)``, output as nn.Conv1d's.
-
-    Raises:
-        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
-        ValueError: If ``padding`` or ``padding_mode`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
-
-    Warns:
-        PerformanceWarning: If the dense layer would cost no more.
-
-    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
-    kernel * out`` dense.
-
-    Example:
-        >>> import torch
-        >>> SKConv1d(64, 128, 5, padding="same")(torch.randn(8, 64, 100)).shape
-        torch.Size([8, 128, 100])
-    """
+    """A drop-in for :class:`torch.nn.Conv1d` whose kernel is a sum of sketched low-rank terms."""
 
     dense_class = nn.Conv1d
     dim = 1
 
 
+class SKConv2d(_SKConv):
+    """A drop-in for :class:`torch.nn.Conv2d` whose kernel is a sum of sketched low-rank terms."""
+
+    dense_class = nn.Conv2d
+    dim = 2
+
+
 class SKConv3d(_SKConv):
-    """A drop-in for :class:`torch.nn.Conv3d` with a sketched kernel, in three dimensions, as :class:`SKConv2d` in two.
-
-    The reference is S. P. Kasiviswanathan, N. Narodytska and H. Jin, 2017, arXiv:1710.07850.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv3d.
-        stride: As ``kernel_size``.
-        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
-        dilation: As ``kernel_size``.
-        groups: Number of groups; U is then block-diagonal.
-        bias: Whether to learn an additive bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        num_terms: Number L; there are 2 L terms.
-        low_rank: Rank K of a term, divisible by ``groups``.
-        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is as for :class:`SKConv2d`.
-        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-
-    Shape:
-        Input ``(N, in_channels, D, H, W)`` or ``(in_channels, D, H, W)``, output as nn.Conv3d's.
-
-    Raises:
-        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
-        ValueError: If ``padding`` or ``padding_mode`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
-
-    Warns:
-        PerformanceWarning: If the dense layer would cost no more.
-
-    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
-    kernel * out`` dense.
-
-    Example:
-        >>> import torch
-        >>> SKConv3d(16, 32, 3, padding=1)(torch.randn(2, 16, 4, 8, 8)).shape
-        torch.Size([2, 32, 4, 8, 8])
-    """
+    """A drop-in for :class:`torch.nn.Conv3d` whose kernel is a sum of sketched low-rank terms."""
 
     dense_class = nn.Conv3d
     dim = 3
+
+
+# The documentation of the three layers after their first lines; ``nd``, ``size`` and ``example`` differ.
+_DOCUMENTATION = r"""
+
+.. math:: y = \frac{{1}}{{2L}} \sum_{{i=1}}^{{2L}} U_i^T (x * S_i) + b
+
+with trained :math:`S_i`, kernels to K channels, and fixed random signs :math:`U_i = \pm 1/\sqrt K` (K, out) (S. P.
+Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching", 2017,
+arXiv:1710.07850): a convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these
+into ``out_channels`` by ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
+
+A new layer is *seeded*: U is fixed and saved as one number. A *fitted* layer, from :meth:`from_conv` with
+``init="svd"``, has a trained U, which is saved like S; it is a low-rank factorisation of the unfolded kernel.
+Loading a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
+
+Args:
+    in_channels: Channels of the input.
+    out_channels: Channels of the output.
+    kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv{nd}.
+    stride: As ``kernel_size``.
+    padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+    dilation: As ``kernel_size``.
+    groups: Number of groups; U is then block-diagonal.
+    bias: Whether to learn an additive bias.
+    padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+    num_terms: Number L; there are 2 L terms.
+    low_rank: Rank K of a term, divisible by ``groups``.
+    sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. Without any size it is the largest sketch that
+        costs at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel
+        * out / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
+    seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+    device: None is torch's default.
+    dtype: Floating dtype; None is torch's default.
+
+Shape:
+    Input ``(N, in_channels, {size})`` or ``(in_channels, {size})``, output as nn.Conv{nd}'s; channels_last is kept.
+
+Attributes:
+    S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the dense kernel has nn.Conv{nd}'s variance.
+        With groups, the rows of a group are adjacent, as torch's convolutions need them.
+    U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
+    bias: A Parameter (out,), or None.
+    scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
+    seed: Python int, None when fitted.
+
+Raises:
+    ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
+    ValueError: If ``padding`` or ``padding_mode`` is unknown.
+    TypeError: If an argument has the wrong type.
+    DTypeError: If ``dtype`` is not floating.
+
+Warns:
+    PerformanceWarning: If the dense layer would cost no more; with few channels in each group even at the default
+        size.
+
+Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
+kernel * out`` dense. Where that saves no time, the layer forms the dense kernel and convolves with it; see
+:func:`~panther.nn.functional.sketched_conv`.
+
+Example:
+    >>> import torch
+{example}"""
+_SIZES = {SKConv1d: "L", SKConv2d: "H, W", SKConv3d: "D, H, W"}
+_EXAMPLES = {
+    SKConv1d: """
+    >>> SKConv1d(64, 128, 5, padding="same")(torch.randn(8, 64, 100)).shape
+    torch.Size([8, 128, 100])
+""",
+    SKConv2d: """
+    >>> layer = SKConv2d(64, 128, kernel_size=3, padding=1, low_rank=8)
+    >>> layer(torch.randn(8, 64, 32, 32)).shape
+    torch.Size([8, 128, 32, 32])
+    >>> sum(p.numel() for p in layer.parameters())
+    9344
+""",
+    SKConv3d: """
+    >>> SKConv3d(16, 32, 3, padding=1)(torch.randn(2, 16, 4, 8, 8)).shape
+    torch.Size([2, 32, 4, 8, 8])
+""",
+}
+for _layer, _example in _EXAMPLES.items():
+    if _layer.__doc__ is not None:  # Python's option -OO removes docstrings.
+        _layer.__doc__ += _DOCUMENTATION.format(nd=f"{_layer.dim}d", size=_SIZES[_layer], example=_example[1:])
 
 
 def _take_format_(module: nn.Module, kernel: Tensor) -> None:

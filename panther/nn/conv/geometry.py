@@ -1,0 +1,89 @@
+"""The arguments and the input of a convolution, checked and padded as torch's layers do it."""
+
+__all__ = ["ConvGeometry", "check_input", "pad_input", "same_padding"]
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.errors import DTypeError, ShapeError, check_size
+from panther.nn.base import is_autocasting
+from panther.nn.sketch_sizes import check_padding, divisible, per_dim
+
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class ConvGeometry:
+    """The arguments that a compressed convolution shares with torch's, checked and shown."""
+
+    dense_arguments: tuple[str, ...] = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
+    )  # fmt: skip
+    dim: int
+    padding: str | tuple[int, ...]
+    bias: nn.Parameter | None
+
+    def _set_geometry(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
+        groups: int, padding_mode: str,
+    ) -> None:  # fmt: skip
+        self.groups = check_size("groups", groups, least=1)
+        self.in_channels = divisible("in_channels", in_channels, self.groups)
+        self.out_channels = divisible("out_channels", out_channels, self.groups)
+        self.kernel_size = per_dim("kernel_size", kernel_size, self.dim, least=1)
+        self.stride = per_dim("stride", stride, self.dim, least=1)
+        self.dilation = per_dim("dilation", dilation, self.dim, least=1)
+        self.padding = check_padding(padding, self.stride, self.dim)
+        if padding_mode not in _PADDING_MODES:
+            raise ValueError(
+                f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
+            )
+        self.padding_mode = padding_mode
+
+    def _geometry_parts(self) -> list[str]:
+        """Return what print shows of the geometry: torch's convolutions show the same."""
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        usual = {"padding": (0,) * self.dim, "dilation": (1,) * self.dim, "groups": 1, "padding_mode": "zeros"}
+        parts += [f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name]]
+        if self.bias is None:
+            parts.append("bias=False")
+        return parts
+
+
+def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the padding before and after each dimension for ``padding="same"``; if odd, more after, as in torch."""
+    totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
+    return [(total // 2, total - total // 2) for total in totals]
+
+
+def pad_input(
+    x: Tensor, kernel_size: Sequence[int], padding: str | tuple[int, ...], dilation: tuple[int, ...], padding_mode: str
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the input, padded as far as a convolution cannot do it, and the padding that it can do itself."""
+    if isinstance(padding, str):
+        sides = same_padding(kernel_size, dilation) if padding == "same" else [(0, 0)] * len(kernel_size)
+    else:
+        sides = [(size, size) for size in padding]
+    # For unequal padding before and after, torch would also pad a copy, and warn about it.
+    if padding_mode == "zeros" and all(before == after for before, after in sides):
+        return x, tuple(before for before, _ in sides)
+    mode = "constant" if padding_mode == "zeros" else padding_mode
+    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode), (0,) * len(sides)
+
+
+def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> None:
+    """Raise unless the input fits a layer of ``dim`` dimensions and this dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    if x.dim() not in (dim + 1, dim + 2) or x.shape[-dim - 1] != in_channels:
+        size = ("L", "H, W", "D, H, W")[dim - 1]
+        raise ShapeError(
+            f"the input must be (N, {in_channels}, {size}) or ({in_channels}, {size}) for in_channels={in_channels}, "
+            f"not {tuple(x.shape)}: reshape it"
+        )
+    if x.dtype != dtype and not is_autocasting(x.device.type):
+        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
+        raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")
