@@ -75,12 +75,14 @@ def int8_weight_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:  # (m, 
 
 def convert_to_int4(integers: Tensor) -> Tensor:  # (out, in) int32
     """Return integers of 4 bits in the order of :func:`int4_weight_mm`. The operator has no public name."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+    return packed
 
 
 def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:  # (n, in) -> (n, out)
     """Return the product with a weight of 4 bits. The public fallback is a product with the weight in bfloat16."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+    product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+    return product
 
 
 def version_of(x: Tensor) -> int:

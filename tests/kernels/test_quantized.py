@@ -6,6 +6,8 @@ from covering import half_of
 from panther.kernels import pack_codes, reference
 from tolerances import KERNEL_RMS, rms_error
 
+from panther.nn import QuantizedLinear
+
 OPERATOR = torch.ops.panther.quantized_matmul.default
 
 # rows, in, out, group size, rank: size one, odd sizes, several tiles each way, split columns, groups of all kinds.
@@ -91,3 +93,24 @@ def test_demanded_triton_refuses_float64(monkeypatch):
     finally:
         monkeypatch.undo()
         selection.backend.cache_clear()
+
+
+@pytest.mark.parametrize("low_rank", [0, 3])
+def test_the_kernel_multiplies_by_trained_scales(device, low_rank, monkeypatch):
+    """A layer whose scales were trained once multiplied by the scales from before training, on this path alone."""
+    from panther.kernels._triton import quantized
+
+    products = []
+    kernel = quantized.quantized_matmul
+    monkeypatch.setattr(quantized, "quantized_matmul", lambda *args: products.append(kernel(*args)) or products[-1])
+    generator = torch.Generator().manual_seed(4)
+    layer = QuantizedLinear(70, 13, 4, group_size=32, low_rank=low_rank).train_scales_()
+    with torch.no_grad():
+        for logs in (layer.scale_logs, layer.factor_scale_logs):
+            if logs is not None:
+                logs.copy_(torch.rand(logs.shape, generator=generator))
+        layer.to(device)
+        x = torch.randn(2, 3, 70, generator=generator).to(device)
+        y = layer(x)
+    assert len(products) == 1
+    assert rms_error(y, x.double() @ layer.weight.double().mT + layer.bias.double()) < KERNEL_RMS[torch.float32]
