@@ -1,20 +1,21 @@
-"""Files of safetensors that are written tensor by tensor, and mapped into memory or read slice by slice.
+"""Files of safetensors that are written tensor by tensor, and read tensor by tensor or slice by slice.
 
 The library of that name copies all tensors of a file before it writes them, and opens a file by its name each time.
 Here one tensor at a time is in memory beside the caller's own, and a file is opened once: it may be replaced meanwhile.
 """
 
 __all__ = [
-    "StoredTensor", "contents_checksum", "map_tensors", "read_slice", "stored_checksum", "stored_tensors", "write_file",
-    "write_tensors",
+    "StoredTensor", "bytes_of", "contents_checksum", "open_tensors", "read_slice", "stored_checksum", "stored_tensors",
+    "write_file", "write_tensors",
 ]  # fmt: skip
 
 import json
-import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader
 from itertools import product
 from math import prod
@@ -83,7 +84,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], value_of: Calla
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in names:
-        file.write(_bytes_of(value_of(name)))
+        file.write(bytes_of(value_of(name)))
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -96,28 +97,34 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return _described_tensors(file, path)
 
 
-def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, in memory that the system reads from the file when it is used.
+@contextmanager
+def open_tensors(path: Path) -> Iterator[dict[str, Callable[[], tuple[Tensor, memoryview]]]]:
+    """Open a file, and yield for each tensor a function that reads it, in the order in which the file holds them.
 
-    The file stays open as long as one of the tensors exists, also if another file takes its name meanwhile. Writing to
-    a tensor does not change the file.
+    Each function returns a tensor and its bytes. The tensor has memory of its own on the CPU, so that it takes its
+    bytes once, and its address is aligned: at unaligned addresses, products can differ in the last bit. The file is
+    read although another file takes its name within the block.
 
     Raises:
-        FormatError: If it is missing, is not a valid file of safetensors, or holds a dtype that torch does not have.
+        FormatError: If it is missing, is not a valid file of safetensors, ends before its tensors, or holds a dtype
+            that torch does not have.
     """
     with _opened(path) as file:
-        stored = _described_tensors(file, path)
-        contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    tensors = {}
-    for name, (_, start, dtype, shape) in stored.items():
-        num_bytes = prod(shape) * dtype.itemsize
-        if not num_bytes:  # which frombuffer refuses
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            continue
-        flat = torch.frombuffer(contents, dtype=torch.uint8, count=num_bytes, offset=start)
-        # A file of another writer may have a tensor at an address that its dtype does not allow.
-        tensors[name] = (flat.clone() if start % dtype.itemsize else flat).view(dtype).view(shape)
-    return tensors
+        stored = sorted(_described_tensors(file, path).items(), key=lambda item: item[1].start)
+        yield {name: partial(_read_tensor, file, place) for name, place in stored}
+
+
+def _read_tensor(file: BufferedReader, stored: StoredTensor) -> tuple[Tensor, memoryview]:
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    contents = bytes_of(tensor)
+    try:
+        file.seek(stored.start)
+        num_bytes = file.readinto(contents)
+    except OSError as error:
+        raise FormatError(f"{stored.path} cannot be read ({error})") from None
+    if num_bytes != len(contents):
+        raise FormatError(f"{stored.path} is not a valid safetensors file (it ends before its tensors)")
+    return tensor, contents
 
 
 def _opened(path: Path) -> BufferedReader:
@@ -181,7 +188,7 @@ def _described(name: str, entry: Any) -> tuple[str, list[int], int, int]:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and {*map(type, values)} <= {int} and min(values, default=0) >= 0
 
 
 def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -204,7 +211,7 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     run = size * prod(sizes[last:])
     begin = stored.start + (size * offsets[last] * strides[last] if shape else 0)
-    position, view = 0, _bytes_of(read)
+    position, view = 0, bytes_of(read)
     with open_file(stored.path, _BUFFER) as file:
         for index in product(*(range(o, o + s) for o, s in zip(offsets[:last], sizes[:last], strict=True))):
             file.seek(begin + size * sum(i * stride for i, stride in zip(index, strides, strict=False)))
@@ -214,9 +221,9 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
     return read if plain or out is None else out.copy_(read)
 
 
-def contents_checksum(tensor: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 of the contents, in a second for 4 GB; ``start`` is the CRC-32 of the bytes before them."""
-    return zlib.crc32(_bytes_of(tensor), start)
+def contents_checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of the contents, in a second for 4 GB."""
+    return zlib.crc32(bytes_of(tensor))
 
 
 def stored_checksum(stored: StoredTensor) -> int:
@@ -229,5 +236,6 @@ def stored_checksum(stored: StoredTensor) -> int:
     return checksum
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in its own memory if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

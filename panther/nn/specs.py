@@ -8,17 +8,17 @@ __all__ = [
     "build_modules",
     "load_modules",
     "model_config",
+    "module_names_of",
     "module_specs",
     "note_in_config_",
     "own_config_",
-    "place",
 ]
 
 import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -231,21 +231,41 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
 
     Raises FormatError if they do not fit the model or the state, and SketchMismatchError if a seed is damaged.
     """
+    entries = _entries_of_modules(specs, state)
 
     def load(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
-        prefix = name + "." if name else ""
-        layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        return _load_module(name, spec, old, layer_state)
+        return _load_module(name, spec, old, entries[name])
 
     built = _build_each(specs, model, load)
     for name, spec in specs.items():
         if "alias_of" in spec:
-            first = spec["alias_of"]
-            stored = {key for key in state if key.startswith(name + ".")}
-            same = {f"{name}.{key}": state.get(f"{first}.{key}") for key in built[first].state_dict()}
-            if stored != same.keys() or any(state[key] is not tensor for key, tensor in same.items()):
-                raise FormatError(f"module {name!r} is an alias of {first!r}, but their weights differ")
+            stored, first_stored = entries[name], entries[spec["alias_of"]]
+            names = built[name].state_dict().keys()
+            if stored.keys() != names or any(first_stored.get(key) is not stored[key] for key in names):
+                raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, but their weights differ")
     return built
+
+
+def module_names_of(key: str) -> Iterator[str]:
+    """Yield the names of the modules that contain an entry of a state_dict, beginning with the model's, ``""``."""
+    yield ""
+    position = key.find(".")
+    while position >= 0:
+        yield key[:position]
+        position = key.find(".", position + 1)
+
+
+def _entries_of_modules(names: Collection[str], state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the entries of a state_dict in each of some modules, by the entries' names within the module.
+
+    Cost: one pass over the entries, however many modules there are.
+    """
+    entries: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for key, value in state.items():
+        for name in module_names_of(key):
+            if name in entries:
+                entries[name][key[len(name) + 1 :] if name else key] = value
+    return entries
 
 
 def build_modules(
@@ -261,7 +281,7 @@ def build_modules(
         is_empty = any(tensor.is_meta for tensor in (*old.parameters(), *old.buffers()))
         where = device or _device_of(old, "meta" if is_empty else "cpu")
         make, args, dtype = _checked_spec(name, spec, old)
-        module = _construct(make, args, _dtype_in_place(old) or dtype, device=where)
+        module = make(**args, dtype=_dtype_in_place(old) or dtype, device=where)
         if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
             like = module.sketch_like()
             module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
@@ -280,7 +300,9 @@ def _build_each(
             raise FormatError(
                 f"module {name!r} is sketched and the model has none of that name: give the saved architecture"
             )
-    built = {name: make(name, spec, present[name]) for name, spec in specs.items() if "alias_of" not in spec}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)  # The warning was given when the layer was first built.
+        built = {name: make(name, spec, present[name]) for name, spec in specs.items() if "alias_of" not in spec}
     for name, spec in specs.items():
         if "alias_of" in spec:
             first = spec["alias_of"]
@@ -296,8 +318,8 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
     try:
         # The meta device allocates nothing, even if the file claims sizes that its tensors do not have.
         seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
-        module = _construct(make, args, dtype, device="meta", **seed)
-        module.load_state_dict({key: place(value, device) for key, value in state.items()}, assign=True)
+        module = make(**args, dtype=dtype, device="meta", **seed)
+        module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
@@ -309,13 +331,6 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         names = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {names}")
     return _with_saved_settings(module, spec, old)
-
-
-def _construct(make: type[Any], args: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> CompressedModule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # The warning was given when the layer was first built.
-        module: CompressedModule = make(**args, dtype=dtype, **kwargs)
-        return module
 
 
 def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type[Any], dict[str, Any], torch.dtype]:
@@ -407,11 +422,6 @@ def _with_saved_settings(module: CompressedModule, spec: dict[str, Any], old: nn
         except ValueError as error:
             raise FormatError(f"a saved {type(module).__name__} has {error}") from error
     return module.train(old.training)
-
-
-def place(value: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to memory that torch allocates. At unaligned addresses, products can differ in the last bit."""
-    return value.to(device, copy=True)
 
 
 def _device_of(old: nn.Module, without: str = "cpu") -> torch.device | str:

@@ -1,6 +1,7 @@
 """Files of safetensors, written tensor by tensor and read slice by slice, against the library of that name."""
 
 import json
+import os
 import struct
 import zlib
 
@@ -12,6 +13,7 @@ from panther.errors import FormatError
 from panther.files.tensors import (
     _DTYPES,
     contents_checksum,
+    open_tensors,
     read_slice,
     stored_checksum,
     stored_tensors,
@@ -46,7 +48,37 @@ def test_the_library_reads_what_is_written(tmp_path):
     stored = stored_tensors(tmp_path / "file")
     assert all(one.start % one.dtype.itemsize == 0 for one in stored.values())
     assert all(stored_checksum(stored[name]) == contents_checksum(tensors[name]) for name in tensors)
-    assert contents_checksum(torch.tensor([1, 2], dtype=torch.uint8), 5) == zlib.crc32(b"\1\2", 5)
+    assert contents_checksum(torch.tensor([1, 2], dtype=torch.uint8)) == zlib.crc32(b"\1\2")
+
+
+@pytest.mark.parametrize("writer", ["panther", "library"])
+def test_tensors_are_read_into_memory_of_their_own(tmp_path, writer):
+    tensors = some_tensors()
+    if writer == "panther":
+        write_file(tmp_path / "file", tensors, tensors.__getitem__)
+    else:  # which begins tensors at addresses that their dtype does not allow
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "file")
+    with torch.device("meta"), open_tensors(tmp_path / "file") as readers:
+        (tmp_path / "file").rename(tmp_path / "other name")
+        results = {name: read() for name, read in readers.items()}
+    assert results.keys() == tensors.keys()
+    for name, (tensor, contents) in results.items():
+        assert tensor.dtype is tensors[name].dtype
+        assert tensor.shape == tensors[name].shape
+        assert tensor.data_ptr() % tensor.element_size() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == len(contents)
+        assert zlib.crc32(contents) == contents_checksum(tensors[name]), name
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_refused(tmp_path):
+    tensors = {"x": torch.ones(100_000), "y": torch.ones(100_000)}
+    write_file(tmp_path / "file", tensors, tensors.__getitem__)
+    with open_tensors(tmp_path / "file") as readers:
+        first, _ = readers.pop("x")()
+        assert torch.equal(first, tensors["x"])
+        os.truncate(tmp_path / "file", 500_000)
+        with pytest.raises(FormatError, match=r"file is not a valid safetensors file \(it ends before its tensors\)"):
+            readers["y"]()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (11,), (1, 9), (6, 5), (7, 1, 4), (2, 3, 5, 7), (3, 40000)])

@@ -66,7 +66,8 @@ class QuantizedMatrix(QuantizedState):
         self.register_parameter("factor_scale_logs", None)
         empty_bias = nn.Parameter(torch.empty(rows, dtype=self._dtype, device=device)) if bias else None
         self.register_parameter("bias", empty_bias)
-        self.reset_parameters()
+        if not self.record.is_meta:  # Without values, torch would still run each operation, in Python.
+            self.reset_parameters()
 
     @property
     def _groups(self) -> int:
