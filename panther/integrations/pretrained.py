@@ -11,19 +11,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from panther._torch import plain_name
-from panther.errors import FormatError, PantherError, require_extra
+from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
 from panther.files.weights import check_weight_files
 from panther.integrations._saved_weights import MARKS
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
+from panther.nn.linears import expanded
 from panther.nn.specs import QUANTIZATION_METHOD
 
 # Arguments by which the loaded model has other tensors than the folder.
 _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}
 
 
-def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
+def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwargs: Any) -> Any:
     """Load the transformers model of a folder, compressed or not, in the class that its config.json names.
 
     The folder was written by :func:`panther.save_compressed`, ``panther compress`` or ``save_pretrained``. Nothing is
@@ -36,6 +37,9 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
 
     Args:
         dir: The folder.
+        expand: Whether to expand every compressed layer once, as in :func:`panther.load_compressed`: plain layers'
+            speed and memory from a small file. Of a model that ``AutoModel*.from_pretrained`` loaded,
+            ``model.dequantize()`` expands the layers.
         **kwargs: Arguments of transformers' ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
     Returns:
@@ -59,6 +63,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     """
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"
     transformers: Any = require_extra("transformers", "transformers")
+    check_flag("expand", expand)
     folder = Path(dir)
     if not folder.is_dir():
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
@@ -103,7 +108,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     _check_filled(model, info, folder, manifest, is_compressed=is_compressed, with_new_sizes=with_new_sizes)
     if manifest is not None and not argument_names & _CHANGING and not with_new_sizes:
         _check_as_saved(model, manifest, folder)
-    return model.eval()
+    return (expanded(model) if expand else model).eval()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

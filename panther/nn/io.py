@@ -29,12 +29,13 @@ from panther._torch import (
     without_inner_wrappers,
 )
 from panther._version import __version__
-from panther.errors import FormatError
+from panther.errors import FormatError, check_flag
 from panther.files.folder import commit_files, committed_path, finish_commit
 from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import bytes_of, open_tensors, write_tensors
 from panther.files.writer import Draft
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
+from panther.nn.linears import expanded
 from panther.nn.quantized.state import inference_state
 from panther.nn.specs import load_modules, model_config, module_names_of, module_specs, note_in_config_
 
@@ -156,7 +157,7 @@ def _manifest(
     return manifest | {"checksum": record_checksum(manifest)}
 
 
-def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bool = False) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
 
     Modules that the folder names as sketched are replaced, as in the example of :func:`save_compressed`. All weights
@@ -168,6 +169,11 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     Args:
         dir: Folder written by :func:`save_compressed`.
         model: The architecture, with dense or with sketched layers.
+        expand: Whether to expand every compressed layer once, as :func:`panther.to_linears_` does: a layer with codes
+            becomes the nn.Linear or nn.Conv2d of its weight, and a layer of factors a pair of plain layers. The file
+            stays small, and the model runs at the speed of plain layers, with their memory: the report of
+            :func:`panther.compress` and the table of ``to_linears_`` state the bytes. While it loads, the file and the
+            expanded layers are in memory together. Layers that ``to_linears_`` leaves as they are stay compressed.
 
     Returns:
         ``model``, without a wrapper around the whole, with the saved layers and weights; the new layer, if the model
@@ -185,6 +191,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         raise TypeError(
             f"load_compressed takes a folder and a model, in this order, not a {type(model).__name__} second"
         )
+    check_flag("expand", expand)
     folder, model = Path(dir), unwrapped(model)
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
@@ -210,7 +217,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         check_recorded(state.keys(), model, folder)
         _check_fit(state, model_state, folder)
         if "" in built:
-            return built[""]
+            return expanded(built[""]) if expand else built[""]
 
         for name, module in built.items():
             put_module(model, name, module)
@@ -222,7 +229,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         model.load_state_dict(placed, strict=False, assign=True)
         _tie(model, manifest["aliases"])
     note_in_config_(model)
-    return model
+    return expanded(model) if expand else model
 
 
 def check_folder(dir: Path) -> None:

@@ -1,6 +1,6 @@
 """Conversion of compressed layers to nn.Linear and convolutions, for tools that know only these."""
 
-__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "to_linears_"]
+__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "to_linears_"]
 
 import math
 from collections.abc import Callable, Sequence
@@ -163,6 +163,16 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     return LinearsReport(
         tuple(replaced), tuple((name, reasons[module]) for name, module in layers if module in reasons)
     )
+
+
+def expanded(model: nn.Module) -> nn.Module:
+    """Return a model after :func:`to_linears_`, or the plain layers of a model that is itself a compressed layer."""
+    if not isinstance(model, CompressedModule):
+        to_linears_(model)
+        return model
+    container = nn.Sequential(model)
+    to_linears_(container)
+    return container[0]
 
 
 def _reason_to_skip(module: CompressedModule) -> str | None:

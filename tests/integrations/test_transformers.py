@@ -252,6 +252,17 @@ def test_dequantized_model_is_dense_and_saves_as_such(tmp_path):
     assert not hasattr(dense.config, "quantization_config")
 
 
+def test_layers_of_a_folder_are_expanded_on_demand(tmp_path):
+    model, inputs = compressed(gpt2, ("int8", "low_rank"))
+    expected = logits(model, inputs)
+    pr.save_compressed(model, tmp_path)
+    expanded = pr.from_pretrained(tmp_path, expand=True)
+    assert not any(isinstance(module, CompressedModule) for module in expanded.modules())
+    torch.testing.assert_close(logits(expanded, inputs), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="expand must be True or False, not 'yes'"):
+        pr.from_pretrained(tmp_path, expand="yes")
+
+
 def test_training_goes_on_after_loading(tmp_path):
     model, inputs = compressed(bert, ("low_rank",))
     model.save_pretrained(tmp_path)

@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 import panther as pr
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn import io
+from panther.nn.base import CompressedModule
 from panther.nn.io import record_checksum
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
@@ -647,3 +648,37 @@ def test_weights_that_get_their_name_while_they_are_read_are_found(tmp_path, mon
     restored = pr.load_compressed(tmp_path, nn.Sequential(nn.Linear(32, 16)))
     assert torch.equal(restored[0].S1, model[0].S1)
     assert not paths
+
+
+def quantized_conv_and_linears(make_quantized):
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 7)
+    )
+    if make_quantized:
+        model[0] = pr.nn.QuantizedConv2d.from_conv(model[0], bits=6)
+        model[2] = pr.nn.QuantizedLinear.from_linear(model[2], bits=5, group_size=7, low_rank=2)
+        model[4] = pr.nn.InterpolativeLinear(20, 20, 3)
+        model[5] = pr.nn.QuantizedLinear.from_linear(model[5], bits=None, low_rank=2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_are_expanded_once_on_demand(tmp_path, device):
+    saved, x = quantized_conv_and_linears(True), torch.randn(3, 3, 5, 5)
+    pr.save_compressed(saved, tmp_path)
+    with torch.device(device):
+        model = quantized_conv_and_linears(False)
+    restored = pr.load_compressed(tmp_path, model, expand=True)
+    assert restored is model
+    assert [type(restored[k]).__name__ for k in (0, 2, 4, 5)] == ["Conv2d", "Linear", "LinearPair", "LinearPair"]
+    assert_close(restored(x), saved(x))
+    assert not any(isinstance(module, CompressedModule) for module in restored.modules())
+    assert [name for name, _ in restored.named_parameters() if name.startswith("2.")] == ["2.weight", "2.bias"]
+    layer = pr.nn.QuantizedLinear(8, 6, dtype=torch.float16)
+    folder = pr.save_compressed(layer, tmp_path / "layer")
+    expanded = pr.load_compressed(folder, nn.Linear(8, 6), expand=True)
+    assert type(expanded) is nn.Linear
+    assert torch.equal(expanded.weight, layer.weight)
+    with pytest.raises(TypeError, match=r"expand must be True or False"):
+        pr.load_compressed(folder, nn.Linear(8, 6), expand=1)
