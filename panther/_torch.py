@@ -83,6 +83,7 @@ __all__ = [
     "untracked_shard",
     "usable_cores",
     "version_of",
+    "watch_fsdp_unit",
     "with_agent_class",
     "with_inner_axis",
     "without_forward_hooks",
@@ -100,6 +101,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -603,6 +605,61 @@ def before_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
     FSDP2 stores the index of the original class in the ``__mro__``. The public fallback is today's ``cls.__mro__[2]``.
     """
     return cls.__mro__[cls._orig_cls_mro_index]  # type: ignore[attr-defined]
+
+
+def watch_fsdp_unit(unit: Any, on_forward: Callable[[], None], missing: dict[int, nn.Parameter]) -> None:
+    """Call ``on_forward`` in each forward of a unit of FSDP2, and let it reduce zeros for the gradients that it lacks.
+
+    The parameters that had no gradient since ``missing`` was cleared are added to it, by their ids. The public
+    ``set_reduce_scatter_unused_params``, since torch 2.13, reduces zeros as well, but does not tell for which
+    parameters; a public forward hook would be traced by torch.compile.
+    """
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for number, group in enumerate(groups):
+        if number == 0:
+            group.pre_forward = _called_after(on_forward, group.pre_forward)
+        group.post_backward = _called_after(partial(_fill_gradients, group, missing), group.post_backward)
+
+
+def _called_after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``first`` and then the method."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    return called
+
+
+def _fill_gradients(group: Any, missing: dict[int, nn.Parameter]) -> None:
+    """Give zero gradients to the trained parameters of a group of FSDP2 that has run and is about to reduce."""
+    if not group.reduce_grads:
+        return
+    sums = [place.unsharded_accumulated_grad for place in group.fsdp_params]  # of passes that did not reduce
+    dtypes = [gradient.dtype for gradient in sums if gradient is not None]
+    if not (group.is_unsharded or dtypes):
+        return
+    exists = [
+        gradient is not None or place.unsharded_param.grad is not None
+        for place, gradient in zip(group.fsdp_params, sums, strict=True)
+    ]
+    if not any(exists) and any(place.sharded_param.grad is not None for place in group.fsdp_params):
+        return  # a pipeline calls the method once more after the group has reduced
+    for place, has_gradient in zip(group.fsdp_params, exists, strict=True):
+        parameter, shard = place.unsharded_param, place.sharded_param
+        if has_gradient:
+            missing.pop(id(shard), None)
+        elif parameter.requires_grad:
+            if shard.grad is None:
+                missing[id(shard)] = shard
+            if dtypes:  # all gradients of a group have one dtype
+                place.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=dtypes[0])
+            else:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def sync_zero_groups(optimizer: Any, inner: torch.optim.Optimizer) -> None:

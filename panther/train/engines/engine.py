@@ -19,6 +19,7 @@ from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
 from panther.train.coordination.reductions import sum_over_ranks
+from panther.train.coordination.sharded_step import ShardedStep
 from panther.train.coordination.step_exchange import GradientCarrier
 from panther.train.loading.feed import Batch
 from panther.train.optimization.loss_weights import LossWeights
@@ -60,11 +61,13 @@ class Engine(ABC):
     """How much a batch counts; None uses the divisor of the loss function, if it is known."""
 
     def __post_init__(self) -> None:
-        """Find out whether the loss is a sum, which is not divided by the number of samples."""
+        """Find out whether the loss is a sum, which is not divided by the number of samples, and watch FSDP's units."""
         self.loss_is_sum = reduction_of(self.loss_fn) == "sum"
         self.weights = LossWeights(self.loss_fn, self.loss_weight)
         self.weight_unit: float | None = 1.0 if self.weights.by_samples else None
         """A power of two near the weight of a sample, the same on all ranks; None before the first step."""
+        # All ranks have the units of a model, and the ranks of the group those of a stage.
+        self.sharded_step = ShardedStep(self.modules(), self.device, self.group if self.stages > 1 else None)
         self.weight: float | None = None
         """Sum of the weights of this rank's batches in the last step, in units; None if every sample weighs 1."""
 

@@ -69,6 +69,7 @@ class ModelEngine(Engine):
         weights = self._weigh(window)
         if self.carrier is not None:
             self.carrier.begin()
+        self.sharded_step.begin()
         statistics: list[tuple[Tensor, Tensor]] = []
         for number, (batch, batch_weight) in enumerate(zip(window, weights, strict=True)):
             last = number == len(window) - 1
@@ -102,6 +103,7 @@ class ModelEngine(Engine):
                     weighted.backward()
         if isinstance(self.model, DistributedDataParallel):
             self._finish_reduction(self.model)
+        self.sharded_step.finish()
         for buffer, value in statistics:
             buffer.copy_(value)
         self.broadcast_buffers()

@@ -49,6 +49,7 @@ class PipelineEngine(Engine):
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         total: float | Tensor = 0.0
         self._weigh(window)
+        self.sharded_step.begin()
         for batch in window:
             inputs, target = self._inputs_and_target(batch.data)
             self._batch_size = len(target)
@@ -59,6 +60,7 @@ class PipelineEngine(Engine):
                 _, loss = self.schedule.step(inputs, target)
             if loss is not None:
                 total += value_of_loss(loss) * (1.0 if self.loss_is_sum else batch.samples) / share
+        self.sharded_step.finish()
         before_backward(total if self.reports_loss else 0.0)
         self.broadcast_buffers()
 
