@@ -15,15 +15,16 @@ from panther.cli._arguments import add_option, check_folder, non_negative, posit
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
 
-_FUNCTIONS = ("model", "data", "loss_fn", "optimizer", "metrics")
+_FUNCTIONS = ("model", "data", "loss_fn", "loss_weight", "optimizer", "metrics")
 _PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
 _LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 _HELP = """\
-settings are key=value: model, data, loss_fn, optimizer and metrics, and those of panther.train.TrainConfig.
+settings are key=value: model, data, loss_fn, loss_weight, optimizer, metrics, and those of panther.train.TrainConfig.
 
   model=module:function      returns an nn.Module
   data=module:function       returns a DataLoader or Dataset to train on, or a pair of it and one to validate on
   loss_fn=cross_entropy      a function of torch.nn.functional, or module:function; none if the model returns the loss
+  loss_weight=mask           a key or index of the batch whose sum a batch counts, or module:function of the batch
   optimizer=AdamW            a class of torch.optim, or module:function of the parameters
   metrics=module:function    returns a mapping of names to functions of output and target
 """
@@ -167,6 +168,8 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name, function in functions.items():
         if name in ("loss_fn", "optimizer"):
             _find_in_torch(name, function)
+        elif name == "loss_weight":
+            _find_weight(function)
         elif names_function(str(function)):
             find(function)
         else:
@@ -194,6 +197,11 @@ def _find_in_torch(setting: str, name: Any) -> Any:
     return attribute
 
 
+def _find_weight(value: Any) -> Any:
+    """Return the function that ``loss_weight`` names, or the key or index of a batch."""
+    return find(value) if isinstance(value, str) and names_function(value) else value
+
+
 def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None) -> dict[str, Any]:
     """Train in one process; return the last record on the first rank, and nothing on others."""
     import torch
@@ -214,7 +222,8 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
         raise wrong_return(functions["metrics"], metrics, "a mapping of names to functions of output and target")
     loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))
     join_process_group(config.timeout_s)
-    trainer = Trainer(model, optimizer, loss_fn, config, metrics=metrics)
+    loss_weight = _find_weight(functions.get("loss_weight"))
+    trainer = Trainer(model, optimizer, loss_fn, config, metrics=metrics, loss_weight=loss_weight)
     history = trainer.fit(train, validation)
     if export is not None:
         trainer.export(export)

@@ -40,6 +40,9 @@ def metrics():
 def optimizer(parameters):
     return torch.optim.SGD(parameters, 0.1)
 
+def positives(batch):
+    return batch[1].sum()
+
 def nothing():
     return 3
 
@@ -98,6 +101,21 @@ def test_without_a_file(work, capsys):
     assert not Path("runs").exists()
 
 
+def test_the_weight_of_a_batch(work):
+    """An index of the batch, in a file or not, and a function of it; the labels are 0 and 1."""
+    losses = []
+    Path("run.toml").write_text(f"loss_weight = 1\n{TOML.format(work=work)}".replace('"runs"', '"file"'))
+    for folder, arguments in {
+        "file": ["--config", "run.toml"],
+        "function": ["--config", "run.toml", f"loss_weight={work}:positives", "checkpoint_dir=function"],
+        "none": ["--config", "run.toml", "loss_weight=null", "checkpoint_dir=none"],
+    }.items():
+        assert main(["train", *arguments, "log_every_n_steps=1", "gradient_accumulation_steps=2"]) == 0
+        rows = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_export(work):
     assert main(["train", "--config", "run.toml", "--export", "model"]) == 0
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -118,6 +136,8 @@ def test_export(work):
         (["epochs=many"], "epochs='many' must be a whole number, not str"),
         (["epochs"], "'epochs' is not a setting: write key=value"),
         (["loss_fn=cross_entropie"], "loss_fn=cross_entropie is not a function of torch.nn.functional"),
+        (["loss_weight=1.5"], "loss_weight must be a function of a batch, or the key or index of an entry of a batch"),
+        (["loss_weight=WORK:weight"], "has no function weight: it has"),
         (["optimizer=Adamm"], "optimizer=Adamm is not an optimizer of torch.optim"),
         (["optimizer=Muon"], "Muon only supports 2D parameters"),
         (["optimizer=SparseAdam"], "SparseAdam does not support dense gradients"),
