@@ -124,10 +124,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--grace-period", type=float, default=DEFAULT_GRACE_PERIOD_S, metavar="SECONDS",
         help="time that processes have to save and end once this launcher has been killed (default: 15)",
     )  # fmt: skip
-    for option in (
-        "node_rank",
-        "rdzv_backend",
-    ):  # None distinguishes an option that is not given from torchrun's default
+    # None distinguishes an option that is not given from torchrun's default. That of the port is None since torch 2.13.
+    for option in ("node_rank", "rdzv_backend", "master_port"):
         if f"PET_{option.upper()}" not in os.environ:  # torchrun reads options there as well
             parser.set_defaults(**{option: None})
     parser.error = _refuse  # type: ignore[method-assign]
