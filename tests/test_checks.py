@@ -127,3 +127,15 @@ def test_pytest_that_ends_before_its_summary_has_an_error(tmp_path):
     )
     queue.run()
     assert [outcome.counts for outcome in queue.outcomes] == [{"errors": 1}]
+
+
+def test_seconds_that_were_recorded_do_not_divide_what_continues(tmp_path, monkeypatch):
+    """Of a run with --record that was interrupted, the commands that passed must be found again."""
+    committed = checks.read_seconds()
+    divided = []
+    monkeypatch.setattr(checks, "read_seconds", lambda: {unit: 7 * seconds for unit, seconds in committed.items()})
+    monkeypatch.setattr(checks, "verify_commands", lambda paths, seconds, parts: divided.append(seconds) or [])
+    monkeypatch.setattr(checks, "STATE_FOLDER", tmp_path)
+    assert checks.main(["verify"]) == 0
+    assert divided[0] == checks.parse_seconds(checks._git("show", "HEAD:tests/support/seconds.csv"))
+    assert divided[0]

@@ -43,10 +43,12 @@ class Unit:
 
 def read_seconds(path=SECONDS_FILE):
     """Return the measured seconds by set and path."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["set"], row["path"]): float(row["seconds"]) for row in csv.DictReader(file)}
+    return parse_seconds(path.read_text()) if path.exists() else {}
+
+
+def parse_seconds(text):
+    """Return the seconds by set and path that the text of a file holds."""
+    return {(row["set"], row["path"]): float(row["seconds"]) for row in csv.DictReader(text.splitlines())}
 
 
 def write_seconds(seconds, path=SECONDS_FILE):
