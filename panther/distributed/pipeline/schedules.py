@@ -79,8 +79,8 @@ class PipelineSchedule:
             # torch's schedule has receive buffers for the shapes of its first batch, so that new shapes need a new one.
             if self._agreed is not None:
                 self.schedule = self._make()
-                for stage in self.stages:
-                    forget_shapes(stage)
+            for stage in self.stages:  # which another schedule may have run on other shapes
+                forget_shapes(stage)
             self._agreed = described
         losses: list[Tensor] = []  # torch's schedule appends the loss of every microbatch
         step_inputs = tuple(map(_without_gaps, inputs)) if self.is_first else ()
