@@ -202,7 +202,7 @@ def test_a_transformer_by_a_plan(n, kind):
         def loss():
             return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
-        # torch 2.11 clips gradients that are still to be summed over ranks, those of SequenceParallel, by another factor.
+        # torch 2.11 clips gradients that are still to be summed, those of SequenceParallel, by another factor.
         clip = None if torch.__version__ < "2.13" else 0.5
         losses, _ = take_steps(torch.optim.SGD(model.parameters(), 0.1), loss, clip=clip)
         return losses, weights_of(model)
