@@ -104,7 +104,7 @@ def extremum():
 FUNCTIONS = {
     "JoinedProduct": joined,
     "InnerProduct and OuterProduct": halves,
-    "FrozenProduct": quantized,
+    "_FrozenProduct": quantized,
     "_Product": sketch,
     "_Tap": tap,
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),

@@ -544,7 +544,7 @@ def test_wrappers_are_left_out(tmp_path):
     wrapped = torch.compile(unsketched(), backend="eager")
     restored = pr.load_compressed(tmp_path, wrapped)
     assert torch.equal(restored(X), model(X))
-    assert torch.equal(wrapped(X), model(X))
+    torch.testing.assert_close(wrapped(X), model(X))  # torch.compile of torch 2.11 decomposes a product and its sum
 
 
 def compiled_and_checkpointed(layers):
