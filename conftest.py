@@ -78,7 +78,7 @@ LONG_MARKS = ("slow", "tool", "extra", "engine", "engine_slow", "torture", "gpu"
 _long = []
 _file_seconds = Counter()
 # They train, or plan for many layouts. Run alone, a page is not deselected.
-SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst", "advisor.rst")
+SLOW_PAGES = ("migrate-ddp.rst", "advisor.rst")
 # Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
 EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
 # Libraries that `make test` does not install. A test that calls importorskip with one of them has the mark extra.

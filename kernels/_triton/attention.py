@@ -243,7 +243,7 @@ def _attend_kernel(
                 scores += delta_x[:, None]
         if SCALED:
             scores *= factor
-        scores = tl.where(keep, scores, 0.0)  # This must come last, because a later score may have overflowed.
+        scores = tl.where(keep, scores, 0.0)  # The mask comes last: a masked score may be infinite.
         if not SUFFIX and not TRANSPOSED:
             den += tl.sum(scores, 1)
         value_y = value + (first + y0) * OUT + step[:, None] * OUT + o[None, :]

@@ -24,7 +24,10 @@ def joined_outer(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> 
 
 
 class InnerProduct(torch.autograd.Function):
-    """The first half. The gradients use differentiable operations, so that they can be differentiated again."""
+    """The first half of the sketched product.
+
+    Its gradients use differentiable operations, so that they can be differentiated again.
+    """
 
     @staticmethod
     def forward(x: Tensor, scale: float, *factors: Tensor) -> Tensor:  # all S1, then all U2
@@ -59,7 +62,7 @@ class InnerProduct(torch.autograd.Function):
 
 
 class OuterProduct(torch.autograd.Function):
-    """The second half."""
+    """The second half of the sketched product."""
 
     @staticmethod
     def forward(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,8 +74,8 @@ def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (
     """Return for each column the value of its group."""
     if group_size is None or columns <= group_size:
         return groups.expand(-1, columns)
-    # The last group is separate, because torch 2.13 compiles `repeat_interleave` and a slice to reads past the end, and
-    # an index to a wrong gradient.
+    # The last group is separate. If torch 2.13 compiles `repeat_interleave` with a slice, it reads past the end of the
+    # groups, and the gradient of an index is wrong.
     full_groups = columns // group_size
     runs = groups[:, :full_groups, None].expand(-1, -1, group_size).flatten(1)
     if full_groups * group_size == columns:

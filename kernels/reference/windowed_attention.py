@@ -74,7 +74,7 @@ def windowed_forward(
             denominator = reduce(torch.add, [weight.sum(-1, keepdim=True) for weight in weights])
             numerator = reduce(torch.add, [w @ part.values for w, part in zip(weights, near, strict=True)])
             if far is not None:
-                sums = (shift - fixed).exp() * (sums if blocks.clean else sums.masked_fill(~has_keys, 0))
+                sums = (shift - fixed).exp() * (sums if blocks.is_finite else sums.masked_fill(~has_keys, 0))
                 numerator, denominator = numerator + sums[..., :-1], denominator + sums[..., -1:]
             for part in near:
                 numerator = numerator if part.spoil is None else numerator + part.spoil
@@ -158,7 +158,7 @@ class _Blocks(NamedTuple):
     log_q: Tensor  # (G, C, 1)
     log_k: Tensor  # (G, C, 1), -inf past the end of the sequence
     left_out: Tensor | None  # (G, C, 1), where log_k is -inf
-    clean: bool  # whether all keys, values and features of keys were checked to be finite
+    is_finite: bool  # whether a check has shown that keys, values and features of keys are finite
     per_entry: int
     causal: bool
     dtype: torch.dtype  # of the sums
@@ -212,14 +212,14 @@ def _blocks(
     zero = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
     a = zero if log_q is None else log_q.to(dtype)[..., None]
     b = zero if log_k is None else log_k.to(dtype)[..., None]
-    clean = all(_is_finite(x) for x in (k, v, phi_k))
+    is_finite = all(_is_finite(x) for x in (k, v, phi_k))
     b = _split(b, window, -torch.inf)
     # If causal, no query attends to positions past the end, so they need no mask.
     left_out = None if log_k is None and (causal or n % min(window, n) == 0) else b == -torch.inf
-    if left_out is not None and clean and not bool(left_out.any()):
+    if left_out is not None and is_finite and not bool(left_out.any()):
         left_out = None
     Q, K, V, Phi_q, Phi_k, rows = (_split(x, window, 0.0) for x in (q, k, v, phi_q, phi_k, a))
-    return _Blocks(Q, K, V, Phi_q, Phi_k, rows, b, left_out, clean, -(-n // min(window, n)), causal, dtype)
+    return _Blocks(Q, K, V, Phi_q, Phi_k, rows, b, left_out, is_finite, -(-n // min(window, n)), causal, dtype)
 
 
 def _is_finite(x: Tensor) -> bool:
@@ -265,7 +265,7 @@ def _near(blocks: _Blocks, here: slice, offset: int) -> _Near:
     spoil = later = None
     if blocks.causal and offset == 0:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    if blocks.clean and _is_finite(scores):
+    if blocks.is_finite and _is_finite(scores):
         # A sum with -inf gives the same result as masked_fill in a fraction of the time.
         if out is not None:
             scores += torch.zeros_like(out, dtype=blocks.dtype).masked_fill(out, -torch.inf).mT
@@ -296,7 +296,7 @@ def _weights(scores: Tensor, shift: Tensor) -> Tensor:
 def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Return features, values and exponents of a segment's keys, finite where they are masked."""
     K, V, b = blocks.phi_k[here].to(blocks.dtype), blocks.v[here].to(blocks.dtype), blocks.log_k[here]
-    if blocks.left_out is not None and not blocks.clean:
+    if blocks.left_out is not None and not blocks.is_finite:
         K, V = K.masked_fill(blocks.left_out[here], 0), V.masked_fill(blocks.left_out[here], 0)
     return K, V, b
 

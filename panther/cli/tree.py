@@ -15,7 +15,7 @@ from panther.errors import PantherError
 if TYPE_CHECKING:
     from panther.inspect import ModuleTree
 
-_FLOATING = ("F", "BF", "C")  # how safetensors' names of floating-point dtypes begin
+_FLOATING = ("F", "BF", "C")  # begins of safetensors' floating and complex dtypes
 _KINDS = "a folder of transformers, one that pr.save_compressed wrote, a checkpoint of Panther's Trainer"
 
 

@@ -95,7 +95,7 @@ def _object_from_plain(kind: Any, value: Mapping[str, Any], place: str) -> Any:
         names = needed = list(kind._fields)
     for name in value:
         if name not in names and not isinstance(getattr(kind, name, None), property):
-            raise FormatError(f"{place} has the unknown entry {name!r}")
+            raise FormatError(f"{place} has the unknown entry {name!r}: its entries are {', '.join(names)}")
     if missing := [name for name in needed if name not in value]:
         raise FormatError(f"{place} has no entry {missing[0]!r}")
     return kind(**{n: from_plain(hints[n], value[n], f"{place}.{n}") for n in names if n in value})

@@ -166,7 +166,7 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
 
 
 def _pays(M: Tensor, d: int) -> bool:
-    """Return whether a sketch of d rows saves time, as measured; it does not for matrices that fit a CPU's cache."""
+    """Return whether a sketch of d rows saves time: on a CPU if M, (m, n), is tall and larger than the cache."""
     m, n = M.shape
     if M.is_cuda:
         return d < m

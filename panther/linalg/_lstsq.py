@@ -1,11 +1,11 @@
 r"""Least squares by sketching and preconditioning, to the accuracy of a direct solver.
 
 The R of a QR factorisation of the sketch S A, with d rows, makes :math:`A R^{-1}` well-conditioned: its singular values
-lie about in :math:`[1/(1 + \rho), 1/(1 - \rho)]` with :math:`\rho = \sqrt{n / d}`, and each iteration gains a factor
-:math:`\rho`. After H. Avron, P. Maymounkov and S. Toledo, "Blendenpik: supercharging LAPACK's least-squares solver",
-SIAM J. Sci. Comput. 32 (2010), doi:10.1137/090767911; X. Meng, M. A. Saunders and M. W. Mahoney, "LSRN: a parallel
-iterative solver for strongly over- or underdetermined systems", SIAM J. Sci. Comput. 36 (2014), doi:10.1137/120866580;
-and E. N. Epperly, M. Meier and Y. Nakatsukasa, 2024, arXiv:2406.03468.
+lie near :math:`[1/(1 + \rho), 1/(1 - \rho)]` with :math:`\rho = \sqrt{n / d}`, and each iteration multiplies the
+error by about :math:`\rho`. After H. Avron, P. Maymounkov and S. Toledo, "Blendenpik: supercharging LAPACK's
+least-squares solver", SIAM J. Sci. Comput. 32 (2010), doi:10.1137/090767911; X. Meng, M. A. Saunders and M. W.
+Mahoney, "LSRN: a parallel iterative solver for strongly over- or underdetermined systems", SIAM J. Sci. Comput. 36
+(2014), doi:10.1137/120866580; and E. N. Epperly, M. Meier and Y. Nakatsukasa, 2024, arXiv:2406.03468.
 """
 
 __all__ = ["LstsqResult", "sketch_lstsq"]

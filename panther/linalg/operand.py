@@ -333,4 +333,4 @@ def _transpose(A: Any) -> Any:
     for name in ("mT", "T"):
         if hasattr(A, name):
             return getattr(A, name)
-    raise TypeError(f"A, a {type(A).__name__}, must have .mT or .T: give it one")
+    raise TypeError(f"A must have an attribute .mT or .T, and a {type(A).__name__} has neither: give it one")

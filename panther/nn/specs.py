@@ -298,7 +298,8 @@ def _build_each(
     for name in specs:
         if name not in present:
             raise FormatError(
-                f"module {name!r} is sketched and the model has none of that name: give the saved architecture"
+                f"the file has a compressed module {name!r}, and the model has no module of this name: build the saved "
+                "architecture"
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # The warning was given when the layer was first built.

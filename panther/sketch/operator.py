@@ -299,7 +299,7 @@ def _as_range(part: slice | range, size: int) -> range:
         raise TypeError(
             f"rows and cols of a block must be slices or ranges, not {type(part).__name__}: use slice(i, i + 1)"
         )
-    result = range(*part.indices(size)) if isinstance(part, slice) else part
+    result = range(size)[part] if isinstance(part, slice) else part
     if len(result) and (result.step != 1 or result.start < 0 or result.stop > size):
         raise ShapeError(f"{part} must have step 1 and lie in [0, {size}): draw the block around it and index that")
     return result if len(result) else range(0)

@@ -411,7 +411,7 @@ def test_the_architecture_is_built_from_the_checkpoint(tmp_path):
     checkpoint.load(tmp_path, dense)
     x = torch.randn(4, 24)
     assert torch.equal(model.eval()(x), dense.eval()(x))
-    with pytest.raises(FormatError, match="module '0' is sketched and the model has none"):
+    with pytest.raises(FormatError, match="the file has a compressed module '0', and the model has no module"):
         checkpoint.restore_architecture(tmp_path, nn.Bilinear(2, 2, 2))
 
 

@@ -335,7 +335,7 @@ def test_a_step_that_cannot_be_done_is_said():
         return messages
 
     assert on_ranks(rank)[0] == [
-        "batch must be a pair of samples and targets, not Tensor",
+        "batch must be a pair of samples and targets, not a Tensor",
         "the criterion must be a function of output and target, not str",
         "the criterion is the class CrossEntropyLoss: pass an object, CrossEntropyLoss()",
     ]

@@ -560,7 +560,7 @@ def test_what_cannot_be_trained_is_said():
     assert message(build(), build(), sized).startswith("the data is a module, Sequential: pass the model to Trainer")
     assert message(build(), samples(), sized).endswith(": pass loss_fn for batches (input, target)")
     assert message(build(), [x for x, _ in samples()], sized).endswith(
-        "the loss has shape (4, 3) and must be a scalar: there is no loss_fn, so the model's output is the loss: pass "
+        "the loss has shape (4, 3) and must be a scalar: without loss_fn the model's output is the loss, so pass "
         "loss_fn"
     )
     with pytest.raises(ConfigError, match="the validation data is empty"):

@@ -24,8 +24,8 @@ from panther.compression.calibration.batches import SHARED
 # more objects are looked at, and no more bytes of tensors are copied. The limit of bytes is for all arrays.
 _MOST_OBJECTS = 10_000
 _MOST_BYTES = 1 << 26
-# Objects of Python's own libraries, such as pools of threads and loggers, change in ways that must not be undone. The
-# classes of these modules only hold values.
+# Objects of Python's own libraries, such as pools of threads and loggers, change in ways that must not be undone, so
+# they are not saved. The classes of collections and types are exceptions, because they only hold values.
 _PLAIN_MODULES = frozenset({"collections", "types"})
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MISSING = object()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from panther._torch import tree_leaves
 from panther.errors import CompressionError
 
-# Types that are not copied: a forward cannot change them, or they are not a part of the batch that refers to them.
+# Types that are not copied: a forward cannot change them, or a batch refers to them without owning them.
 SHARED = (
     str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module, torch.Size, torch.dtype,
     torch.device,

@@ -251,7 +251,7 @@ class Runner:
         number = next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
         if self._state is not None:  # outside of a calibration the generators are the caller's
             self._seed_generators(self.seed + number)
-            # Not after the forward, because backward reads the tensors that the forward has saved.
+            # The state is restored before a forward and not after it: backward reads what the forward has saved.
             self._state.restore_before_forward()
         return self.plain_output(copy_batch(batch))
 
@@ -413,7 +413,7 @@ class Runner:
 
         The errors are measured on ``batches``, by default on the held-out batches.
         """
-        # Of each variant the squared difference, then the squares and the number of entries of the exact outputs.
+        # The squared difference of each variant; then the squared norm and the number of entries of the exact outputs.
         sums = torch.zeros(len(variants) + 2, dtype=torch.float64)
         with self.fast_paths():
             for batch in self.over(batches or self.held_out, description):

@@ -102,7 +102,10 @@ def _uniform(options: Options, limit: float, name: str, cost: Cost) -> Choice:
 
 
 def choose_global(options: Options, limit: float, cost: Cost = BYTES) -> Choice:
-    """Return the options of the least total loss within ``limit``."""
+    """Choose options greedily along the convex hulls, for a small total loss and a total cost of at most ``limit``.
+
+    If even the cheapest options cost more, these are returned.
+    """
     options = cost.sorted(options)
     steps = []  # (gain for the cost, target, option)
     for target, target_options in options.items():

@@ -87,7 +87,7 @@ class StoredWeights:
 
 
 class _DCPReader(dcp.FileSystemReader):
-    """DCP's reader, with cached metadata, because the metadata is needed for every module."""
+    """The reader of torch.distributed.checkpoint, which reads the metadata once and not for every module."""
 
     _metadata: Any = None
 

@@ -51,7 +51,7 @@ class DeviceUtilization:
     def __enter__(self) -> Self:
         self._device = self.device or get_distributed_info().device
         if self._device.type == "cuda":
-            self._sample()  # an error reaches the caller here; the value, of the time before the block, is not used
+            self._sample()  # so that an error reaches the caller; the value is not used, as it is from before the block
             self._end.clear()
             self._sampler = threading.Thread(target=self._follow, daemon=True)
         self._begin()
@@ -87,7 +87,7 @@ class DeviceUtilization:
             return torch.cuda.utilization(self._device) / 100
         except ModuleNotFoundError as error:
             raise MissingExtraError(
-                "the utilization of a GPU is asked for by nvidia-ml-py, which is not installed: run pip install "
+                "nvidia-ml-py, which reads the utilization of a GPU, is not installed: run pip install "
                 "'panther-sketch[gpu]'"
             ) from error
         except Exception as error:  # the driver fails, with classes of nvidia-ml-py

@@ -129,7 +129,8 @@ class PowerSGD(_Feedback):
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
         if finite:  # this waits for a GPU, as torch's hook does too
             return
-        # If the factor Q did not exist before, it is drawn again, and P, which is computed from it, is removed too.
+        # A factor Q that did not exist before this step is removed, so that torch draws it again, and P, which was
+        # computed from it, is removed too.
         for entries, value in zip((self._state.error_dict, self._state.q_memory_dict), before, strict=True):
             if value is None:
                 entries.pop(key, None)

@@ -272,10 +272,10 @@ def check_model(model: nn.Module, strategy: str) -> None:
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Choose the dimension that FSDP shards: columns of S2 and U1, (R, out), if R is not a multiple of the ranks.
+    """Return ``Shard(1)`` for a matrix such as S2, (R, out), if its columns are a multiple of the ranks and R is not.
 
-    FSDP would pad the rows to a multiple of the ranks. Columns are chosen only in this case, because gathering them
-    needs one more copy.
+    None leaves FSDP's default, which shards the rows and would pad them. Columns are chosen only in this case, because
+    gathering them needs one more copy.
     """
     if isinstance(parameter, DTensor) or parameter.dim() != 2:
         return None

@@ -138,7 +138,8 @@ class HybridParallelTrainer:
                 or dtypes, or a rank has ended or does not answer in time.
         """
         if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            raise TypeError(f"batch must be a pair of samples and targets, not {type(batch).__name__}")
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise TypeError(f"batch must be a pair of samples and targets, not a {type(batch).__name__}{size}")
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
             divisor = self._divisor_of(data, targets, criterion)

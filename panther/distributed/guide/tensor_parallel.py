@@ -63,7 +63,8 @@ class TensorParallelSKLinear(nn.Module):
         self.gather_output, self.tp_group = gather_output, mesh.get_group()
         self.tp_world_size, self.tp_rank = mesh.size(), mesh.get_local_rank()
         layer = SKLinear(in_features, out_features, sketch_size, device=mesh.device_type)
-        # A full layer is built first, so that its weights are drawn as one process draws them, with rank 0's numbers.
+        # The full layer is drawn as on one process, and every rank gets rank 0's weights, so that the result does not
+        # depend on the number of ranks.
         broadcast_model(layer, self.tp_group, "TensorParallelSKLinear")
         self.local_sklinear = shard_layer_(layer, mesh, ColwiseSKLinear)
         self.local_out_features = len(self.local_sklinear.local_range)

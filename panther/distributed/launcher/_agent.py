@@ -125,12 +125,13 @@ class _Agent(LocalElasticAgent):
         if logs is not None:
             logs.failures = self.failures
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: int) -> None:  # torch 2.11 has no timeout
+    # torch 2.11 has no timeout, and later versions pass it by name.
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **timeout: int) -> None:
         if worker_processes(self):
             # SIGTERM after any signal: a worker that still imports would answer SIGINT with a traceback.
             end_workers(self, signal.SIGTERM, max(1, int(self.grace_period_s)))
             death_sig = signal.SIGTERM
-        super()._shutdown(death_sig, *timeout)
+        super()._shutdown(death_sig, *args, **timeout)
 
     def kill(self) -> None:
         """Kill the workers that are still alive."""

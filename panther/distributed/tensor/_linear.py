@@ -161,7 +161,9 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         return unflattened(sketched_outer(flattened(h), U1, S2, bias), h)
 
 
-def sketched_inputs(layers: Sequence[ShardedSKLinear], x: Tensor) -> Tensor:  # (*, in here) -> (*, 2 (R + R' + ...))
+def sketched_inputs(
+    layers: Sequence[ShardedSKLinear], x: Tensor
+) -> Tensor:  # (*, inputs of this rank) -> (*, sum of 2R)
     r"""Return :math:`s x [S_1 | S_1' | \dots | U_2 | U_2' | \dots]` of layers with one input, as one product."""
     S1s, U2s = zip(*local_shards(layers, "S1", "U2"), strict=True)
     x, *factors = autocast(x.device, x, *S1s, *(U2.to(S1.dtype) for S1, U2 in zip(S1s, U2s, strict=True)))

@@ -46,7 +46,7 @@ class PantherStyle(ParallelStyle):
                 f"{type(self).__name__} shards over one mesh axis, and the mesh has {device_mesh.mesh_dim_names}: use "
                 "mesh['tp']"
             )
-        # Before the module is sharded, so that later errors are raised on all ranks or on none.
+        # The broadcast compares the modules as well, so that sharding raises on all ranks or on none.
         broadcast_model(module, device_mesh.get_group(), type(self).__name__)
         return self.shard_(module, device_mesh)
 

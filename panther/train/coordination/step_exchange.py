@@ -107,8 +107,8 @@ class StepExchange:
 
     Nothing waits for a GPU before the backward pass, because the loss is read after this pass. It is not read a step
     later, because the parameters of a step that is to be stopped or skipped must not change. Reading it later would
-    save
-    nothing: the message costs the time, and not the wait (2 to 19 % of steps of 1 and 5 ms over gloo, in both cases).
+    save nothing: the message costs the time, and not the wait (2 to 19 % of steps of 1 and 5 ms over gloo, in both
+    cases).
     """
 
     def __init__(self) -> None:

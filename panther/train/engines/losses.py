@@ -46,7 +46,7 @@ def check_loss(loss: Any, from_loss_fn: bool) -> None:
     if not isinstance(loss, Tensor):
         raise ConfigError(f"loss_fn returned a {type(loss).__name__}: it must return one tensor and nothing else")
     if loss.dim():
-        fix = "reduce it" if from_loss_fn else "there is no loss_fn, so the model's output is the loss: pass loss_fn"
+        fix = "reduce it" if from_loss_fn else "without loss_fn the model's output is the loss, so pass loss_fn"
         raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be a scalar: {fix}")
     if not loss.requires_grad:
         raise ConfigError("the loss depends on no trainable parameter: do not detach it or make it from numbers")

@@ -171,7 +171,7 @@ def _distribute(
     settings = _parallelism_settings(config, layout)
     if layout.pp > 1:
         if common["loss_fn"] is None:
-            raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
+            raise ConfigError("a pipeline needs loss_fn, which its last stage calls: pass loss_fn to the Trainer")
         if config.pipeline_layers is not None:
             data = feed().first_batch()
             inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)

@@ -202,7 +202,10 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
 
 
 def _count(reader: int, ended: threading.Event) -> None:
-    """Read the numbers of signals. Python writes them at once, also while the main thread waits."""
+    """Begin the grace period at the second signal.
+
+    Python writes the number of each signal to the pipe ``reader`` at once, even while the main thread waits.
+    """
     first: float | None = None
     while not ended.is_set():
         select.select([reader], [], [])
