@@ -3,16 +3,24 @@
 __all__ = ["fit_targets"]
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named
 from panther.compression.forms.codes import code_bytes
-from panther.compression.forms.metric import RIDGE, factor, metric_of, wide_dtype
-from panther.compression.forms.rounding import LOSS_PER_BIT, fit_quantized, sensitivity
+from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
+from panther.compression.forms.rounding import (
+    JOINT_ENTRIES,
+    LOSS_PER_BIT,
+    QuantizedFit,
+    RoundingTask,
+    fit_quantized,
+    sensitivity,
+)
 from panther.compression.memory import predict_peak_bytes
 from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
 from panther.compression.selection.convex_hull import choose_global, choose_uniform
@@ -93,6 +101,27 @@ def fit_targets(
     )
 
 
+# Weights of equal shapes are rounded jointly, and wait for each other until their metrics take this number of bytes.
+_WAITING_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A weight whose components are fitted, and the task to round it, if it has codes."""
+
+    target: Target
+    components: Fit
+    special: Mapping[str, Any]
+    scale: float
+    rounding: RoundingTask | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the metric and of the weight in it."""
+        metric = None if self.rounding is None else self.rounding.metric
+        return 0 if metric is None else sum(x.nbytes for x in (metric.source, metric.L, metric.R) if x is not None)
+
+
 @dataclass(frozen=True)
 class _Weights:
     """The weights to fit, and the results so far.
@@ -123,27 +152,54 @@ class _Weights:
         ``targets`` are the keys of ``moments``, which may show the progress.
         """
         planned_widths = self._plan_widths(moments)
+        waiting: dict[Hashable, list[_Fitted]] = {}
+        ordered_targets = list(moments)
         for target in targets:
-            target_moments = moments.pop(target)  # popped, so that its memory is freed after the fit
-            metric, dtype, seed = (
-                metric_of(target, target_moments, ridge=self.ridge),
-                wide_dtype(target),
-                self.seeds[target],
-            )
-            scale = 0.0
-            if target_moments is not None and self.survey.gradients:
-                scale = target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
-            if self.keep and target_moments is not None:
-                self.kept_moments[target] = target_moments
-            target_moments = None
-            components = factor(metric.source, metric, most=self.num_components[target], seed=seed, dtype=dtype)
-            codes, settings = {}, self.settings
-            if widths := planned_widths.get(target):
-                rank = settings.correction_rank(target)
-                codes = fit_quantized(metric, widths, settings.group_size, most=rank, seed=seed, dtype=dtype)
-            special = {form.name: form.fit(metric, settings, seed) for form in settings.forms_of(target)}
-            self.fits[target] = fit = TargetFit(components, codes, special)
-            self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
+            fitted = self._fit_components(target, moments.pop(target), energy, planned_widths.get(target, ()))
+            if fitted.rounding is None:
+                self._add([fitted], [{}])
+                continue
+            group = waiting.setdefault(fitted.rounding.kind, [])
+            group.append(fitted)
+            if sum(each.rounding.num_entries for each in group if each.rounding is not None) >= JOINT_ENTRIES:
+                self._round(waiting.pop(fitted.rounding.kind))
+            elif sum(each.num_bytes for group in waiting.values() for each in group) > _WAITING_BYTES:
+                while waiting:
+                    self._round(waiting.popitem()[1])
+        while waiting:
+            self._round(waiting.popitem()[1])
+        for target in ordered_targets:  # The order of the results is the order of the targets.
+            self.fits[target] = self.fits.pop(target)
+            self.options_with_losses[target] = self.options_with_losses.pop(target)
+
+    def _fit_components(
+        self, target: Target, target_moments: Moments | None, energy: float, widths: Sequence[int]
+    ) -> "_Fitted":
+        """Return everything about a weight except for its codes."""
+        metric, seed = metric_of(target, target_moments, ridge=self.ridge), self.seeds[target]
+        scale = 0.0
+        if target_moments is not None and self.survey.gradients:
+            scale = target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
+        if self.keep and target_moments is not None:
+            self.kept_moments[target] = target_moments
+        del target_moments  # The caller holds it no more.
+        dtype, settings = wide_dtype(target), self.settings
+        components = factor(metric.source, metric, most=self.num_components[target], seed=seed, dtype=dtype)
+        special = {form.name: form.fit(metric, settings, seed) for form in settings.forms_of(target)}
+        rounding = None
+        if widths:
+            rounding = RoundingTask(metric, widths, settings.correction_rank(target), seed, dtype)
+        return _Fitted(target, components, special, scale, rounding)
+
+    def _round(self, group: Sequence["_Fitted"]) -> None:
+        tasks = [fitted.rounding for fitted in group if fitted.rounding is not None]
+        self._add(group, fit_quantized(tasks, self.settings.group_size))
+
+    def _add(self, group: Sequence["_Fitted"], codes: Sequence[Mapping[int, QuantizedFit]]) -> None:
+        for fitted, target_codes in zip(group, codes, strict=True):
+            target = fitted.target
+            self.fits[target] = fit = TargetFit(fitted.components, target_codes, fitted.special)
+            self.options_with_losses[target] = _with_losses(self.options[target], fit, fitted.scale)
 
     def _plan_widths(self, moments: Mapping[Target, Moments | None]) -> dict[Target, tuple[int, ...]]:
         """Return the widths of each weight to fit, which are all widths if the share to keep is unknown.

@@ -16,7 +16,7 @@ from panther.compression.calibration.targets import select_targets
 from panther.compression.forms import FormSettings, Option, default_forms, known_forms, total_bytes
 from panther.compression.forms.codes import convert_quantized
 from panther.compression.forms.metric import factor, metric_of
-from panther.compression.forms.rounding import fit_quantized
+from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
 from panther.compression.selection.convex_hull import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning
@@ -58,7 +58,7 @@ def test_the_loss_of_a_form_is_that_of_its_layer(bits, rank):
     if bits is None:
         found, weight = factor(metric.source, metric, **options), None
     else:
-        fit = fit_quantized(metric, [bits], 16, **options)[bits]
+        fit = fit_quantized([RoundingTask(metric, [bits], **options)], 16)[0][bits]
         found, weight = fit.residual, fit.weight
     layer = next(iter(convert_quantized(target, option, found, weight, settings).values()))
     E = layer.double().weight.detach() - metric.source[0]

@@ -7,7 +7,8 @@ import torch
 from panther.kernels.ops.quantized_operands import spread
 from torch import Tensor
 
-from panther.compression.forms.rounding import QuantizedWeight, quantize_weight
+from panther.compression.forms.metric import Metric
+from panther.compression.forms.rounding import QuantizedWeight, RoundingTask, fit_quantized, quantize_weights
 from panther.nn.quantized.grid import quantization_grid, quantize
 
 DOUBLE = torch.float64
@@ -28,8 +29,8 @@ def loss(found: QuantizedWeight, W: Tensor, A: Tensor, G: Tensor) -> float:
 def rounded(W: Tensor, A: Tensor | None, G: Tensor | None, bits: int, group_size: int) -> QuantizedWeight:
     """Round one matrix."""
     A, G = (None if M is None else M[None] for M in (A, G))
-    [quantized] = quantize_weight(W[None], A, G, [bits], group_size)
-    return quantized
+    [quantized] = quantize_weights(W[None], A, G, [[bits]], group_size)
+    return quantized[bits]
 
 
 def nearest_plane(W: Tensor, A: Tensor, G: Tensor, bits: int, group_size: int) -> Tensor:
@@ -68,7 +69,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     A, G = metric(50, 1), metric(37, 2)
     whole = rounded(W, A, G, 3, 16)
     for block in (1, 7, 16):
-        monkeypatch.setattr("panther.compression.forms.rounding._BLOCK", block)
+        monkeypatch.setattr("panther.compression.forms.nearest_plane._BLOCK", block)
         codes = rounded(W, A, G, 3, 16).codes
         # Sums in another order can round an entry that is near a tie to its other side, and those after it.
         assert loss(QuantizedWeight(codes, whole.scales, whole.zeros, 16), W, A, G) == pytest.approx(
@@ -76,25 +77,46 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(1, 9), (1, 1), (3, 70), (70, 5)])
-@pytest.mark.parametrize("metrics", ["none", "inputs", "both"])
-def test_matrices_of_groups_are_rounded_each_on_its_own(outer: int, inner: int, metrics: str) -> None:
+def same(first: QuantizedWeight, second: QuantizedWeight) -> bool:
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("codes", "scales", "zeros"))
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(1, 9), (1, 1), (3, 70), (70, 5), (130, 67)])
+@pytest.mark.parametrize("metrics", ["none", "inputs", "outputs", "both"])
+@pytest.mark.parametrize("joint_entries", [1, 700, 2**20])
+def test_what_is_rounded_together_changes_nothing(
+    outer: int, inner: int, metrics: str, joint_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     W = torch.randn(4, outer, inner, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-    A = torch.stack([metric(inner, seed) for seed in range(4)]) if metrics != "none" else None
-    G = torch.stack([metric(outer, seed) for seed in range(4)]) if metrics == "both" else None
-    [found] = quantize_weight(W, A, G, [3], 4)
-    single = [rounded(W[i], *(None if M is None else M[i] for M in (A, G)), 3, 4) for i in range(4)]
-    for name in ("codes", "scales", "zeros"):
-        assert torch.equal(getattr(found, name), torch.cat([getattr(each, name) for each in single]))
+    A = torch.stack([metric(inner, seed) for seed in range(4)]) if metrics in ("inputs", "both") else None
+    G = torch.stack([metric(outer, seed) for seed in range(4)]) if metrics in ("outputs", "both") else None
+    monkeypatch.setattr("panther.compression.forms.rounding.JOINT_ENTRIES", joint_entries)
+    widths = [(3,), (2, 3, 8), (4, 3), (8,)]
+    together = quantize_weights(W, A, G, widths, 4)
+    for i, weights in enumerate(together):
+        assert tuple(weights) == widths[i]
+        for bits, weight in weights.items():
+            assert same(weight, rounded(W[i], *(None if M is None else M[i] for M in (A, G)), bits, 4))
 
 
-def test_widths_are_rounded_together_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    W = torch.randn(2, 40, 33, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
-    A, G = (torch.stack([metric(size, seed) for seed in (1, 2)]) for size in (33, 40))
-    together = quantize_weight(W, A, G, (2, 3, 8), 16)
-    monkeypatch.setattr("panther.compression.forms.rounding._JOINT_ENTRIES", 1)
-    for joint, single in zip(together, quantize_weight(W, A, G, (2, 3, 8), 16), strict=True):
-        assert all(torch.equal(getattr(joint, name), getattr(single, name)) for name in ("codes", "scales", "zeros"))
+def test_weights_of_one_kind_are_fitted_together_as_one_after_the_other() -> None:
+    def task(seed: int, groups: int, widths: tuple[int, ...]) -> RoundingTask:
+        generator = torch.Generator().manual_seed(seed)
+        L = torch.stack([torch.linalg.cholesky(metric(12, seed + k)) for k in range(groups)])
+        R = torch.stack([torch.linalg.cholesky(metric(10, seed - k - 1)).mT for k in range(groups)])
+        source = torch.randn(groups, 10, 12, dtype=DOUBLE, generator=generator)
+        return RoundingTask(Metric(source, L, R, None), widths, 2, 0, torch.float32)
+
+    tasks = [task(10, 1, (3,)), task(20, 3, (2, 8)), task(30, 1, (3, 4))]
+    assert len({each.kind for each in tasks}) == 1
+    assert [each.num_entries for each in tasks] == [120, 720, 240]
+    for each, fits in zip(tasks, fit_quantized(tasks, 5), strict=True):
+        (alone,) = fit_quantized([each], 5)
+        assert tuple(fits) == tuple(alone) == tuple(each.widths)
+        for bits, fit in fits.items():
+            assert fit.weight.codes.shape == (10 * len(each.metric.source), 12)
+            assert same(fit.weight, alone[bits].weight)
+            assert torch.equal(fit.residual.tails, alone[bits].residual.tails)
 
 
 def test_without_metrics_entries_are_rounded_to_the_nearest() -> None:

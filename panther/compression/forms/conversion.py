@@ -9,7 +9,7 @@ from panther.compression.calibration.targets import Survey, Target, replace_modu
 from panther.compression.forms import DENSE, Choice, Fits, Option, Replacement, TargetFit, form_named
 from panther.compression.forms.low_rank import convert_seeded
 from panther.compression.forms.metric import Metric, factor, metric_of, wide_dtype
-from panther.compression.forms.rounding import fit_quantized
+from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import gather_drift
 
 
@@ -53,5 +53,5 @@ def _fit_option(target: Target, option: Option, metric: Metric, fits: Fits, seed
     if form.bits is None or not form.uses_rounding:
         components = factor(metric.source, metric, most=rank, seed=seed, dtype=dtype)
         return TargetFit(components, {}, {form.name: form.fit(metric, settings, seed)})
-    codes = fit_quantized(metric, [form.bits], settings.group_size, most=rank, seed=seed, dtype=dtype)
+    (codes,) = fit_quantized([RoundingTask(metric, [form.bits], rank, seed, dtype)], settings.group_size)
     return TargetFit(factor(metric.source, metric, most=0, seed=seed, dtype=dtype), codes)

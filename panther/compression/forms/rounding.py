@@ -8,23 +8,25 @@ problem", 1986, doi:10.1007/BF02579403) in the Kronecker metric. With G the iden
 2023, arXiv:2210.17323), whose feedback runs along the rows only.
 """
 
-__all__ = ["LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "fit_quantized", "quantize_weight", "sensitivity"]
+__all__ = [
+    "JOINT_ENTRIES", "LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "RoundingTask", "fit_quantized",
+    "quantize_weights", "sensitivity",
+]  # fmt: skip
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from panther.compression.forms.metric import Fit, Metric, factor
+from panther.compression.forms.nearest_plane import round_entries
 from panther.kernels.ops.quantized_operands import spread
 from panther.nn.quantized.grid import quantization_grid
 
-_BLOCK = 64  # rows and columns of a block; larger blocks need more scalar products, smaller blocks more calls
-# Widths are rounded jointly up to this number of entries. Below it, calls take more time than arithmetic: six widths of
-# a (96, 24) weight took 0.27 s one after the other and 0.09 s jointly.
-_JOINT_ENTRIES = 2**18
+# Matrices, and widths of one matrix, are rounded jointly up to this number of entries. Below it, calls take more time
+# than arithmetic: three widths of a (384, 384) weight took 0.96 s one after the other, and 0.5 s jointly.
+JOINT_ENTRIES = 2**20
 # Ridge for rounding, relative to the mean of a moment's diagonal. It is larger than for components, because feedback
 # into directions that hardly occur helps less on different batches. In 3 bits, the held-out error of a sentence encoder
 # was 0.2422 with a ridge of 0.01 and 0.2397 with this ridge.
@@ -71,22 +73,75 @@ class QuantizedFit:
     residual: Fit
 
 
-def fit_quantized(
-    metric: Metric, widths: Sequence[int], group_size: int | None, *, most: int, seed: int, dtype: torch.dtype
-) -> dict[int, QuantizedFit]:
-    """Round a weight to each of the widths, and split each rounding error into ``most`` components.
+@dataclass(frozen=True)
+class RoundingTask:
+    """A weight to round, and the settings of the components of its rounding errors.
 
-    Cost: the cost of ``quantize_weight``, and an SVD for each width if ``most`` is not 0.
+    Attributes:
+        metric: The metric, with the weight as its source.
+        widths: Widths of the codes, in bits.
+        most: Number of components of each rounding error.
+        seed: Seed of the randomized SVD.
+        dtype: The dtype of the components.
     """
-    W = metric.source
-    A = None if metric.L is None else _add_ridge_(metric.L @ metric.L.mT)
-    G = None if metric.R is None else _add_ridge_(metric.R.mT @ metric.R)
+
+    metric: Metric
+    widths: Sequence[int]
+    most: int
+    seed: int
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> Hashable:
+        """Return what tasks must have in common to be done jointly: the shape of the matrices, and the metrics."""
+        return self.metric.source.shape[1:], self.metric.L is None, self.metric.R is None
+
+    @property
+    def num_entries(self) -> int:
+        """Return the number of entries to round, over all widths."""
+        return len(self.widths) * self.metric.source.numel()
+
+
+def fit_quantized(tasks: Sequence[RoundingTask], group_size: int | None) -> list[dict[int, QuantizedFit]]:
+    """Round the weights of tasks of one kind to their widths, and split each rounding error into components.
+
+    Cost: the cost of ``quantize_weights``, and an SVD for each width if there are components.
+    """
+    W = torch.cat([task.metric.source for task in tasks])
+    lower = [task.metric.L for task in tasks if task.metric.L is not None]
+    upper = [task.metric.R for task in tasks if task.metric.R is not None]
+    A = torch.cat([_add_ridge_(L @ L.mT) for L in lower]) if lower else None
+    G = torch.cat([_add_ridge_(R.mT @ R) for R in upper]) if upper else None
     group_size = W.shape[2] if group_size is None else min(group_size, W.shape[2])
-    fits = {}
-    for bits, weight in zip(widths, quantize_weight(W, A, G, widths, group_size), strict=True):
-        residual = factor(W - weight.dense().view_as(W), metric, most=most, seed=seed, dtype=dtype)
-        fits[bits] = QuantizedFit(weight, residual)
+    fits = []
+    matrices = [len(task.metric.source) for task in tasks]
+    widths = [task.widths for task, count in zip(tasks, matrices, strict=True) for _ in range(count)]
+    quantized = iter(quantize_weights(W, A, G, widths, group_size))
+    for task, count in zip(tasks, matrices, strict=True):
+        weights = _joined([next(quantized) for _ in range(count)])
+        fits.append({bits: QuantizedFit(weight, _residual(task, weight)) for bits, weight in weights.items()})
     return fits
+
+
+def _residual(task: RoundingTask, weight: QuantizedWeight) -> Fit:
+    W = task.metric.source
+    error = W - weight.dense().view_as(W)
+    return factor(error, task.metric, most=task.most, seed=task.seed, dtype=task.dtype)
+
+
+def _joined(matrices: Sequence[dict[int, QuantizedWeight]]) -> dict[int, QuantizedWeight]:
+    """Return the weight whose rows are the rows of these matrices, at each width."""
+    if len(matrices) == 1:
+        return matrices[0]
+    return {
+        bits: QuantizedWeight(
+            torch.cat([matrix[bits].codes for matrix in matrices]),
+            torch.cat([matrix[bits].scales for matrix in matrices]),
+            torch.cat([matrix[bits].zeros for matrix in matrices]),
+            weight.group_size,
+        )
+        for bits, weight in matrices[0].items()
+    }
 
 
 def _add_ridge_(A: Tensor) -> Tensor:
@@ -106,16 +161,17 @@ def sensitivity(metric: Metric) -> float:
     return (metric.source.square().mean((1, 2)) * columns * rows).sum().item()
 
 
-def quantize_weight(
-    W: Tensor,  # (matrices, outer, inner), one matrix except for grouped convolutions
+def quantize_weights(
+    W: Tensor,  # (matrices, outer, inner)
     A: Tensor | None,  # (matrices, inner, inner); None is the identity, as for G
     G: Tensor | None,  # (matrices, outer, outer)
-    widths: Sequence[int],
+    widths: Sequence[Sequence[int]],
     group_size: int,
-) -> list[QuantizedWeight]:
-    r"""Round a weight to each of the widths, in bits, such that :math:`\operatorname{tr}(G E A E^T)` is small.
+) -> list[dict[int, QuantizedWeight]]:
+    r"""Round each matrix to each of its widths, in bits, such that :math:`\operatorname{tr}(G E A E^T)` is small.
 
-    A and G must be positive definite. The grid of each group is found beforehand, for the weight without feedback.
+    A and G must be positive definite. The grid of each group is found beforehand, for the weight without feedback. The
+    codes of a matrix and a width do not depend on what is rounded with them.
 
     Cost: ``2 outer inner (outer + inner)`` flops for each matrix and width, and two Cholesky factorisations.
     """
@@ -125,35 +181,56 @@ def quantize_weight(
     each, rows, columns = torch.arange(matrices, device=W.device)[:, None, None], rows[..., None], columns[:, None]
     # In float32, rounding differs from float64 only within a few units of a tie, for at most 2^-20 of the entries, and
     # near a tie both directions are equally good.
-    sorted_weight = W[each, rows, columns].to(torch.float32)
-    quantized = []
-    count = max(1, _JOINT_ENTRIES // max(1, W.numel()))
-    for start in range(0, len(widths), count):
-        joint_widths = widths[start : start + count]
-        grids = [quantization_grid(W.flatten(0, 1), bits, group_size) for bits in joint_widths]
-        scale, zero = (
-            torch.cat([x.unflatten(0, (matrices, outer))[each, rows, columns // group_size] for x in parts])
-            for parts in zip(*grids, strict=True)
-        )
-        largest = torch.tensor([2.0**bits - 1 for bits in joint_widths], device=W.device).repeat_interleave(matrices)
-        repeated = (x.expand(len(joint_widths), *x.shape).flatten(0, 1) for x in (sorted_weight, a, g))
-        sorted_codes = _nearest_plane(scale.to(torch.float32), zero.to(torch.float32), largest, *repeated)
-        for (scales, zeros), width_codes in zip(grids, sorted_codes.split(matrices), strict=True):
-            codes = torch.empty(W.shape, dtype=torch.uint8, device=W.device)
-            codes[each, rows, columns] = width_codes
-            quantized.append(QuantizedWeight(codes.flatten(0, 1), scales, zeros, group_size))
+    sorted_weights = W[each, rows, columns].to(torch.float32)
+    grids = _grids(W, widths, group_size)
+    pairs = [(matrix, bits) for matrix in range(matrices) for bits in widths[matrix]]
+    quantized: list[dict[int, QuantizedWeight]] = [{} for _ in range(matrices)]
+    count = max(1, JOINT_ENTRIES // max(1, outer * inner))
+    for start in range(0, len(pairs), count):
+        joint_pairs = pairs[start : start + count]
+        owners = torch.tensor([matrix for matrix, _ in joint_pairs], device=W.device)
+        scale, zero = _sorted_grids([grids[pair] for pair in joint_pairs], rows[owners], columns[owners] // group_size)
+        largest = torch.tensor([2.0**bits - 1 for _, bits in joint_pairs], device=W.device)
+        sorted_codes = round_entries(sorted_weights[owners], scale, zero, largest, owners, a, g)
+        for (matrix, bits), codes_in_order in zip(joint_pairs, sorted_codes, strict=True):
+            codes = torch.empty(outer, inner, dtype=torch.uint8, device=W.device)
+            codes[rows[matrix], columns[matrix]] = codes_in_order
+            quantized[matrix][bits] = QuantizedWeight(codes, *grids[matrix, bits], group_size)
     return quantized
 
 
-def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order of rounding, and the coefficients with which earlier errors move later entries.
+def _grids(W: Tensor, widths: Sequence[Sequence[int]], group_size: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Return scales and zeros, (outer, groups) each, for each matrix and each of its widths."""
+    grids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for bits in sorted({bits for matrix_widths in widths for bits in matrix_widths}):
+        matrices = [matrix for matrix, matrix_widths in enumerate(widths) if bits in matrix_widths]
+        weights = W if len(matrices) == len(W) else W[matrices]
+        scales, zeros = (x.split(W.shape[1]) for x in quantization_grid(weights.flatten(0, 1), bits, group_size))
+        pairs = zip(scales, zeros, strict=True)
+        grids |= {(matrix, bits): grid for matrix, grid in zip(matrices, pairs, strict=True)}
+    return grids
+
+
+def _sorted_grids(
+    grids: Sequence[tuple[Tensor, Tensor]],
+    rows: Tensor,  # (grids, outer, 1)
+    groups: Tensor,  # (grids, 1, inner)
+) -> Iterator[Tensor]:
+    """Yield scales and zeros in the order of rounding, (grids, outer, inner) each, in float32."""
+    each = torch.arange(len(grids), device=rows.device)[:, None, None]
+    for parts in zip(*grids, strict=True):
+        yield torch.stack(parts)[each, rows, groups].to(torch.float32)
+
+
+def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the order of rounding, and the coefficients with which earlier errors move later entries, if any.
 
     The largest diagonal entries come first: their errors weigh most, and later entries can still compensate for them.
     """
     matrices = len(like)
     if M is None:
         order = torch.arange(size, device=like.device).expand(matrices, size)
-        return order, like.new_zeros(matrices, size, size, dtype=torch.float32)
+        return order, None
     order = M.diagonal(dim1=-2, dim2=-1).argsort(descending=True)
     last_first, each = order.flip(1), torch.arange(matrices, device=like.device)[:, None, None]
     sorted_ = M[each, last_first[..., None], last_first[:, None]]
@@ -161,69 +238,3 @@ def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor
     del sorted_
     R /= R.diagonal(dim1=-2, dim2=-1)[..., None].clone()
     return order, R.to(torch.float32).tril_(-1)
-
-
-def _nearest_plane(
-    scale: Tensor,  # (matrices, outer, inner), as zero and W
-    zero: Tensor,
-    largest: Tensor,  # (matrices,), largest codes
-    W: Tensor,
-    a: Tensor,  # (matrices, inner, inner)
-    g: Tensor,  # (matrices, outer, outer)
-) -> Tensor:
-    """Return the codes of W, whose entries are rounded in their order, along anti-diagonals.
-
-    With :math:`Y = E (I + a)^T`, entry (i, j) is moved by :math:`(Y - E)_{ij} + (g Y)_{ij}`, which needs the
-    rows up to i and the columns up to j: all blocks of an anti-diagonal are independent of each other, and so are the
-    entries of an anti-diagonal in a block. Blocks bring most of the sums into matrix products.
-    """
-    matrices, outer, inner = W.shape
-    B = min(_BLOCK, max(outer, inner))
-    high, wide = -(-outer // B), -(-inner // B)
-    margin = (0, wide * B - inner, 0, high * B - outer)
-    W, zero, scale = pad(W, margin), pad(zero, margin), pad(scale, margin, value=1.0)  # padding has no error
-    a, g = pad(a, margin[:2] * 2), pad(g, margin[2:] * 2)
-    E, Y, codes = torch.zeros_like(W), torch.zeros_like(W), torch.zeros_like(W, dtype=torch.uint8)
-    for diagonal in range(high + wide - 1):
-        blocks = [
-            (slice(row * B, row * B + B), slice(column * B, column * B + B))
-            for row in range(high)
-            if 0 <= (column := diagonal - row) < wide
-        ]
-        parts = []
-        for i, j in blocks:
-            along, across = E[:, i, : j.start] @ a[:, j, : j.start].mT, g[:, i, : i.start] @ Y[:, : i.start, j]
-            parts.append((*(x[:, i, j] for x in (W, scale, zero)), a[:, j, j], g[:, i, i], along, across))
-        operands = [*map(torch.cat, zip(*parts, strict=True)), largest.repeat(len(blocks))[:, None]]
-        rounded = _round_blocks(*operands)
-        for (i, j), code, error, moved in zip(blocks, *(x.split(matrices) for x in rounded), strict=True):
-            codes[:, i, j], E[:, i, j], Y[:, i, j] = code, error, moved
-    return codes[:, :outer, :inner]
-
-
-def _round_blocks(
-    W: Tensor, scale: Tensor, zero: Tensor, a: Tensor, g: Tensor, along: Tensor, across: Tensor, largest: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Round blocks, (blocks, B, B) each: return codes, errors and Y, given the sums over earlier blocks.
-
-    On an anti-diagonal, rows and columns run in opposite directions. With the rows of ``a`` and ``g`` in reverse order,
-    all operands are slices and strided views, which cost less than indices.
-    """
-    blocks, B = W.shape[:2]
-    E, codes = torch.zeros_like(W), torch.zeros_like(W)
-    Yt = torch.zeros_like(W)  # transposed, so that both sums run along memory
-    a, g = a.flip(1), g.flip(1)
-    for diagonal in range(2 * B - 1):
-        first, last = max(0, diagonal - B + 1), min(B - 1, diagonal)
-        size, strides = (blocks, last + 1 - first), (B * B, max(B - 1, 1))
-        offset = first * (B - 1) + diagonal  # position of the entry in row `first`
-        ascending, descending = slice(first, last + 1), slice(B - 1 - diagonal + first, B - diagonal + last)
-        w, s, z, beside, above = (x.as_strided(size, strides, offset) for x in (W, scale, zero, along, across))
-        row = beside + torch.linalg.vecdot(E[:, ascending], a[:, descending])
-        moved = row + above + torch.linalg.vecdot(g[:, descending], Yt[:, ascending]).flip(1)
-        code = ((w - moved) / s + z).round_().clamp_min_(0).minimum(largest)
-        error = s * (code - z) - w
-        codes.as_strided(size, strides, offset).copy_(code)
-        E.as_strided(size, strides, offset).copy_(error)
-        Yt.as_strided(size, strides, offset).copy_((row + error).flip(1))
-    return codes.to(torch.uint8), E, Yt.mT
