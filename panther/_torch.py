@@ -86,6 +86,7 @@ __all__ = [
     "watch_fsdp_unit",
     "with_agent_class",
     "with_inner_axis",
+    "without_fake_log",
     "without_forward_hooks",
     "without_inner_wrappers",
     "worker_exit_codes",
@@ -93,6 +94,7 @@ __all__ = [
 ]
 
 import inspect
+import logging
 import os
 import re
 import signal
@@ -707,6 +709,21 @@ def checkpoint_wrapped_(
         checkpoint_wrapper_fn=lambda block: checkpoint_wrapper(block, **choice, **options(block)),
         check_fn=lambda module: module in blocks,
     )
+
+
+@contextmanager
+def without_fake_log() -> Iterator[None]:
+    """Keep torch from logging the errors of fake tensors, which are raised as well.
+
+    Since torch 2.14 they reach standard error. The name of the logger is private. The public fallback is the
+    environment variable TORCH_LOGS, which torch reads once.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":

@@ -32,6 +32,7 @@ from panther._torch import (
     tree_leaves,
     tree_map_only,
     untracked_shard,
+    without_fake_log,
 )
 from panther.distributed.advisor.statistics.regions import Policy, Regions, storage, tensors_in
 from panther.distributed.comm.ranks import in_process_group
@@ -293,7 +294,7 @@ def run(
     autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with mode, work, traffic, saving:
+        with without_fake_log(), mode, work, traffic, saving:
             with autocast, regions:
                 output = _call(model, inputs)
                 if output_dtype is not None:
