@@ -356,7 +356,10 @@ REFUSALS = {
     "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
     "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),
     "another mode": (lambda m: m["modules"]["0"].update(mode="fitted"), "should be fitted"),
-    "a module that is not": (lambda m: m["modules"].update(x=m["modules"].pop("0")), "the model has none of that name"),
+    "a module that is not": (
+        lambda m: m["modules"].update(x=m["modules"].pop("0")),
+        "the model has no module of this name",
+    ),
     "modules of another kind": (lambda m: m.update(modules=[1]), "'modules' must map"),
     "aliases of another kind": (lambda m: m.update(aliases={"a": 1}), "'aliases' must map"),
     "an alias to nothing": (lambda m: m.update(aliases={"a": "zz"}), "makes 'a' an alias of 'zz'"),
