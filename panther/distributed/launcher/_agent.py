@@ -51,6 +51,7 @@ class _Agent(LocalElasticAgent):
 
     guardian: ClassVar[Guardian | None] = None
     grace_period_s: ClassVar[float] = 0.0
+    shutdown_timeout_s: ClassVar[float] = 0.0
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -129,7 +130,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **timeout: int) -> None:
         if worker_processes(self):
             # SIGTERM after any signal: a worker that still imports would answer SIGINT with a traceback.
-            end_workers(self, signal.SIGTERM, max(1, int(self.grace_period_s)))
+            end_workers(self, signal.SIGTERM, max(1, int(self.shutdown_timeout_s)))
             death_sig = signal.SIGTERM
         super()._shutdown(death_sig, *args, **timeout)
 
@@ -142,11 +143,15 @@ class _Agent(LocalElasticAgent):
 
 
 @contextmanager
-def _guarded(grace_period_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
-    """Give a guardian and a grace period to the agents that are created in the block."""
+def _guarded(grace_period_s: float, shutdown_timeout_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
+    """Give a guardian and two limits to the agents that are created in the block.
+
+    Workers have ``grace_period_s`` to end after the launcher was killed, and ``shutdown_timeout_s`` after a signal that
+    the launcher received.
+    """
     guardian = Guardian(grace_period_s, folders)
     os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"  # for the workers
-    _Agent.guardian, _Agent.grace_period_s = guardian, grace_period_s
+    _Agent.guardian, _Agent.grace_period_s, _Agent.shutdown_timeout_s = guardian, grace_period_s, shutdown_timeout_s
     try:
         yield
     finally:
@@ -167,7 +172,7 @@ def run_agent(
 
     On a signal such as SIGINT or SIGTERM, torch's SignalException is raised once the workers have ended.
     """
-    with contained(), _guarded(grace_period_s, [folder]):
+    with contained(), _guarded(grace_period_s, grace_period_s, [folder]):
         os.environ[_SIGNALS_VARIABLE] = handled_signals()
         spec = WorkerSpec(
             role="worker",
@@ -189,7 +194,8 @@ def run_agent(
 
 def run_scripts(config: LaunchConfig, command: Any, arguments: Sequence[str], grace_period_s: float) -> None:
     """Run a script in the workers of a configuration of torch's launcher, and raise the errors of torch's launcher."""
-    with _guarded(grace_period_s), with_agent_class(_Agent):
+    timeout_s = config.shutdown_timeout  # `_arguments` sets it for torch 2.11, whose configuration has none
+    with _guarded(grace_period_s, grace_period_s if timeout_s is None else timeout_s), with_agent_class(_Agent):
         elastic_launch(config, command)(*arguments)
 
 

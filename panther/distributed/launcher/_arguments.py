@@ -93,6 +93,8 @@ def prepare(
         config, command, arguments = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise ConfigError(f"torchrun does not accept these options: {error}") from error
+    if not hasattr(config, "shutdown_timeout"):  # torch 2.11
+        config.shutdown_timeout = args.shutdown_timeout
     if not torchs_logs:
         script = name or args.training_script
         stem = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
@@ -124,6 +126,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--grace-period", type=float, default=DEFAULT_GRACE_PERIOD_S, metavar="SECONDS",
         help="time that processes have to save and end once this launcher has been killed (default: 15)",
     )  # fmt: skip
+    if "--shutdown-timeout" not in parser._option_string_actions:  # torch 2.11
+        parser.add_argument(
+            "--shutdown-timeout", "--shutdown_timeout", type=int, default=30, metavar="SECONDS",
+            help="time that processes have to save and end after SIGTERM or Ctrl-C (default: 30)",
+        )  # fmt: skip
     # None distinguishes an option that is not given from torchrun's default. That of the port is None since torch 2.13.
     for option in ("node_rank", "rdzv_backend", "master_port"):
         if f"PET_{option.upper()}" not in os.environ:  # torchrun reads options there as well
