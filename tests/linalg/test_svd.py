@@ -117,7 +117,7 @@ def test_coordinate_vectors():
 
 
 def test_matrix_free_without_a_transpose():
-    with pytest.raises(TypeError, match="must have \\.mT or \\.T"):
+    with pytest.raises(TypeError, match="must have an attribute \\.mT or \\.T"):
         randomized_svd(MatrixFree(gaussian(200, 100), transposed=False), 3)
 
 
