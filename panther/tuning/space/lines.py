@@ -95,7 +95,10 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], traini
         ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
     """
     if not isinstance(space, Mapping) or not space:
-        raise ConfigError(f"space={space!r} must be 'auto', or a dict of layers and the values of their settings")
+        raise ConfigError(
+            f"space={space!r} must be 'auto', or a dict with the values of settings by layers, such as "
+            "{'encoder.*': {'rank': [16, 32]}}"
+        )
     lines: list[Line] = []
     key_by_layer: dict[str, Any] = {}
     for key, settings in space.items():
