@@ -309,4 +309,6 @@ def _recorded_form(record: Mapping[str, Any]) -> str:
     if "bits" in args:
         rest = f"low rank {rank}" if rank else ""
         return " + ".join(filter(None, ("" if bits is None else f"int{bits}", rest)))
-    return f"interpolative, rank {rank}"
+    # The layer of a form that somebody else registered has no other name.
+    kind = "interpolative" if record.get("class") == "InterpolativeLinear" else str(record.get("class"))
+    return kind if rank is None else f"{kind}, rank {rank}"

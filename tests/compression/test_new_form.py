@@ -36,6 +36,7 @@ def test_a_form_is_one_file_and_a_registration(tmp_path):
         pr.save_compressed(model, "saved")
         loaded = pr.load_compressed("saved", copy.deepcopy(dense))
         assert torch.equal(loaded(x), model(x)) and type(loaded[0]) is TableLinear
+        assert "TableLinear" in str(pr.inspect.tree(model)) and "interpolative" not in str(pr.inspect.tree(model))
 
         # Beside Panther's own forms, under one budget, fitted in sequence, timed, and in a search.
         for more in ({}, {"sequential": True}, {"measure_speed": True, "allow_slower": True}, {"method": "svd"}):
