@@ -279,6 +279,27 @@ def test_sigterm_is_passed_on_with_time_to_save(script):
     assert Path("saved-1").exists()
 
 
+def test_the_time_to_save_is_the_shutdown_timeout_and_not_the_grace_period(script):
+    file = script("""
+        import time
+        def save(*_):
+            begun = time.process_time()
+            while time.process_time() < begun + 2:  # longer than the grace period
+                pass
+            Path("saved").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        Path("ready").touch()
+        while True:
+            signal.pause()
+    """)
+    launcher = Launcher("term", "--nproc-per-node=1", "--grace-period=1", "--shutdown-timeout=300", file)
+    until("ready")
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait()[0] == 143
+    assert Path("saved").exists()
+
+
 def test_interrupt_ends_even_those_that_ignore_it(script):
     file = script("""
         signal.signal(signal.SIGINT, signal.SIG_IGN)

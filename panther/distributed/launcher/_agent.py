@@ -51,7 +51,7 @@ class _Agent(LocalElasticAgent):
 
     guardian: ClassVar[Guardian | None] = None
     grace_period_s: ClassVar[float] = 0.0
-    shutdown_timeout_s: ClassVar[float] = 0.0
+    shutdown_timeout_s: ClassVar[int] = 30
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -126,13 +126,15 @@ class _Agent(LocalElasticAgent):
         if logs is not None:
             logs.failures = self.failures
 
-    # torch 2.11 has no timeout, and later versions pass it by name.
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **timeout: int) -> None:
+    # torch passes the signal that the launcher received, since torch 2.13 also a timeout, and after a failure neither.
+    def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **timeout: int) -> None:
         if worker_processes(self):
             # SIGTERM after any signal: a worker that still imports would answer SIGINT with a traceback.
-            end_workers(self, signal.SIGTERM, max(1, int(self.shutdown_timeout_s)))
+            end_workers(self, signal.SIGTERM, max(1, int(self.grace_period_s)))
             death_sig = signal.SIGTERM
-        super()._shutdown(death_sig, *args, **timeout)
+        elif death_sig is not None and not (args or timeout):  # torch 2.11 would use the time that follows a failure
+            end_workers(self, death_sig, self.shutdown_timeout_s)
+        super()._shutdown(death_sig or signal.SIGTERM, *args, **timeout)
 
     def kill(self) -> None:
         """Kill the workers that are still alive."""
@@ -143,15 +145,11 @@ class _Agent(LocalElasticAgent):
 
 
 @contextmanager
-def _guarded(grace_period_s: float, shutdown_timeout_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
-    """Give a guardian and two limits to the agents that are created in the block.
-
-    Workers have ``grace_period_s`` to end after the launcher was killed, and ``shutdown_timeout_s`` after a signal that
-    the launcher received.
-    """
+def _guarded(grace_period_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
+    """Give a guardian and a grace period to the agents that are created in the block."""
     guardian = Guardian(grace_period_s, folders)
     os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"  # for the workers
-    _Agent.guardian, _Agent.grace_period_s, _Agent.shutdown_timeout_s = guardian, grace_period_s, shutdown_timeout_s
+    _Agent.guardian, _Agent.grace_period_s = guardian, grace_period_s
     try:
         yield
     finally:
@@ -172,7 +170,7 @@ def run_agent(
 
     On a signal such as SIGINT or SIGTERM, torch's SignalException is raised once the workers have ended.
     """
-    with contained(), _guarded(grace_period_s, grace_period_s, [folder]):
+    with contained(), _guarded(grace_period_s, [folder]):
         os.environ[_SIGNALS_VARIABLE] = handled_signals()
         spec = WorkerSpec(
             role="worker",
@@ -194,8 +192,8 @@ def run_agent(
 
 def run_scripts(config: LaunchConfig, command: Any, arguments: Sequence[str], grace_period_s: float) -> None:
     """Run a script in the workers of a configuration of torch's launcher, and raise the errors of torch's launcher."""
-    timeout_s = config.shutdown_timeout  # `_arguments` sets it for torch 2.11, whose configuration has none
-    with _guarded(grace_period_s, grace_period_s if timeout_s is None else timeout_s), with_agent_class(_Agent):
+    _Agent.shutdown_timeout_s = getattr(config, "shutdown_timeout", 30)  # `_arguments` sets it for torch 2.11
+    with _guarded(grace_period_s), with_agent_class(_Agent):
         elastic_launch(config, command)(*arguments)
 
 
