@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
 
 class Dropped(nn.Module):
-    """Blocks of one size, of which each rank leaves one out in the second forward (Fan and others 2019, LayerDrop)."""
+    """Blocks of one size; each rank leaves another one out of the second forward (Fan and others 2019, LayerDrop)."""
 
     def __init__(self, drops):
         super().__init__()

@@ -36,17 +36,18 @@ class ShardedStep:
         self._parts, self._device, self._group = parts, device, group
         self._run: list[str] = []
         self._missing: dict[int, nn.Parameter] = {}
-        self._has_units = False
+        self._has_units = self._in_step = False
         for part in parts:
             for name, unit in part.named_modules():
                 if isinstance(unit, FSDPModule):
                     self._has_units = True
-                    watch_fsdp_unit(unit, partial(self._run.append, name), self._missing)
+                    watch_fsdp_unit(unit, partial(self._note_call, name), self._missing)
 
     def begin(self) -> None:
         """Begin a step."""
         self._run.clear()
         self._missing.clear()
+        self._in_step = True
 
     def finish(self) -> None:
         """Compare the ranks, after the backward pass; parameters without a gradient on all ranks have none afterwards.
@@ -55,6 +56,7 @@ class ShardedStep:
             ConfigError: On every rank, if the ranks ran different blocks, or lack the gradients of different
                 parameters. The gradients of the step are not to be used then.
         """
+        self._in_step = False
         if not self._has_units:
             return
         missing = self._missing_names() if self._missing else []
@@ -68,6 +70,10 @@ class ShardedStep:
             raise ConfigError(_describe(dict(zip(ranks, records, strict=True))))
         for parameter in self._missing.values():
             parameter.grad = None  # so that the optimizer leaves the parameter out, as on one process
+
+    def _note_call(self, name: str) -> None:
+        if self._in_step:  # The forwards of an evaluation, however many, are not compared.
+            self._run.append(name)
 
     def _missing_names(self) -> list[str]:
         parameters_by_name = (pair for part in self._parts for pair in part.named_parameters())
