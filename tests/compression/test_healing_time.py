@@ -84,7 +84,7 @@ def test_a_continued_run_counts_the_time_that_is_used(clock, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         healed(*compressed(), call=call, **options)
-    clock[0] += 1000.0  # of which nothing is healing
+    clock[0] += 1000.0  # time in which nothing is healed
     result = healed(*compressed(), call=once, **options)
     assert 55 < result.seconds <= 61
     assert abs(result.steps - whole.steps) <= 2
