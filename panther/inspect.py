@@ -303,6 +303,8 @@ def _recorded_form(record: Mapping[str, Any]) -> str:
         features, kernel = args.get("num_features", args.get("num_random_features")), args.get("kernel_fn")
         return f"linear attention, {features} features, {kernel or 'window ' + str(args.get('window'))}"
     rank, terms, bits = args.get("low_rank"), args.get("num_terms"), args.get("bits")
+    if "rank" in args:
+        return f"low rank {args['rank']}"
     if terms is not None:
         fitted = "fitted, " if record.get("mode") == "fitted" else ""
         return f"sketched, {fitted}{counted(terms, 'term')} of rank {rank}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from panther.errors import ShapeError
-from panther.nn.base import SketchedModule
+from panther.nn.base import CompressedModule
 
 # Coefficients of Muon's polynomial a s + b s^3 + c s^5, whose slope at 0 is steep: five rounds bring the singular
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.
@@ -207,7 +207,7 @@ def param_groups(
         weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
             decay as fast as the rest.
         include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None selects
-            the sketched layers. Do not include embeddings and the last layer of a model.
+            the sketched and the low-rank layers. Do not include embeddings and the last layer of a model.
 
     Returns:
         The groups that are not empty; a shared parameter is in the first of its groups.
@@ -220,7 +220,7 @@ def param_groups(
     """
     factor_lr = 4 * lr if factor_lr is None else factor_lr
     if include is None:
-        include = _is_sketched
+        include = _has_factors
     orthogonalized = {
         p
         for name, layer in model.named_modules()
@@ -245,8 +245,8 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _is_sketched(name: str, layer: nn.Module) -> bool:
-    return isinstance(layer, SketchedModule)
+def _has_factors(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, CompressedModule) and layer.factor_names != ()
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ _REPEATABLE = 1e-5
 def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # noqa: D417 (callers pass its fields)
     r"""Compress a trained model in place: replace dense layers by smaller ones that give nearly the same output.
 
-    Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become fitted :class:`~panther.nn.SKLinear` and
-    :class:`~panther.nn.SKConv2d`, or with ``forms`` :class:`~panther.nn.QuantizedLinear`,
+    Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become :class:`~panther.nn.LowRankLinear` and
+    :class:`~panther.nn.LowRankConv2d`, or with ``forms`` :class:`~panther.nn.QuantizedLinear`,
     :class:`~panther.nn.QuantizedConv2d` and :class:`~panther.nn.InterpolativeLinear`. A few unlabelled batches show
     which directions of each layer's input occur and how the model's output depends on each layer: with A the second
     moment of the inputs (about their mean, where there is a bias) and G the second moment of gradients of random
@@ -140,7 +140,7 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         >>> options = {"calibration": batches, "seed": 0, "measure_speed": False}
         >>> report = pr.compress(model, budget=0.5, forms="low_rank", **options)
         >>> report.eligible_ratio <= 0.5, type(model[0]).__name__
-        (True, 'SKLinear')
+        (True, 'LowRankLinear')
 
         In at most 4.5 bits a weight, each layer in the form that suits it:
 
@@ -205,7 +205,7 @@ def sketch_layers_(
     exclude: Selector | Sequence[Selector] | None = None,
     seed: int | None = None,
 ) -> CompressionReport:
-    """Replace layers by sketched ones of one size, without data, in place.
+    """Replace layers by sketched or low-rank ones of one size, without data, in place.
 
     This is for models that will be trained afterwards; :func:`compress` preserves the outputs of a trained model.
 
@@ -228,7 +228,7 @@ def sketch_layers_(
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
         >>> report = pr.sketch_layers_(model, pr.SketchConfig(num_terms=1, low_rank=16))
         >>> type(model[0]).__name__, report.skipped[0].name
-        ('SKLinear', '2')
+        ('LowRankLinear', '2')
     """
     check_model(model)
     check_adapters(model)

@@ -45,7 +45,8 @@ class SketchConfig(Settings):
     low_rank: int
     """Rank k of each half of a term; the layer has rank ``2 num_terms low_rank``."""
     init: Literal["svd", "lstsq", "random"] = "svd"
-    """``"svd"``, ``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`."""
+    """``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`; or ``"svd"``, for a
+    :class:`panther.nn.LowRankLinear` of this rank."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -84,7 +85,7 @@ class HealConfig(Settings):
     """Peak of the schedule: the rate rises during a tenth of the steps, and then falls to zero along a cosine.
 
     A number is the peak for all parameters. None sets the peak of each parameter relative to the parameter's root mean
-    square: 0.01 times it for the factors of SKLinear, and 0.003 times it for all other parameters, such as the scales
+    square: 0.01 times it for the factors of low rank, and 0.003 times it for all other parameters, such as the scales
     of quantized weights (for a bias at least 3e-5)."""
 
     weight_decay: float = 0.0

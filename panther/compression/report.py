@@ -74,7 +74,7 @@ class LayerReport:
     rank: int | None
     """Rank of a low-rank weight, in every group of a convolution, or of a correction; None if there is neither."""
     low_rank: int | None
-    """The ``low_rank`` argument of the new layer, which gives it this rank."""
+    """The argument ``low_rank`` or ``rank`` of the new layer, which gives it this rank."""
     bytes_before: int
     """Bytes of the dense weight."""
     bytes_after: int
@@ -102,7 +102,7 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
             form=option.form,
             bits=8 * option.bytes / target.dense_numbers,
             rank=option.rank,
-            low_rank=None if option.rank is None else replacement[target.modules[0]].low_rank,
+            low_rank=None if option.rank is None else _rank_argument(replacement[target.modules[0]]),
             bytes_before=target.dense_bytes,
             bytes_after=option.bytes,
             predicted_error=option.error,
@@ -113,6 +113,11 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
         )
         for target, option in choice.items()
     )
+
+
+def _rank_argument(layer: Any) -> int:
+    rank: int = getattr(layer, layer.size_arguments[-1])
+    return rank
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

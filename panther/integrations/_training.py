@@ -15,6 +15,7 @@ import panther as pr
 from panther.compression.calibration.runner import check_calibration
 from panther.compression.config import SIZES, CompressConfig
 from panther.errors import ConfigError
+from panther.nn import LowRankConv2d, LowRankLinear
 from panther.nn.base import CompressedModule, SketchedModule
 
 _log = logging.getLogger("panther.integrations")
@@ -74,6 +75,7 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
     layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
     size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
+    ranks += [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankConv2d)]
     sizes: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
     if ranks:
         sizes |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}

@@ -59,7 +59,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
         >>> report = pr.sketch_layers_(model, pr.SketchConfig(low_rank=4))
         >>> folder = pr.save_compressed(model, tempfile.mkdtemp())
         >>> type(pr.from_pretrained(folder).encoder.layer[0].intermediate.dense).__name__
-        'SKLinear'
+        'LowRankLinear'
     """
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"
     transformers: Any = require_extra("transformers", "transformers")

@@ -1,15 +1,18 @@
-"""Sketched, interpolative and quantized layers and their functional forms."""
+"""Sketched, low-rank, interpolative and quantized layers and their functional forms."""
 
 from . import functional
 from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .interpolative import InterpolativeLinear
 from .linear import SKLinear, fuse_
+from .low_rank import LowRankConv2d, LowRankLinear
 from .quantized import QuantizedConv2d, QuantizedLinear
 
 __all__ = [
     "InterpolativeLinear",
     "LearnedLinearAttention",
+    "LowRankConv2d",
+    "LowRankLinear",
     "QuantizedConv2d",
     "QuantizedLinear",
     "RandMultiHeadAttention",

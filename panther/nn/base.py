@@ -4,7 +4,14 @@ In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persist
 are Parameters. ``sketch_seed`` in the state_dict stores the mode and the seed.
 """
 
-__all__ = ["CompressedModule", "SketchedModule", "arguments_of", "is_autocasting", "keep_own_forward"]
+__all__ = [
+    "CompressedModule",
+    "SketchedModule",
+    "arguments_of",
+    "check_linear_input",
+    "is_autocasting",
+    "keep_own_forward",
+]
 
 import math
 from collections import OrderedDict
@@ -16,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
-from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
+from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
 from panther.nn.sketch_record import has_values, make_record, read_record
 from panther.nn.sketch_sizes import warn_unless_smaller
@@ -55,6 +62,19 @@ def is_autocasting(device_type: str) -> bool:
     return can_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
+def check_linear_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
+    """Raise unless the input fits a linear layer of ``in_features`` inputs and this dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    if x.dtype is not dtype and not is_autocasting(x.device.type):
+        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
+        raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")
+    # Tracing would warn about a comparison of sizes, which are tensors.
+    if not (torch.jit.is_tracing() or x.is_nested) and (not x.dim() or x.shape[-1] != in_features):
+        features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
+        raise ShapeError(f"the input has {features} and the layer takes {in_features}")
+
+
 class CompressedModule(nn.Module):
     """Base of layers that replace a dense layer with fewer numbers or bits. The inference format can store them."""
 
@@ -69,6 +89,9 @@ class CompressedModule(nn.Module):
 
     saved_buffer_names: tuple[str, ...]
     """Names of the buffers that are saved with the parameters."""
+
+    factor_names: tuple[str, ...] = ()
+    """Names of the parameters that are factors of the weight, where the products of factors are the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +189,7 @@ class SketchedModule(CompressedModule):
 
     size_arguments = ("num_terms", "low_rank")
     saved_buffer_names = ("sketch_seed",)
-    factor_names: tuple[str, ...]
-    """Names of the trained factors, which are parameters. The sketches have the dtype and device of the first one."""
-
+    # The sketches have the dtype and device of the first factor.
     sketch_names: tuple[str, ...]
     """Names of the sketches, which are attributes of the layer; the i-th is drawn from stream i of the seed."""
 
@@ -206,8 +227,8 @@ class SketchedModule(CompressedModule):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
         sketched = sum(math.prod(shape) for shape in (*factors.values(), *self.sketch_shapes().values()))
         warn_unless_smaller(
-            type(self).__name__, f"nn.{self.dense_class.__name__}", self.num_terms, self.low_rank, sketched,
-            self.fan_in, outputs, stacklevel=3,
+            type(self).__name__, f"nn.{self.dense_class.__name__}",
+            f"num_terms={self.num_terms} and low_rank={self.low_rank}", sketched, self.fan_in, outputs, stacklevel=3,
         )  # fmt: skip
         self.seed = seed
         self.reset_parameters()  # draws the sketches, too

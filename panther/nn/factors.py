@@ -14,6 +14,7 @@ __all__ = [
     "fittable",
     "interpolated_rows",
     "leading_factors",
+    "learnable_factors",
     "lstsq_by_groups",
     "lstsq_factors",
     "split_factors",
@@ -70,6 +71,28 @@ def leading_factors(A: Tensor, rank: int, seed: int = 0) -> tuple[Tensor, Tensor
     P, sigma, Qt = _leading_svd(A, rank, seed)
     root, unused = sigma.sqrt(), rank - len(sigma)
     return F.pad(P * root, (0, unused)), F.pad(root[:, None] * Qt, (0, 0, 0, unused))
+
+
+def learnable_factors(
+    left: Tensor,  # (*groups, out, r)
+    right: Tensor,  # (*groups, r, in)
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Return factors of the same product without a component that is zero in both, which would get no gradient.
+
+    The column of ``left`` of such a component gets random signs of the mean magnitude of ``left``, and its row of
+    ``right`` zeros, so that it adds nothing and can still learn.
+    """
+    energies = left.square().sum(-2)  # (*groups, r)
+    least = energies.amax(-1, keepdim=True) * max(left.shape[-2:]) * torch.finfo(left.dtype).eps
+    is_used = energies > least
+    if is_used.all():
+        return left, right
+    rows, columns = is_used.numel(), left.shape[-2]
+    level = left.square().mean().sqrt()
+    entries = signs(seed, 0, range(rows), range(columns), dtype=left.dtype, device=left.device)
+    entries = entries.view(*is_used.shape, columns).mT * torch.where(level > 0, level, 1.0)
+    return torch.where(is_used[..., None, :], left, entries), torch.where(is_used[..., None], right, 0.0)
 
 
 def interpolated_rows(

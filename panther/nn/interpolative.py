@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
 from panther.errors import (
-    DTypeError,
     ShapeError,
     SketchMismatchError,
     check_device,
@@ -20,7 +19,7 @@ from panther.errors import (
     check_floating,
     check_size,
 )
-from panther.nn.base import CompressedModule, is_autocasting
+from panther.nn.base import CompressedModule, check_linear_input
 from panther.nn.factors import fittable, interpolated_rows, leading_factors
 from panther.nn.sketch_record import has_values
 
@@ -142,17 +141,11 @@ class InterpolativeLinear(CompressedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        if not isinstance(input, Tensor):
-            raise TypeError(f"the input must be a tensor, not {type(input).__name__}: use torch.as_tensor")
-        if input.dtype is not self.skeleton.dtype and not is_autocasting(input.device.type):
-            raise DTypeError(f"the input is {input.dtype} and the layer {self.dtype}: cast one of them")
+        check_linear_input(input, self.in_features, self.skeleton.dtype)
         if input.is_nested or input.layout is not torch.strided:
             # Such an input has no columns to select, so two dense factors multiply it.
             left, right = self.factors()
             return F.linear(F.linear(input, right), left, self.bias)
-        if not torch.jit.is_tracing() and (not input.dim() or input.shape[-1] != self.in_features):
-            num_features = input.shape[-1] if input.dim() else "no"
-            raise ShapeError(f"the input has {num_features} features and the layer takes {self.in_features}")
         P, C, bias = self.skeleton, self.coefficients, self.bias
         # Columns of matrices are copied several times faster than columns of tensors with more dimensions.
         x = input if input.dim() == 2 else input.reshape(math.prod(input.shape[:-1]), self.in_features)

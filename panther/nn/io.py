@@ -34,12 +34,14 @@ from panther.files.folder import commit_files, committed_path, finish_commit
 from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import bytes_of, open_tensors, write_tensors
 from panther.files.writer import Draft
+from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.linears import expanded
 from panther.nn.quantized.state import inference_state
 from panther.nn.specs import load_modules, model_config, module_names_of, module_specs, note_in_config_
 
-_FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
+# All versions can be read, and the last is written. 1 has no checksums; 1 and 2 have fitted layers for low rank.
+_FORMAT, _VERSIONS = "panther", range(1, 4)
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 _COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
 
@@ -203,8 +205,11 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
                 "is damaged, write it again"
             )
         state[alias] = state[name]
+    modules, aliases = manifest["modules"], manifest["aliases"]
+    if manifest["format_version"] < 3:
+        modules, aliases, state = as_low_rank_layers(modules, aliases, state)
 
-    with without_inner_wrappers(model), attention_as_saved(model, manifest["modules"]) as records:
+    with without_inner_wrappers(model), attention_as_saved(model, modules) as records:
         _check_unsaved(model, records)
         built = load_modules(records, model, state)
         state = {key: value for key, value in state.items() if built.keys().isdisjoint(module_names_of(key))}
@@ -227,7 +232,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             for key, value in state.items()
         }
         model.load_state_dict(placed, strict=False, assign=True)
-        _tie(model, manifest["aliases"])
+        _tie(model, aliases)
     note_in_config_(model)
     return expanded(model) if expand else model
 

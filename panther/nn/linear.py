@@ -16,6 +16,7 @@ from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fused import FusibleModule
 from panther.nn.factors import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn.functional import sketched_linear, sketched_product
+from panther.nn.low_rank import LowRankLinear
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs
 
@@ -372,6 +373,11 @@ class SKLinear(FusibleModule):
             words.append(pack_signs(entries if name == "U1" else entries.mT))
         return torch.cat(words)
 
+    def joined_factors(self) -> tuple[Tensor, Tensor]:  # (in, 2R), (2R, out)
+        """Return ``[S1 | U2]`` and ``[U1; S2]``, with the scale in the trained factors: their product is W."""
+        U1, U2 = self._dense_sketches()
+        return torch.cat((self.S1 * self.scale, U2), 1), torch.cat((U1, self.S2 * self.scale))
+
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
         """Return U1 (R, out) and U2 (in, R) as numbers."""
         if not self.packed:
@@ -394,6 +400,9 @@ class SKLinear(FusibleModule):
 
 def fuse_(model: nn.Module) -> nn.Module:
     """Call :meth:`SKLinear.fuse_ <panther.nn.SKLinear.fuse_>` on all layers of a model that can be fused.
+
+    A :class:`~panther.nn.LowRankLinear`, which :func:`panther.compress` makes, has two factors from the start, and does
+    not change.
 
     Args:
         model: A model with SKLinear layers, changed in place, or one such layer.
@@ -429,7 +438,7 @@ def fuse_(model: nn.Module) -> nn.Module:
     if refused:
         name, reason = next(iter(refused.items()))
         outcome = f"did not fuse {len(refused)} of {len(layers)} SKLinear layers, the first of them {name!r}: {reason}"
-    if refused or not layers:
+    if refused or not (layers or any(isinstance(layer, LowRankLinear) for layer in model.modules())):
         warnings.warn(f"fuse_ {outcome}", PerformanceWarning, stacklevel=2)
     return model
 

@@ -16,11 +16,12 @@ from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
+from panther.nn.low_rank import LowRankConv2d, LowRankLinear
 from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
 from panther.nn.specs import note_in_config_
 
-_CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, QuantizedConv2d)
-_KNOWN = (*_CONVOLUTIONS, SKLinear, QuantizedLinear, InterpolativeLinear)
+_CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
+_KNOWN = (*_CONVOLUTIONS, SKLinear, LowRankLinear, QuantizedLinear, InterpolativeLinear)
 
 
 class ReplacedLayer(NamedTuple):
@@ -93,12 +94,13 @@ class LinearPair(nn.Sequential):
 def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> LinearsReport:
     r"""Replace every compressed layer of a model by plain layers of torch.nn with the same output, in place.
 
-    Tools that look for nn.Linear (torchao, PEFT, exporters, other runtimes) then find them. An
-    :class:`~panther.nn.SKLinear` of rank R becomes ``nn.Linear(in, 2R, bias=False)`` and ``nn.Linear(2R, out)`` in an
-    nn.Sequential, a sketched convolution becomes a convolution to its 2 L K channels and one of width 1, and a
-    :class:`~panther.nn.QuantizedLinear` the nn.Linear of its weight, or the pair of its factors if it has no codes; a
+    Tools that look for nn.Linear (torchao, PEFT, exporters, other runtimes) then find them. A
+    :class:`~panther.nn.LowRankLinear` of rank r becomes ``nn.Linear(in, r, bias=False)`` and ``nn.Linear(r, out)`` in
+    an nn.Sequential, and an :class:`~panther.nn.SKLinear` of rank R two layers of rank 2R. A low-rank or sketched
+    convolution becomes a convolution to its inner channels and one of width 1. A :class:`~panther.nn.QuantizedLinear`
+    becomes the nn.Linear of its weight, or the pair of its factors if it has no codes; a
     :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. An
-    :class:`~panther.nn.InterpolativeLinear` becomes two of its rank, which together take more numbers than it.
+    :class:`~panther.nn.InterpolativeLinear` becomes two layers of its rank, which together take more numbers than it.
     Nothing else is changed, and outputs are equal up to rounding. A pair has no ``weight``: leave layers whose weight
     the model reads, if only for its dtype, out with ``filter_fn``. Signs of seeded layers become weights like any
     other: they are stored, and would be trained; to continue training a seeded layer, keep it.
@@ -206,14 +208,14 @@ def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Paramet
     return new.train(module.training)
 
 
-def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> LinearPair:
+def _linear_pair(module: SKLinear | LowRankLinear | QuantizedLinear | InterpolativeLinear) -> LinearPair:
     with torch.no_grad():
         if isinstance(module, QuantizedLinear):
             outer, inner = module.wide_factors(module.dtype)
             trained = _is_trained(module)
-        elif isinstance(module, InterpolativeLinear):
+        elif isinstance(module, InterpolativeLinear | LowRankLinear):
             outer, inner = (factor.clone() for factor in module.factors())
-            trained = module.skeleton.requires_grad
+            trained = next(module.parameters()).requires_grad
         else:
             U1, U2 = module._dense_sketches()
             S1, S2, scale, power = module.S1, module.S2, module.scale, _root_power_of_two(module.scale)
@@ -247,13 +249,16 @@ def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in)
     return inner * powers[:, None], outer / powers
 
 
-def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | QuantizedConv2d) -> nn.Sequential:
+def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | QuantizedConv2d) -> nn.Sequential:
     make: Any = module.dense_class
     groups = module.groups
     with torch.no_grad():
         if isinstance(module, QuantizedConv2d):  # without groups
             mix, right = module.wide_factors(module.dtype)
             kernel, trained = module._unfolded(right), _is_trained(module)
+        elif isinstance(module, LowRankConv2d):
+            kernel, trained = module.down, module.down.requires_grad
+            mix = module.up.unflatten(0, (groups, -1)).mT.reshape(module.out_channels, -1)
         else:
             power, trained = _root_power_of_two(module.scale), module.S.requires_grad
             kernel = module.S * (module.scale / power)

@@ -54,14 +54,13 @@ def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
 
 
 def warn_unless_smaller(
-    layer: str, dense: str, num_terms: int, low_rank: int, sketched: int, fan_in: int, outputs: int, stacklevel: int = 2
+    layer: str, dense: str, size: str, numbers: int, fan_in: int, outputs: int, stacklevel: int = 2
 ) -> None:
     """Warn with both counts if a layer multiplies by at least as many numbers as the dense layer."""
-    if sketched >= fan_in * outputs:
+    if numbers >= fan_in * outputs:
         warnings.warn(
-            f"{layer} with num_terms={num_terms} and low_rank={low_rank} multiplies by {sketched:,} numbers, and a "
-            f"dense layer of {outputs} outputs, each a sum over {fan_in} inputs, by {fan_in * outputs:,}: use a "
-            f"smaller sketch, or {dense}",
+            f"{layer} with {size} multiplies by {numbers:,} numbers, and a dense layer of {outputs} outputs, each a "
+            f"sum over {fan_in} inputs, by {fan_in * outputs:,}: use a smaller size, or {dense}",
             PerformanceWarning,
             stacklevel=stacklevel + 1,
         )

@@ -33,6 +33,7 @@ from panther.nn.base import CompressedModule, SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
+from panther.nn.low_rank import LowRankConv2d, LowRankLinear
 from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
 from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
@@ -40,7 +41,10 @@ from panther.nn.quantized.matrix import QuantizedMatrix
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, QuantizedConv2d, InterpolativeLinear)
+    for kind in (
+        *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
+        *(QuantizedLinear, QuantizedConv2d, InterpolativeLinear),
+    )
 }
 
 
@@ -355,7 +359,7 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
 def _checked_arguments(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, or raise if the replaced module has another class or other sizes."""
     arguments: dict[str, Any] = {}
-    if isinstance(old, make | make.dense_class):
+    if isinstance(old, make.dense_class) or getattr(old, "dense_class", None) is make.dense_class:
         arguments = arguments_of(old, make.dense_arguments)
     elif make.dense_class is nn.Linear:  # for example transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(parameters_of(old).get("weight"), "shape", ()))

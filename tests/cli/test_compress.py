@@ -18,7 +18,7 @@ import panther as pr
 from panther._logs import logged_items
 from panther.cli import main
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning
-from panther.nn import QuantizedConv2d, SKLinear
+from panther.nn import LowRankLinear, QuantizedConv2d
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly box five grey mice near old river banks"
@@ -164,7 +164,7 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     model = names["model"]
     assert type(model) is transformers.BertModel
     assert not model.training
-    assert type(model.encoder.layer[0].output.dense) is SKLinear
+    assert type(model.encoder.layer[0].output.dense) is LowRankLinear
 
     tokenizer = transformers.AutoTokenizer.from_pretrained("small", local_files_only=True)
     original = transformers.BertModel.from_pretrained(bert)
@@ -234,7 +234,7 @@ def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
     names: dict = {}
     exec("\n".join(out.splitlines()[-2:]), names)
     model = names["model"]
-    assert type(model.transformer.h[0].mlp.c_fc) is SKLinear
+    assert type(model.transformer.h[0].mlp.c_fc) is LowRankLinear
     assert model.lm_head.weight is model.transformer.wte.weight
     assert (here / "small" / "generation_config.json").is_file()
 
@@ -277,7 +277,7 @@ def test_a_function_that_returns_a_model_and_batches(models, capsys, monkeypatch
     monkeypatch.syspath_prepend(models)
     names: dict = {}
     exec("\n".join(lines), names)
-    assert any(type(module) is SKLinear for module in names["model"])
+    assert any(type(module) is LowRankLinear for module in names["model"])
     # What --calibration names goes before what the model's function returns.
     with_other = ["--calibration", "my_models:number"]
     assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "other", *with_other]) == 2

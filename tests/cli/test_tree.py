@@ -58,7 +58,7 @@ def test_compressed_folders_and_checkpoints(net, capsys, tmp_path):
     pr.compress(model, 0.9, list(x.split(8)), forms=forms[2], include=["2.0"], seed=0, measure_speed=False)
     pr.compress(model, 0.9, list(x.split(8)), forms=forms[0], include=["2.1"], seed=0, measure_speed=False)
     expected = {row.name: (row.bytes, row.form) for row in tree(model).rows}
-    assert {form.split(",")[0] for _, form in expected.values()} == {"", "sketched", "interpolative", "int4"}
+    assert {form.split(",")[0] for _, form in expected.values()} == {"", "low rank 6", "interpolative", "int4"}
     pr.save_compressed(model, tmp_path / "small")
     checkpoint.save(tmp_path / "run", model, step=3)
     for folder in ("small", "run"):
@@ -97,7 +97,7 @@ def test_shapes_and_what_is_trained(net, capsys, tmp_path):
     ]
     pr.sketch_layers_(model, pr.compression.SketchConfig(low_rank=2), include=["2.0"])
     pr.save_compressed(model, tmp_path / "small")
-    assert "S1 30x2" in rows(capsys, "small")["2.0"]["shapes"]
+    assert "down 30x4" in rows(capsys, "small")["2.0"]["shapes"]
 
 
 def test_two_models_are_compared(net, capsys, tmp_path):

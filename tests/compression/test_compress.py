@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import panther as pr
 from panther.errors import CompressionError, ConfigError, NumericalWarning, PerformanceWarning
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import LowRankConv2d, LowRankLinear, SKLinear
 
 
 def network(**kwargs):
@@ -50,7 +50,7 @@ def test_report():
     exact = copy.deepcopy(model)
     report = pr.compress(model, 0.5, batches, **low_rank)
     numbers = sum(layer.bytes_after for layer in report.layers) / 4
-    sketched = [module for module in model.modules() if isinstance(module, SKLinear)]
+    sketched = [module for module in model.modules() if isinstance(module, LowRankLinear)]
     dense = [module for module in model.modules() if type(module) is nn.Linear]
     stored = sum(p.numel() for m in sketched for name, p in m.named_parameters() if name != "bias")
     assert numbers == stored + sum(layer.weight.numel() for layer in dense)
@@ -167,7 +167,7 @@ def test_convolutions():
     exact = model.eval()(batches[0]).detach()
     report = pr.compress(model, 0.5, batches, **low_rank)
     assert {layer.kind for layer in report.layers} == {"Conv2d", "Linear"}
-    assert any(isinstance(module, SKConv2d) for module in model)
+    assert any(isinstance(module, LowRankConv2d) for module in model)
     assert report.eligible_ratio <= 0.5
     assert error(model, exact, batches[0]) < 0.5
 
@@ -191,8 +191,8 @@ def test_shared_weights():
     model = Model()
     batches = list(torch.randint(0, 40, (60, 7)).split(10))
     report = pr.compress(model, 0.5, batches, allocate="uniform", **low_rank)
-    assert model.a.S1 is model.b.S1
-    assert model.a.U2 is model.b.U2
+    assert model.a.down is model.b.down
+    assert model.a.up is model.b.up
     assert model.a.bias is not model.b.bias
     assert model.again is model.c
     assert {layer.names for layer in report.layers} >= {("a", "b"), ("c", "again")}
@@ -325,7 +325,7 @@ def test_no_data():
     assert report.eligible_ratio <= 0.5
     assert report.measured_error is None
     for index, rank in ((0, report.layers[0].rank), (2, report.layers[1].rank)):
-        expected = SKLinear.from_linear(network()[index], 1, rank // 2).weight
+        expected = LowRankLinear.from_linear(network()[index], rank).weight
         torch.testing.assert_close(model[index].weight, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -554,7 +554,7 @@ def test_what_is_left_and_why():
         "sub": "is a subclass", "empty": "is on the meta device", "weird": "has a weight with NaN",
         "hooked": "has hooks", "pruned": "has a weight that is computed", "norm": "is parametrized",
         "lazy": "has no weight yet", "thin": "would not shrink", "gru": "not a Linear", "one_d": "not a Linear",
-        "sketched": "is sketched already",
+        "sketched": "is compressed already",
     }.items():  # fmt: skip
         assert reasons[name].startswith(part), (name, reasons[name])
     again = nn.ModuleDict({"sub": Own(64, 64), "ok": nn.Linear(64, 64)})

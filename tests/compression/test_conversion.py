@@ -9,7 +9,7 @@ from panther.compression.forms import inherit_flags
 from panther.compression.forms.low_rank import convert_low_rank
 from panther.compression.forms.metric import fit_weight, leading_components
 from panther.compression.moments import Moments
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import LowRankConv2d, LowRankLinear
 
 
 def moment(n, rows, seed, groups=1, shift=0.0):
@@ -56,11 +56,10 @@ def test_linear_is_the_best_in_the_metric(bias, rank):
     assert error == pytest.approx(local.sqrt().item(), rel=2e-2)
     if bias:  # no error in the mean is left
         torch.testing.assert_close(layer(mean[0]), model[0](mean[0]).detach(), rtol=1e-5, atol=1e-5)
-    assert isinstance(layer, SKLinear)
-    assert layer.is_fitted
-    halves = [(layer.S1, layer.U1.mT), (layer.U2, layer.S2.mT)]
-    for left, right in halves:  # balanced
-        torch.testing.assert_close(left.square().sum(0), right.square().sum(0), rtol=1e-4, atol=1e-6)
+    assert isinstance(layer, LowRankLinear)
+    assert layer.rank == rank
+    # The factors are balanced.
+    torch.testing.assert_close(layer.down.square().sum(0), layer.up.square().sum(1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -74,7 +73,7 @@ def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
     layer = next(iter(convert_low_rank(target, found, 4, 0).values()))
     W = target.matrices()
     D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
-    assert isinstance(layer, SKConv2d)
+    assert isinstance(layer, LowRankConv2d)
     assert loss(D, A, G) == pytest.approx(loss(best(W, A, G, 4) - W, A, G), rel=2e-3)
 
 
@@ -83,7 +82,7 @@ def test_without_statistics_it_is_the_truncated_svd():
     model = nn.Sequential(nn.Linear(30, 40))
     (target,) = select_targets(model).targets
     layer = next(iter(convert_low_rank(target, fit_weight(target, None, most=10, seed=0), 10, 0).values()))
-    expected = SKLinear.from_linear(model[0], 1, 5)
+    expected = LowRankLinear.from_linear(model[0], 10)
     torch.testing.assert_close(layer.weight, expected.weight, rtol=1e-4, atol=1e-5)
 
 
@@ -127,7 +126,7 @@ def test_dead_inputs_and_a_zero_weight():
     zero = next(iter(convert_low_rank(second, fit_weight(second, own, most=6, seed=0), 6, 0).values()))
     torch.testing.assert_close(zero(x.float()), model[1](x.float()))
     zero(x.float()).square().sum().backward()
-    assert zero.S2.grad.any()  # unused columns can learn
+    assert zero.down.grad.any()  # unused components can learn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,11 +140,11 @@ def test_flags_dtype_and_memory_format(dtype):
     inherit_flags(new)
     conv, linear = (new[module] for module in model)
     assert {parameter.dtype for layer in new.values() for parameter in layer.parameters()} == {dtype}
-    assert conv.S.is_contiguous(memory_format=torch.channels_last)
+    assert conv.down.is_contiguous(memory_format=torch.channels_last)
     assert not conv.training
     assert linear.training
-    assert [linear.S1.requires_grad, linear.U2.requires_grad, linear.bias.requires_grad] == [False, False, True]
-    assert conv.S.requires_grad
+    assert [linear.down.requires_grad, linear.up.requires_grad, linear.bias.requires_grad] == [False, False, True]
+    assert conv.down.requires_grad
 
 
 def test_large_weights_take_the_randomized_svd():

@@ -20,10 +20,10 @@ from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
 from panther.compression.selection.convex_hull import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning
-from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import InterpolativeLinear, LowRankConv2d, LowRankLinear, QuantizedConv2d, QuantizedLinear
 
 every = dict.fromkeys(known_forms())
-kinds = {"dense": nn.Linear, "low_rank": SKLinear, "interpolative": InterpolativeLinear}
+kinds = {"dense": nn.Linear, "low_rank": LowRankLinear, "interpolative": InterpolativeLinear}
 linear_kinds = (*kinds.values(), QuantizedLinear)
 
 
@@ -146,7 +146,7 @@ def test_bits_are_kept(size, options):
     assert report.bytes_after == stored
     for layer, module in zip(report.layers, (m for m in model if isinstance(m, linear_kinds)), strict=True):
         assert type(module) is kinds.get(layer.form, QuantizedLinear)
-        tensors = {name: t for name, t in module.state_dict().items() if name not in ("bias", "sketch_seed")}
+        tensors = {name: t for name, t in module.state_dict().items() if name != "bias"}
         assert layer.bytes_after == sum(t.nbytes for t in tensors.values())
         assert layer.bits == pytest.approx(8 * layer.bytes_after / (layer.bytes_before / 4))
 
@@ -279,11 +279,11 @@ def test_convolutions(size, options, tmp_path):
     assert report.bytes_after == sum(t.nbytes for t in model.state_dict().values())
     for layer, module in zip(report.layers, (model[i] for i in (0, 2, 4, 5, 8)), strict=True):
         linear = layer.kind == "Linear"
-        known = {"dense": getattr(nn, layer.kind), "low_rank": SKLinear if linear else SKConv2d}
+        known = {"dense": getattr(nn, layer.kind), "low_rank": LowRankLinear if linear else LowRankConv2d}
         assert type(module) is known.get(layer.form, QuantizedLinear if linear else QuantizedConv2d)
         if layer.form not in known:
             assert layer.bytes_after == sum(t.nbytes for name, t in module.state_dict().items() if name != "bias")
-    assert {type(model[i]) for i in (2, 4)} <= {nn.Conv2d, SKConv2d, QuantizedConv2d}
+    assert {type(model[i]) for i in (2, 4)} <= {nn.Conv2d, LowRankConv2d, QuantizedConv2d}
     assert any(isinstance(module, QuantizedConv2d) for module in model)
     again = pr.load_compressed(pr.save_compressed(model, tmp_path), images())
     assert torch.equal(again(held_out), model(held_out))

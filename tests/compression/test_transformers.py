@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.nn import QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import LowRankConv2d, LowRankLinear, QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra
@@ -160,7 +160,7 @@ def test_torch_compile(family):
 
 def test_the_patches_of_a_vit():
     model, report = compressed("vit", include="*.projection")
-    assert type(model.embeddings.patch_embeddings.projection) is SKConv2d
+    assert type(model.embeddings.patch_embeddings.projection) is LowRankConv2d
     assert [layer.kind for layer in report.layers] == ["Conv2d"]
     original, batch = fresh("vit"), batches("vit")[4]
     assert (output(model, batch) - output(original, batch)).norm() < 0.5 * output(original, batch).norm()
@@ -238,7 +238,7 @@ def test_a_tied_masked_language_model(tmp_path):
 def test_generation_is_that_of_the_forward():
     """With a cache of keys and values, and in the compressed model."""
     model, _ = compressed("gpt2")
-    assert type(model.transformer.h[0].attn.c_attn) is SKLinear
+    assert type(model.transformer.h[0].attn.c_attn) is LowRankLinear
     start = torch.tensor([[3, 1, 4]])
     found = model.generate(start, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(start))
     wanted = start

@@ -20,7 +20,7 @@ from panther.distributed import (
 )
 from panther.distributed.comm.collectives import all_gather
 from panther.errors import ShapeError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 pytestmark = pytest.mark.distributed
 NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -38,8 +38,13 @@ def fitted(n, m):
     return SKLinear.from_linear(nn.Linear(n, m), 1, 3)
 
 
+def low_rank(n, m):
+    return LowRankLinear(n, m, 6)
+
+
 MAKERS = {
     "sketched": (sketched, sketched),
+    "low rank": (low_rank, low_rank),
     "fitted": (fitted, fitted),
     "dense": (nn.Linear, nn.Linear),
     "sketched, dense": (sketched, nn.Linear),
@@ -85,7 +90,7 @@ def test_dense_and_mixed_pairs_of_any_width(n, kind, dtype):
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [*list(MAKERS)[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MAKERS)[3:])]
+    "kind", [*list(MAKERS)[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MAKERS)[4:])]
 )
 @pytest.mark.parametrize(
     ("dim", "dtensors"),
@@ -139,7 +144,7 @@ def test_fitted_sketches_that_are_loaded_get_the_gradient_of_the_full_sequence()
             close(gradients[name], gradient)
 
 
-@pytest.mark.parametrize("kind", ["sketched", "dense"])
+@pytest.mark.parametrize("kind", ["sketched", "dense", pytest.param("low rank", marks=pytest.mark.slow)])
 def test_each_layer_alone_between_whole_tensors(kind):
     x = data()
 
@@ -189,7 +194,7 @@ def sequence_plan():
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["sketched", "dense"])
+@pytest.mark.parametrize("kind", ["sketched", "dense", "low rank"])
 def test_a_transformer_by_a_plan(n, kind):
     """Everything but attention and feed-forward sees a part of the sequence; torch's style for the norms."""
     tokens = torch.randint(30, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -272,7 +277,7 @@ def test_layouts_that_are_refused():
             call()
 
 
-@pytest.mark.parametrize("kind", ["sketched", "dense"])
+@pytest.mark.parametrize("kind", ["sketched", "dense", pytest.param("low rank", marks=pytest.mark.slow)])
 def test_bytes_sent(kind):
     """Gathering or scattering hands over a part of what a sum does, and sketched factors that see parts are summed."""
     x, rows, R = data(length=8).float(), 24, 3
@@ -300,13 +305,17 @@ def test_bytes_sent(kind):
             h = rows * 2 * R * 4
             assert whole_ == (h, h)
             assert part == (h // 2 + shape + h, h // 2 + h + (40 * R + R * 30 + 30) * 4)
+        elif kind == "low rank":
+            h = rows * 6 * 4
+            assert whole_ == (h, h)
+            assert part == (h // 2 + shape + h, h // 2 + h + (40 * 6 + 6 * 30 + 30) * 4)
         else:
             assert whole_ == (rows * 30 * 4, rows * 40 * 4)
             assert part[0] == rows * 40 * 4 // 2 + shape + rows * 30 * 4
             assert part[1] == rows * 30 * 4 // 2 + rows * 40 * 4  # the bias takes its gradient from what is gathered
 
 
-@pytest.mark.parametrize("kind", ["sketched", "dense"])
+@pytest.mark.parametrize("kind", ["sketched", "dense", pytest.param("low rank", marks=pytest.mark.slow)])
 def test_autocast(kind):
     """Outputs have the dtype of one piece, and its values to the precision of bfloat16; gradients that of weights."""
     x = data().float()

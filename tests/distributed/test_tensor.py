@@ -233,7 +233,7 @@ def test_what_is_refused():
         return messages
 
     messages = on_ranks(rank)[0]
-    assert messages[0] == "ColwiseSKParallel shards SKLinear or Linear, not a ReLU: name its layers"
+    assert messages[0] == "ColwiseSKParallel shards SKLinear or LowRankLinear or Linear, not a ReLU: name its layers"
     assert messages[1].startswith("a dimension of 1 cannot be split into 2 chunks")
     assert messages[2] == "layer_configs is empty and must have at least one layer"
     assert messages[3] == "layer_configs[0] lacks out_features, sketch_size: add it"

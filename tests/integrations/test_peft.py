@@ -21,7 +21,7 @@ from panther.integrations.peft import (  # noqa: E402
     init_pissa_,
     resize_lora,
 )
-from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
+from panther.nn import InterpolativeLinear, LowRankLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
 from panther.nn.linears import LinearPair  # noqa: E402
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -36,8 +36,8 @@ def compressed(kind, dtype=torch.float32, inner=40, outer=56):
             return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype)
         case "packed":
             return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype).pack_()
-        case "fused":
-            return SKLinear.from_linear(dense, low_rank=3).fuse_()
+        case "low rank":
+            return LowRankLinear.from_linear(dense, 6)
         case "columns":
             return InterpolativeLinear.from_linear(dense, 7)
         case "int4":
@@ -47,7 +47,7 @@ def compressed(kind, dtype=torch.float32, inner=40, outer=56):
     return dense
 
 
-KINDS = ("fitted", "seeded", "packed", "fused", "columns", "int4", "int8 factors", "dense")
+KINDS = ("fitted", "seeded", "packed", "low rank", "columns", "int4", "int8 factors", "dense")
 MERGED = KINDS[:5]
 
 
@@ -148,13 +148,12 @@ def test_merging_is_exact_in_a_layer_of_a_larger_rank(kind, lora_bias):
         model.unmerge_adapter()
         assert model.base_model.model.first.base_layer is before
         assert torch.equal(model(x), expected)
-    assert type(merged) is type(before)
     if kind == "columns":
+        assert type(merged) is InterpolativeLinear
         assert merged.low_rank == 7 + 5
     else:
-        assert merged.S1.shape[1] == 3 + 3  # of an odd rank, one column of the second half is zero
-        assert merged.is_fitted
-        assert merged.fused == before.fused
+        assert type(merged) is LowRankLinear
+        assert merged.rank == 6 + 5
     done = model.merge_and_unload()
     assert not lora_layers(done)
     assert not any(parameter.requires_grad for parameter in done.parameters())
@@ -403,7 +402,7 @@ class Gpt(nn.Module):
     forward = Net.forward
 
 
-@pytest.mark.parametrize("kind", ["fitted", "fused", "columns", "dense", "conv1d"])
+@pytest.mark.parametrize("kind", ["fitted", "low rank", "columns", "dense", "conv1d"])
 @pytest.mark.parametrize("start", ["pissa", "instruction_previewed", "knowledge_preserved"])
 def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
     torch.manual_seed(0)
@@ -441,7 +440,7 @@ def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
         assert lost >= kept
         assert (
             torch.linalg.matrix_norm(adapter @ F)
-            <= 1.01 * sigma[{"fitted": 6, "fused": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
+            <= 1.01 * sigma[{"fitted": 6, "low rank": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
         )
     else:
         assert lost <= 1.02 * kept + 1e-5

@@ -118,7 +118,7 @@ def test_a_body_gets_a_new_head(tmp_path):
     model, _ = compressed(bert, ("low_rank",))
     set_quantization_config_(model.bert).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert isinstance(loaded.bert.encoder.layer[0].output.dense, pr.nn.SKLinear)
+    assert isinstance(loaded.bert.encoder.layer[0].output.dense, pr.nn.LowRankLinear)
 
 
 def test_a_compressed_head_is_left_out_under_another_one(tmp_path):
@@ -268,9 +268,9 @@ def test_training_goes_on_after_loading(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).train()
     loaded(**inputs, labels=inputs["input_ids"]).loss.backward()
-    factors = [module for module in loaded.modules() if isinstance(module, pr.nn.SKLinear)]
+    factors = [module for module in loaded.modules() if isinstance(module, pr.nn.LowRankLinear)]
     assert factors
-    assert all(factor.S1.grad is not None for factor in factors)
+    assert all(factor.down.grad is not None for factor in factors)
 
 
 def test_shared_weights_are_stored_for_each_layer(tmp_path):
@@ -689,7 +689,7 @@ def test_the_model_s_own_plan_shards_compressed_layers(forms, tmp_path):
         plan = DistributedConfig(tp_plan="auto", tp_size=2)
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=plan)
         blocks = [entry for entry in model.hf_quantizer.placements.placements if entry.name.endswith("_proj")]
-        actions = {entry.action for entry in blocks if entry.kind == "SKLinear"}
+        actions = {entry.action for entry in blocks if entry.kind in ("LowRankLinear", "SKLinear")}
         found = logits(model, inputs), model.generate(**inputs, **tokens)
         model.save_pretrained(tmp_path / "again", is_main_process=torch.distributed.get_rank() == 0)
         torch.distributed.barrier()

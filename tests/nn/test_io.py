@@ -100,7 +100,11 @@ def test_files_of_version_1_load_as_they_were():
     model, expected = pr.load_compressed(folder, Saved()), load_file(folder / "expected.safetensors")
     assert model.shared is model.seeded
     assert model.packed.packed
-    assert [name for name, module in model.named_children() if module.is_fitted] == ["fitted", "plane"]
+    low_rank = {name: module for name, module in model.named_children() if hasattr(module, "rank")}
+    assert {name: type(module) for name, module in low_rank.items()} == {
+        "fitted": pr.nn.LowRankLinear,
+        "plane": pr.nn.LowRankConv2d,
+    }
     for name in ("seeded", "packed", "fitted", "line", "plane", "space"):
         assert_close(getattr(model, name)(expected[f"{name}.input"]), expected[f"{name}.output"])
 
@@ -132,6 +136,42 @@ def test_files_of_version_2_load_as_they_were(tmp_path):
         for key in (name for name in expected if name.endswith(".input")):
             name = key.removesuffix(".input")
             assert_close(getattr(loaded, name)(expected[key]), expected[f"{name}.output"])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_fitted_layers_of_version_2_become_low_rank_layers(tmp_path, fits):
+    """They keep what they share: a layer under two names, and factors of two layers."""
+
+    def make(kind):
+        layers = {name: kind(nn.Linear(24, 16)) for name in ("first", "second")}
+        return nn.ModuleDict(layers | {"again": layers["first"]})
+
+    model = make(lambda linear: pr.nn.SKLinear.from_linear(linear, 2, 2))
+    for name in ("S1", "S2", "U1", "U2"):
+        setattr(model["second"], name, getattr(model["first"], name))
+    pr.save_compressed(model, tmp_path)
+
+    def spoil(manifest):
+        manifest["format_version"] = 2
+        if not fits:
+            manifest["modules"]["first"]["args"]["low_rank"] = 3
+
+    edit(tmp_path, spoil)
+    for target in (make(lambda linear: linear), make(lambda linear: pr.nn.SKLinear.from_linear(linear, 2, 2))):
+        if not fits:
+            with pytest.raises(FormatError, match="'first' cannot be built"):
+                pr.load_compressed(tmp_path, target)
+            continue
+        restored = pr.load_compressed(tmp_path, target)
+        first, second = restored["first"], restored["second"]
+        assert isinstance(first, pr.nn.LowRankLinear)
+        assert first.rank == 8
+        assert restored["again"] is first
+        assert first.down is second.down
+        assert first.up is second.up
+        x = torch.randn(3, 24)
+        assert_close(first(x), model["first"](x))
+        assert_close(second(x), model["second"](x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -317,7 +357,7 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
 
 REFUSALS = {
     "another format": (lambda m: m.update(format="other"), "was not written by pr.save_compressed"),
-    "a later version": (lambda m: m.update(format_version=3), "format_version 3 and this Panther reads 1 to 2"),
+    "a later version": (lambda m: m.update(format_version=4), "format_version 4 and this Panther reads 1 to 3"),
     "a version that is no number": (lambda m: m.update(format_version="2"), "format_version '2' and this Panther"),
     "no version": (lambda m: m.pop("format_version"), "format_version None and this Panther"),
     "no checksums": (lambda m: m.pop("checksums"), "'checksums' must map names to numbers"),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from panther.nn import (
     InterpolativeLinear,
     LearnedLinearAttention,
+    LowRankConv2d,
+    LowRankLinear,
     QuantizedConv2d,
     QuantizedLinear,
     RandMultiHeadAttention,
@@ -175,6 +177,8 @@ _KINDS = [
     _sketched("fitted", fitted=True),
     _sketched("packed", packed=True, exempt=_PACKED),
     _sketched("fused", exempt={"fake": "fake tensors have no memory that factors could share"}),
+    _linear("low rank", LowRankLinear, rank=8),
+    _linear("low rank fitted", LowRankLinear, rank=8, fitted=True),
     _linear("interpolative rows", InterpolativeLinear, low_rank=9, exempt=_INTEGERS),
     _linear("interpolative columns", InterpolativeLinear, (48, 64), low_rank=9, exempt=_INTEGERS),
     _quantized("int8", bits=8, group_size=None),
@@ -192,6 +196,11 @@ _KINDS = [
     _conv("conv2d dense kernel", SKConv2d, (32, 48, 3, 1, 1, 1, 4), (6, 7), low_rank=4),
     _conv(
         "conv2d fitted", SKConv2d, (32, 48, (3, 2), (2, 1), (1, 2), 1, 2), (6, 7), num_terms=2, low_rank=4, fitted=True,
+        shared={"padding_mode": "circular"}, exempt={"compile": "circular padding alone takes 9 s to compile"},
+    ),
+    _conv("conv2d low rank", LowRankConv2d, (32, 48, 3, 1, 1), (6, 7), rank=16),
+    _conv(
+        "conv2d low rank groups", LowRankConv2d, (32, 48, (3, 2), (2, 1), (1, 2), 1, 2), (6, 7), rank=16, fitted=True,
         shared={"padding_mode": "circular"}, exempt={"compile": "circular padding alone takes 9 s to compile"},
     ),
     _conv("conv3d", SKConv3d, (4, 32, 2), (6, 4, 3), low_rank=2),

@@ -201,7 +201,7 @@ def test_settings_of_layers_one_by_one_and_jointly(net, accuracy, data):
         assert layers["4"] == {"form": f"int{trial.params['4/bits']}", "bits": trial.params["4/bits"]}
         if layers["0"]["form"] == "low_rank":
             assert layers["0"]["rank"] <= trial.params["* Linear [0:2:1]/rank"]
-            assert isinstance(result.build(trial)[0], pr.nn.SKLinear)
+            assert isinstance(result.build(trial)[0], pr.nn.LowRankLinear)
         forms.add(layers["0"]["form"])
     assert forms == {"int8", "low_rank"}
     result = pr.tune(net, accuracy, data, space={nn.Linear: {"share": Float(0.2, 0.8)}}, constraint=">= 90 %", **QUICK)

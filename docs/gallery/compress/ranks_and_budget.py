@@ -158,10 +158,10 @@ print(f"max_error=0.05: a budget of {report.eligible_ratio:.1%}, accuracy {accur
 # R of a layer that is trained from scratch
 # -----------------------------------------
 #
-# A fitted :class:`~panther.nn.SKLinear` of ``low_rank`` k has rank 2 k: ``low_rank`` in the report is half of the rank.
-# A new one with the sketch size R has rank 2 R at most, half of each side random, and trains R (in + out) numbers; from
-# R = width / 4 on it takes as much work as a dense layer (:doc:`/concepts/sklinear`). The spectra say about how large R
-# has to be: the rank at which 1 % of the output is lost. Here the hidden layers are sketched from the start.
+# A new :class:`~panther.nn.SKLinear` with the sketch size R has rank 2 R at most, half of each side random, and trains
+# R (in + out) numbers; from R = width / 4 on it takes as much work as a dense layer (:doc:`/concepts/sklinear`). The
+# spectra say about how large R has to be: the rank at which 1 % of the output is lost. Here the hidden layers are
+# sketched from the start.
 
 sizes = (2, 8) if QUICK else (1, 2, 4, 8, 16, 32)
 found = []

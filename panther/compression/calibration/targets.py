@@ -19,14 +19,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, put_child, storage_key
 from panther.errors import CompressionError
-from panther.nn.base import CompressedModule, SketchedModule
+from panther.nn.base import CompressedModule
 
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-_DONE, _QUANTIZED = "is sketched already", "is quantized already"
+_DONE = "is compressed already"
 
 
 class SkippedLayer(NamedTuple):
@@ -136,7 +136,7 @@ class Survey:
     def check(self) -> Self:
         """Return the survey itself, or raise CompressionError if there is nothing to compress."""
         if not self.targets:
-            compressed = sum(entry.reason in (_DONE, _QUANTIZED) for entry in self.skipped)
+            compressed = sum(entry.reason == _DONE for entry in self.skipped)
             if compressed and not self.notes:
                 raise CompressionError(
                     f"the model is compressed already, in {compressed} layer{'s' if compressed > 1 else ''}, and no "
@@ -184,7 +184,7 @@ def select_targets(
     reasons: dict[nn.Module, str | None] = {}
     for module, places in names.items():
         if isinstance(module, CompressedModule):
-            reasons[module] = _DONE if isinstance(module, SketchedModule) else _QUANTIZED
+            reasons[module] = _DONE
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, included, excluded)
 
@@ -224,7 +224,7 @@ def select_targets(
         for selector in selectors
         if isinstance(selector, str) and not any(fnmatch.fnmatchcase(name, selector) for name in places)
     ]
-    if targets and (compressed := sum(entry.reason in (_DONE, _QUANTIZED) for entry in skipped)):
+    if targets and (compressed := sum(entry.reason == _DONE for entry in skipped)):
         notes.append(
             f"layers that were compressed already: {compressed}; they do not change, and the budget applies to the "
             "remaining layers: to choose all ranks jointly, compress the original model"

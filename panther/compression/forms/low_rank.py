@@ -1,9 +1,11 @@
-"""The low-rank form: two factors in the dtype of the weight, as a fitted :class:`~panther.nn.SKLinear`.
+"""The low-rank form: two factors in the dtype of the weight, as a :class:`~panther.nn.LowRankLinear`.
 
 Also seeded sketches, which :func:`panther.sketch_layers_` and ``method="random"`` make without a fit.
 """
 
 __all__ = ["convert_low_rank", "convert_seeded"]
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +14,15 @@ from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import LOW_RANK, Form, FormSettings, Option, TargetFit, register
 from panther.compression.forms.metric import Fit, leading_components, wide_dtype
 from panther.compression.forms.replacement import Replacement, replace_layers
-from panther.nn import SKConv2d, SKLinear
-from panther.nn.conv.product import is_channels_last
-from panther.nn.factors import split_factors
+from panther.nn import LowRankConv2d, LowRankLinear, SKConv2d, SKLinear
+from panther.nn.conv.product import take_format_
 
 
 class LowRank(Form):
     """Two factors of even rank, in every group of a convolution."""
 
     name = LOW_RANK
-    layers = (SKLinear, SKConv2d)
+    layers = (LowRankLinear, LowRankConv2d)
     is_default = True
     has_rank = True
 
@@ -58,7 +59,7 @@ register(LowRank())
 
 
 def convert_low_rank(target: Target, fit: Fit, rank: int, seed: int) -> Replacement:
-    """Make a fitted layer of even rank for each layer of the target; the new layers share their factors."""
+    """Make a layer of this rank for each layer of the target; the new layers share their factors."""
     left, right = _balanced(fit.left[..., :rank], fit.right[..., :rank, :])
     change: Tensor | float = 0.0
     if fit.means is not None:
@@ -71,10 +72,15 @@ def convert_low_rank(target: Target, fit: Fit, rank: int, seed: int) -> Replacem
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:
     """Make a new layer for each layer of the target, by ``from_linear`` or ``from_conv``.
 
-    ``low_rank`` is the rank in every group of a convolution.
+    ``low_rank`` is the rank in every group of a convolution. The truncated SVD has twice the rank of a sketch.
     """
 
-    def make(module: nn.Module) -> SKLinear | SKConv2d:
+    def make(module: nn.Module) -> SKLinear | SKConv2d | LowRankLinear | LowRankConv2d:
+        rank = 2 * num_terms * low_rank
+        if init == "svd" and isinstance(module, nn.Conv2d):
+            return LowRankConv2d.from_conv(module, rank * target.groups, seed=seed)
+        if init == "svd":
+            return LowRankLinear.from_linear(_as_linear(module), rank, seed=seed)
         if isinstance(module, nn.Conv2d):
             return SKConv2d.from_conv(module, num_terms, low_rank * target.groups, init=init, seed=seed)
         return SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
@@ -101,49 +107,23 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return Q @ (U * root[..., None, :]), (root[..., :, None] * Vt) @ P.mT
 
 
-def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
-    """Return which components are not zero to rounding.
-
-    The components are sorted, and the norm of each is the root of a singular value.
-    """
-    norms = left.square().sum(1)
-    return norms > norms[:, :1] * max(left.shape[1:]) * torch.finfo(left.dtype).eps
-
-
-def _layer(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear | SKConv2d:
-    return _conv(module, left, right, seed) if isinstance(module, nn.Conv2d) else _linear(module, left, right, seed)
-
-
-def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear:
-    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None) is not None
-    inner, out, R = right.shape[2], left.shape[1], -(-left.shape[2] // 2)
+def _layer(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> LowRankLinear | LowRankConv2d:
+    """Return a layer with the factors (groups, outer, rank) and (groups, rank, inner) in the place of ``module``."""
+    weight, rank = module.get_parameter("weight"), left.shape[2]
+    has_bias = getattr(module, "bias", None) is not None
     # On the meta device, because values would be drawn only to be replaced below.
-    layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device="meta", seed=seed)
-    # Columns that stay zero would never learn; split_factors gives them zero S and random signs in U.
-    nonzero = _nonzero(left)[0]
-    S1, U1, S2, U2 = split_factors(right[0, nonzero].mT, left[0][:, nonzero].mT, R, seed)
-    layer.S1, layer.S2 = nn.Parameter(S1.to(weight.dtype)), nn.Parameter(S2.to(weight.dtype))
-    if bias:
-        layer.bias = nn.Parameter(weight.new_zeros(out))
-    layer.set_fitted_({"U1": U1.to(weight.dtype), "U2": U2.to(weight.dtype)})
-    return layer
-
-
-def _conv(module: nn.Conv2d, left: Tensor, right: Tensor, seed: int) -> SKConv2d:
-    weight = module.weight
-    rows = left.shape[2]
-    layer = SKConv2d(
-        module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation,
-        module.groups, module.bias is not None, module.padding_mode, sketch_size=rows * module.groups // 2,
-        seed=seed, device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
-    nonzero = _nonzero(left)[..., None]
-    level = left.square().mean().sqrt()
-    # Rows of zeros in both factors would never learn, so the rows of U get random signs.
-    U = torch.where(nonzero, left.mT, level * layer.U.unflatten(0, (module.groups, -1)))
-    with torch.no_grad():
-        layer.S.copy_(torch.where(nonzero, right, 0).reshape(layer.S.shape))
-    layer.set_fitted_({"U": U.flatten(0, 1).to(weight.dtype)})
-    if is_channels_last(weight):
-        layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    options: Any = {"bias": has_bias, "device": "meta", "dtype": weight.dtype}
+    if isinstance(module, nn.Conv2d):
+        conv = LowRankConv2d(
+            module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding,
+            module.dilation, module.groups, padding_mode=module.padding_mode, rank=rank * module.groups, **options,
+        ).to_empty(device=weight.device)  # fmt: skip
+        conv.set_factors_(left, right, seed)
+        take_format_(conv, weight)
+        layer: LowRankLinear | LowRankConv2d = conv
+    else:
+        linear = LowRankLinear(right.shape[2], left.shape[1], rank, **options).to_empty(device=weight.device)
+        layer = linear.set_factors_(left[0], right[0], seed)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
     return layer

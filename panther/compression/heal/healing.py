@@ -39,7 +39,7 @@ from panther.distributed import get_world_size
 from panther.distributed.comm.agreement import agree, describe_settings, gather_objects, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
-from panther.nn.base import SketchedModule
+from panther.nn.base import CompressedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination.reductions import sum_over_ranks
 from panther.train.optimization.optimizer import learning_rate_factor
@@ -126,7 +126,7 @@ def _groups(distillation: Distillation, replacement: Replacement, config: HealCo
     factors = {
         parameter
         for layer in replacement.values()
-        if isinstance(layer, SketchedModule)
+        if isinstance(layer, CompressedModule) and layer.factor_names
         for parameter in layer.parameters()
         if parameter.dim() > 1
     }

@@ -26,7 +26,6 @@ _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
 # A measurement corrects a prediction by at most this factor, up or down, because a single batch may not reach a layer
 # at all, as in a mixture of experts.
 _LARGEST_SCALE = 8.0
-_SEED_BYTES = 32  # bytes of the sketch_seed of a new layer
 
 # Slower forms are used only if they divide the error, or the bytes, by this factor.
 _WORTH = 2.0
@@ -85,7 +84,7 @@ def byte_limit(
         if bits > 8 * dense / numbers:
             raise CompressionError(f"bits={bits} is above the {8 * dense / numbers:g} of the dense weights: give less")
     elif max_bytes is not None:
-        other = model_bytes(model) - dense + _SEED_BYTES * sum(len(target.modules) for target in options)
+        other = model_bytes(model) - dense
         limit, setting, feasible = int(max_bytes) - other, f"max_bytes={max_bytes:,}", f"max_bytes is {least + other:,}"
     else:
         return None

@@ -4,7 +4,8 @@ A column-wise layer shards its outputs, and a row-wise layer its inputs. A colum
 and shards S2, U1 and the bias along the outputs. A row-wise SKLinear shards S1 and U2 along the inputs, and replicates
 the remaining tensors. In both cases ranks exchange only :math:`h = x [S_1 | U_2]`, which has 2R numbers per row: a
 row-wise layer sums h in its forward, and a column-wise layer sums the gradient of h in its backward (M. Shoeybi et al.,
-2019, arXiv:1909.08053, use the same scheme with dense layers). If the sequence is sharded outside of the layer, h is
+2019, arXiv:1909.08053, use the same scheme with dense layers). A LowRankLinear is sharded alike, with
+:math:`h = x A`. If the sequence is sharded outside of the layer, h is
 gathered or scattered along it, and ranks sum the gradients of the factors that are applied to a part of the sequence
 only.
 
@@ -13,8 +14,10 @@ Parameters are DTensors, so that checkpoints and gradient norms see the full ten
 
 __all__ = [
     "ColwiseLinear",
+    "ColwiseLowRankLinear",
     "ColwiseSKLinear",
     "RowwiseLinear",
+    "RowwiseLowRankLinear",
     "RowwiseSKLinear",
     "ShardedLayer",
     "VocabularyEmbedding",
@@ -46,7 +49,7 @@ from panther.distributed.tensor._module import (
 from panther.distributed.tensor._shared_input import SharedInput
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 from panther.sketch import signs
 
 
@@ -215,6 +218,47 @@ class RowwiseSKLinear(ShardedSKLinear):
         return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
 
 
+class ColwiseLowRankLinear(ColwiseLayer, LowRankLinear):
+    """A low-rank layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {"up": Shard(1), "bias": Shard(0)}
+    action = "outputs sharded"
+    size_name = "out_features"
+    seen_in_parts = ("down",)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map the input to this rank's outputs."""
+        h, (up, bias) = self.first_product(input), self.locals("up", "bias")
+        return self.layouts.give_columns(unflattened(F.linear(flattened(h), up.mT, bias), h), self.out_features)
+
+    def can_share_with(self, other: Any) -> bool:
+        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
+        return super().can_share_with(other) and other.summed == self.summed and _placed_alike(self.down, other.down)
+
+    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Return the inner numbers of each layer, from one product and one collective."""
+        x, downs = self.layouts.take(input), [down for (down,) in local_shards(layers, "down")]
+        h = F.linear(flattened(x), (downs[0] if len(downs) == 1 else torch.cat(downs, 1)).mT)
+        h = self.layouts.gather_or_sum_in_backward(unflattened(h, x))
+        return [h] if len(layers) == 1 else list(h.split([layer.rank for layer in layers], -1))
+
+
+class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
+    """A low-rank layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {"down": Shard(0)}
+    action = "inputs sharded"
+    size_name = "in_features"
+    seen_in_parts = ("up", "bias")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map this rank's inputs to the output."""
+        x = self.layouts.take_columns(input, self.local_range)
+        partial = unflattened(F.linear(flattened(x), self.local("down").mT), x)
+        h, (up, bias) = self.layouts.scatter_or_sum(partial), self.locals("up", "bias")
+        return self.layouts.give(unflattened(F.linear(flattened(h), up.mT, bias), h), partial.shape)
+
+
 def _placed_alike(a: Tensor, b: Tensor) -> bool:
     placed = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else None for x in (a, b)]
     return placed[0] == placed[1] and a.dtype is b.dtype and len(a) == len(b) and a.device == b.device
@@ -223,7 +267,7 @@ def _placed_alike(a: Tensor, b: Tensor) -> bool:
 def shard_layer_(
     layer: nn.Module, mesh: DeviceMesh, kind: type[ShardedLayer], layouts: Layouts | None = None
 ) -> ShardedLayer:
-    """Shard a plain SKLinear, nn.Linear or nn.Embedding that is equal on all ranks, in place; nothing is sent."""
+    """Shard a plain layer that is equal on all ranks, in place; nothing is sent."""
     local_range = chunk_ranges(getattr(layer, kind.size_name), mesh.size())[mesh.get_local_rank()]
     if isinstance(layer, SKLinear) and layer.packed:
         layer.unpack_()  # packed signs cannot be sharded at every column

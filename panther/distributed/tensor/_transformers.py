@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from panther.distributed.tensor._elementwise import is_elementwise
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _FEED_FORWARD = ("mlp", "feed_forward")
@@ -164,4 +164,4 @@ def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
 
 def is_linear(module: Any) -> bool:
     """Return whether a module is exactly a linear layer; the forward of a subclass would be replaced by sharding."""
-    return type(module) in (nn.Linear, SKLinear)
+    return type(module) in (nn.Linear, SKLinear, LowRankLinear)

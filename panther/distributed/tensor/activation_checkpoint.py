@@ -18,9 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from panther._torch import checkpoint_wrapped_, functional_collectives
 from panther.distributed.tensor._attention import HeadwiseAttention
-from panther.distributed.tensor._linear import ColwiseLayer, RowwiseLinear, RowwiseSKLinear
+from panther.distributed.tensor._linear import (
+    ColwiseLayer,
+    RowwiseLinear,
+    RowwiseLowRankLinear,
+    RowwiseSKLinear,
+)
 from panther.errors import ConfigError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 CHECKPOINTED = ("selective", "full")
 """Kinds of activation checkpointing."""
@@ -33,8 +38,8 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
     """Return a policy for torch's selective activation checkpointing that saves the inner products of sketched layers.
 
     It is an argument of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. In a region that is
-    checkpointed with it, the 2R numbers per row of each SKLinear are saved, before and after their sum over ranks, and
-    everything else is computed again.
+    checkpointed with it, the 2R numbers per row of each SKLinear, and the r of each LowRankLinear, are saved, before
+    and after their sum over ranks, and everything else is computed again.
 
     Args:
         model: The model, which may be sharded until the policy is used; layers that are not sharded are supported too.
@@ -103,14 +108,16 @@ class _Shapes:
         with_bias_free_product: set[tuple[int, int]] = set()
         for layer in model.modules():
             here = getattr(layer, "local_range", range(0))
-            if isinstance(layer, SKLinear):
-                by_rows, rank = isinstance(layer, RowwiseSKLinear), layer.S1.shape[1]
+            if isinstance(layer, SKLinear | LowRankLinear):
+                by_rows = isinstance(layer, RowwiseSKLinear | RowwiseLowRankLinear)
                 rows = len(here) if by_rows else layer.in_features
                 shared = layer.shared_input if isinstance(layer, ColwiseLayer) else None
-                ranks = [rank] if shared is None else [other.S1.shape[1] for other in shared.layers]
-                shapes.inner[rows] = max(shapes.inner.get(rows, 0), 2 * sum(ranks))
+                width = sum(map(_inner_width, [layer] if shared is None else shared.layers))
+                shapes.inner[rows] = max(shapes.inner.get(rows, 0), width)
                 columns = layer.out_features if by_rows or not here else len(here)
-                shapes.outer |= {(rank, columns), (2 * rank, columns)}
+                shapes.outer |= {(_inner_width(layer), columns)}
+                if isinstance(layer, SKLinear):  # Products with U1 and S2 may be separate.
+                    shapes.outer |= {(layer.S1.shape[1], columns)}
             elif isinstance(layer, RowwiseLinear) and layer.layouts.output_dim is None:
                 shapes.summed.add((len(here), layer.out_features))
             elif isinstance(layer, nn.Linear) and layer.bias is None:
@@ -151,3 +158,9 @@ def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: st
         return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     checkpoint_wrapped_(model, set(blocks), options)
+
+
+def _inner_width(layer: Any) -> int:
+    """Return how many numbers per row an SKLinear or a LowRankLinear computes between its factors."""
+    width: int = layer.rank if isinstance(layer, LowRankLinear) else 2 * layer.S1.shape[1]
+    return width

@@ -23,7 +23,7 @@ from panther.distributed.tensor._elementwise import is_elementwise, reason_again
 from panther.distributed.tensor._transformers import Block, declared_blocks, is_linear, known_attention
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
-from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
+from panther.nn import LowRankConv2d, RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
 from panther.nn.base import CompressedModule
 
 # Names of layers of one module that take the same input and contribute to the same loss. Other layers with the same
@@ -45,7 +45,7 @@ _FEED_FORWARD = (
 )
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(SKConv1d, SKConv2d, SKConv3d),
+    *(SKConv1d, SKConv2d, SKConv3d, LowRankConv2d),
 )
 _NO_PARTNER = "no linear layer is known to follow or precede it with only elementwise functions between"
 

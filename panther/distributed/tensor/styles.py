@@ -20,15 +20,17 @@ from panther.distributed.tensor._attention import shard_heads_
 from panther.distributed.tensor._layouts import Layouts
 from panther.distributed.tensor._linear import (
     ColwiseLinear,
+    ColwiseLowRankLinear,
     ColwiseSKLinear,
     RowwiseLinear,
+    RowwiseLowRankLinear,
     RowwiseSKLinear,
     ShardedLayer,
     VocabularyEmbedding,
     shard_layer_,
 )
 from panther.errors import ShapeError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 _Kinds = Mapping[type[nn.Module], type[ShardedLayer]]
 """The sharded class of each class that a style can shard."""
@@ -56,11 +58,12 @@ class PantherStyle(ParallelStyle):
 
 
 class ColwiseSKParallel(PantherStyle):
-    """Shard the outputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, for torch's ``parallelize_module``.
+    """Shard the outputs of an SKLinear, a LowRankLinear or an nn.Linear, for torch's ``parallelize_module``.
 
     The layer then takes the full input on every rank and returns that rank's outputs, split as by :func:`torch.chunk`.
-    S1 and U2 are replicated, and S2, U1 and the bias are sharded. All of them are DTensors, except for the sketches of
-    a seeded layer, whose shards each rank draws. Weights and seed are taken from the mesh's first rank.
+    S1 and U2, or ``down``, are replicated, and S2, U1, ``up`` and the bias are sharded. All of them are DTensors,
+    except for the sketches of a seeded layer, whose shards each rank draws. Weights and seed are taken from the mesh's
+    first rank.
 
     Args:
         input_layouts: Placement of an input tensor: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension
@@ -89,7 +92,11 @@ class ColwiseSKParallel(PantherStyle):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[_Kinds] = {SKLinear: ColwiseSKLinear, nn.Linear: ColwiseLinear}
+    _kinds: ClassVar[_Kinds] = {
+        SKLinear: ColwiseSKLinear,
+        LowRankLinear: ColwiseLowRankLinear,
+        nn.Linear: ColwiseLinear,
+    }
     _features, _sequence = "output_layouts", "input_layouts"
 
     def __init__(
@@ -117,10 +124,11 @@ class ColwiseSKParallel(PantherStyle):
 
 
 class RowwiseSKParallel(ColwiseSKParallel):
-    """Shard the inputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, or an nn.Embedding's rows.
+    """Shard the inputs of an SKLinear, a LowRankLinear or an nn.Linear, or an nn.Embedding's rows.
 
     A linear layer then takes this rank's inputs, which a column-wise layer returns, and returns the full output on
-    every rank. S1 and U2 are sharded, and S2, U1 and the bias are replicated. An embedding looks up its own rows.
+    every rank. S1 and U2, or ``down``, are sharded, and S2, U1, ``up`` and the bias are replicated. An embedding looks
+    up its own rows.
 
     Args:
         input_layouts: ``Shard(-1)``, the default, or ``Replicate()``. An embedding takes replicated indices.
@@ -149,7 +157,12 @@ class RowwiseSKParallel(ColwiseSKParallel):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[_Kinds] = {SKLinear: RowwiseSKLinear, nn.Linear: RowwiseLinear, nn.Embedding: VocabularyEmbedding}
+    _kinds: ClassVar[_Kinds] = {
+        SKLinear: RowwiseSKLinear,
+        LowRankLinear: RowwiseLowRankLinear,
+        nn.Linear: RowwiseLinear,
+        nn.Embedding: VocabularyEmbedding,
+    }
     _features, _sequence = "input_layouts", "output_layouts"
 
 

@@ -90,7 +90,7 @@ class SketchedLayer(keras.layers.Layer):
             outputs: Number of outputs.
         """
         warn_unless_smaller(
-            type(self).__name__, self.dense_name, self.num_terms, self.low_rank,
+            type(self).__name__, self.dense_name, f"num_terms={self.num_terms} and low_rank={self.low_rank}",
             sum(math.prod(shape) for shape in (*factors.values(), *sketches.values())), fan_in, outputs,
         )  # fmt: skip
         self._factors, self._sketches = tuple(factors), tuple(sketches)

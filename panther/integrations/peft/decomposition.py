@@ -10,6 +10,7 @@ from torch import Tensor
 from panther.linalg import randomized_svd
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
+from panther.nn.low_rank import LowRankLinear
 
 # With four iterations, the norm of the remainder was at most 0.2 % above the optimum on weights with slowly falling
 # singular values; torch.svd_lowrank(niter=4) was up to 0.9 % above it in about the same time.
@@ -65,8 +66,8 @@ def _core(layer: Any) -> tuple[Tensor | None, Tensor]:
     """
     base = layer.get_base_layer()
     if isinstance(base, SKLinear):
-        left, right = torch.cat((base.U1.mT, base.S2.mT), 1), torch.cat((base.S1.mT, base.U2.mT))
-    elif isinstance(base, InterpolativeLinear):
+        right, left = (factor.mT for factor in base.joined_factors())
+    elif isinstance(base, LowRankLinear | InterpolativeLinear):
         left, right = base.factors()
     else:
         weight = _wide(base.weight)
@@ -84,8 +85,8 @@ def _subtract_adapter_(layer: Any, U: Tensor, B: Tensor, A: Tensor) -> None:
     rank does not grow.
     """
     base = layer.get_base_layer()
-    if isinstance(base, SKLinear):
-        for factor in (base.U1, base.S2):
+    if isinstance(base, SKLinear | LowRankLinear):
+        for factor in (base.up,) if isinstance(base, LowRankLinear) else (base.U1, base.S2):
             rows = _wide(factor)
             factor.copy_(rows - (rows @ U) @ U.mT)
     elif isinstance(base, InterpolativeLinear):

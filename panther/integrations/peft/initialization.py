@@ -28,7 +28,7 @@ from panther.compression.calibration.targets import Survey, Target
 from panther.compression.moments import check_calibration, gather_moments, split_passes
 from panther.errors import ConfigError, require_extra
 from panther.integrations.peft.decomposition import ITERATIONS, initialize_adapter_
-from panther.nn.interpolative import InterpolativeLinear
+from panther.nn.base import CompressedModule
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear
 from panther.sketch import check_seed
@@ -287,12 +287,15 @@ def _skip_reason(layer: Any, adapter_name: str, owners: Counter[int]) -> str | N
         return f"is a {type(base).__name__}, and this is for linear layers"
     if layer.lora_variant:
         return f"has a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
-    weight = None if isinstance(base, SKLinear | InterpolativeLinear) else base.weight
+    weight = None if isinstance(base, CompressedModule) else base.weight
     if weight is not None and (type(weight.detach()) is not Tensor or not weight.is_floating_point()):
         return "has a weight that is not a plain floating tensor (quantized by another library, or sharded)"
     if any(owners[id(parameter)] > 1 for name, parameter in base.named_parameters(recurse=False) if name != "bias"):
         return "shares its weight with another layer, whose function would change"
-    base_rank = 2 * base.S1.shape[1] if isinstance(base, SKLinear) else getattr(base, "low_rank", layer.in_features)
+    if isinstance(base, SKLinear):
+        base_rank = 2 * base.S1.shape[1]
+    else:
+        base_rank = getattr(base, "rank", getattr(base, "low_rank", layer.in_features))
     rank, largest_rank = layer.r[adapter_name], min(layer.in_features, layer.out_features, base_rank)
     if rank > largest_rank:
         return f"has an adapter of rank {rank}, and its weight has rank {largest_rank} at most"

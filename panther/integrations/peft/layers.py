@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ConfigError, require_extra
@@ -18,19 +17,20 @@ from panther.nn.base import CompressedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
+from panther.nn.low_rank import LowRankLinear
 from panther.nn.quantized import QuantizedLinear
 
 _Linear: Any = require_extra("peft.tuners.lora", "peft").Linear
 _utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
 
-_LINEAR = (SKLinear, InterpolativeLinear, QuantizedLinear)
+LINEAR_LAYERS = (SKLinear, LowRankLinear, InterpolativeLinear, QuantizedLinear)
 # Values of init_lora_weights that do not change the layer. PEFT's other values write to `weight.data`, which is a copy
 # for a compressed layer.
 _STARTS = (True, False, "gaussian", "orthogonal")
 
 
 class LoraCompressedLinear(_Linear):
-    """LoRA adapters on an SKLinear, an InterpolativeLinear or a QuantizedLinear.
+    """LoRA adapters on an SKLinear, a LowRankLinear, an InterpolativeLinear or a QuantizedLinear.
 
     PEFT makes this layer for every compressed layer that ``target_modules`` names, and users need not make it. It is
     PEFT's LoRA layer for nn.Linear (more than one adapter, batches that mix adapters, dropout, dtypes), except for
@@ -55,7 +55,7 @@ class LoraCompressedLinear(_Linear):
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: Any, r: int = 0, lora_alpha: float = 1, **kwargs: Any
     ) -> None:
-        if not isinstance(base_layer, _LINEAR):
+        if not isinstance(base_layer, LINEAR_LAYERS):
             raise ConfigError(
                 f"LoRA is for linear layers, and {kwargs.get('target_name') or 'the target'!r} is a "
                 f"{type(base_layer).__name__}: leave it out of target_modules, or call pr.to_linears_(model) first and "
@@ -138,15 +138,15 @@ class LoraCompressedLinear(_Linear):
 
 @torch.no_grad()
 def merged_layer(
-    layer: Any,  # an SKLinear, an InterpolativeLinear, an nn.Linear or a LinearPair
+    layer: Any,  # an SKLinear, a LowRankLinear, an InterpolativeLinear, an nn.Linear or a LinearPair
     left: Tensor,  # (out, r)
     right: Tensor,  # (r, in)
     bias: Tensor | None = None,  # (out,)
 ) -> nn.Module:
     """Return a new layer with ``left @ right`` added to the weight, and ``bias`` to the bias, exact up to rounding.
 
-    An SKLinear becomes a fitted one with additional factors; an InterpolativeLinear and a pair of nn.Linear get a
-    larger rank. If an nn.Linear is not larger than the result, an nn.Linear is returned.
+    An SKLinear becomes a LowRankLinear; a LowRankLinear, an InterpolativeLinear and a pair of nn.Linear get a larger
+    rank. If an nn.Linear is not larger than the result, an nn.Linear is returned.
 
     Raises:
         ConfigError: If the layer is quantized, or there is no bias to add to.
@@ -161,10 +161,9 @@ def merged_layer(
         raise ConfigError("the adapter has a bias and the layer has none to add it to: train with lora_bias=False")
     rank, inner, outer = len(right), layer.in_features, layer.out_features
     new: Any
-    R = layer.S1.shape[1] + (rank + 1) // 2 if isinstance(layer, SKLinear) else 0
     size: Any = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
-    if R and 2 * R * (inner + outer) < inner * outer:
-        new = _sketched(layer, left, right, R)
+    if isinstance(layer, SKLinear | LowRankLinear) and _merged_rank(layer, rank) * (inner + outer) < inner * outer:
+        new = _low_rank(layer, left, right)
     elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
         factors = [_wide(factor) for factor in layer.factors()]
         device, dtype = _device_and_dtype(layer)
@@ -193,29 +192,22 @@ def merged_layer(
     return new.requires_grad_(trained).train(layer.training)
 
 
-def _sketched(layer: SKLinear, left: Tensor, right: Tensor, R: int) -> SKLinear:
-    """Return a fitted SKLinear with the factors of the layer followed by the factors of the adapter."""
+def _merged_rank(layer: SKLinear | LowRankLinear, rank: int) -> int:
+    return rank + (layer.rank if isinstance(layer, LowRankLinear) else 2 * layer.S1.shape[1])
+
+
+def _low_rank(layer: SKLinear | LowRankLinear, left: Tensor, right: Tensor) -> LowRankLinear:
+    """Return a LowRankLinear with the factors of the layer followed by the factors of the adapter."""
     _device, dtype = _device_and_dtype(layer)
-    U1, U2 = layer._dense_sketches()
-    first = (len(right) + 1) // 2
-    odd = 2 * first - len(right)  # an odd rank leaves one column of the second half zero
-
-    def joined(factor: Tensor, added: Tensor, dim: int) -> nn.Parameter:
-        return nn.Parameter(torch.cat((factor, added.to(factor.dtype)), dim))
-
+    down, up = layer.joined_factors() if isinstance(layer, SKLinear) else (layer.down, layer.up)
     # On the meta device, because values would be drawn only to be replaced below.
-    new = SKLinear(
-        layer.in_features, layer.out_features, R, bias=layer.bias is not None, device="meta", dtype=dtype, seed=0
-    )
-    new.S1 = joined(layer.S1 * layer.scale, right[:first].mT, 1)
-    new.S2 = joined(layer.S2 * layer.scale, F.pad(left[:, first:].mT, (0, 0, 0, odd)), 0)
-    new.set_fitted_(
-        {
-            "U1": joined(U1, left[:, :first].mT, 0),
-            "U2": joined(U2, F.pad(right[first:].mT, (0, odd)), 1),
-        }
-    )
-    return new.fuse_() if layer.fused else new
+    new = LowRankLinear(
+        layer.in_features, layer.out_features, _merged_rank(layer, len(right)), layer.bias is not None, device="meta",
+        dtype=dtype,
+    )  # fmt: skip
+    new.down = nn.Parameter(torch.cat((down, right.mT.to(dtype)), 1))
+    new.up = nn.Parameter(torch.cat((up, left.mT.to(dtype))))
+    return new
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -228,5 +220,5 @@ def _device_and_dtype(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         return layer.record.device, layer.dtype
     like: Any = layer.weight
     if isinstance(layer, CompressedModule):
-        like = layer.skeleton if isinstance(layer, InterpolativeLinear) else layer.S1
+        like = next(layer.parameters())
     return like.device, like.dtype

@@ -13,10 +13,8 @@ from typing import Any
 from torch import nn
 
 from panther.errors import ConfigError, require_extra
-from panther.integrations.peft.layers import LoraCompressedLinear
+from panther.integrations.peft.layers import LINEAR_LAYERS, LoraCompressedLinear
 from panther.nn.base import CompressedModule
-from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear
 
 _peft: Any = require_extra("peft", "peft")
@@ -78,7 +76,7 @@ def _compressed_linears(model: Any, config: Any) -> set[str]:
     return {
         name
         for name, module in model.named_modules()
-        if isinstance(module, SKLinear | InterpolativeLinear | QuantizedLinear) and module not in heads | wrapped
+        if isinstance(module, LINEAR_LAYERS) and module not in heads | wrapped
     }
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from panther.errors import ShapeError
 from panther.nn.base import SketchedModule
 from panther.nn.conv.geometry import ConvGeometry
-from panther.nn.conv.product import convolve, dense_kernel, is_channels_last
+from panther.nn.conv.product import convolve, dense_kernel, take_format_
 from panther.nn.factors import check_init, fittable, lstsq_by_groups, svd_by_groups
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 
@@ -160,7 +160,7 @@ class _SKConv(ConvGeometry, SketchedModule):
             S = U @ (A / layer.scale) / rows  # the mean of U^T S over sketches is A / scale
         with torch.no_grad():
             layer.S.copy_(S.reshape(layer.S.shape))
-        _take_format_(layer, weight)
+        take_format_(layer, weight)
         return layer._with_bias_of(conv)
 
     def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
@@ -173,7 +173,7 @@ class _SKConv(ConvGeometry, SketchedModule):
             True
         """
         conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self._to_dense()
-        _take_format_(conv, self.S)
+        take_format_(conv, self.S)
         return conv
 
     def extra_repr(self) -> str:
@@ -301,10 +301,3 @@ _EXAMPLES = {
 for _layer, _example in _EXAMPLES.items():
     if _layer.__doc__ is not None:  # Python's option -OO removes docstrings.
         _layer.__doc__ += _DOCUMENTATION.format(nd=f"{_layer.dim}d", size=_SIZES[_layer], example=_example[1:])
-
-
-def _take_format_(module: nn.Module, kernel: Tensor) -> None:
-    """Put the module in channels_last if the kernel is."""
-    if is_channels_last(kernel):
-        last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
-        module.to(memory_format=last)  # type: ignore[call-overload]

@@ -1,12 +1,12 @@
 """Convolutions by two factors, in two steps or by the dense kernel that they stand for."""
 
-__all__ = ["convolve", "convolve_dense", "dense_kernel", "is_channels_last", "runs_dense"]
+__all__ = ["convolve", "convolve_dense", "dense_kernel", "is_channels_last", "runs_dense", "take_format_"]
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther.nn.conv.geometry import check_input, pad_input
 
@@ -36,6 +36,13 @@ def is_channels_last(kernel: Tensor) -> bool:
     if kernel.dim() < 4 or kernel.stride(1) != 1:
         return False
     return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
+
+
+def take_format_(module: nn.Module, kernel: Tensor) -> None:
+    """Put the module in channels_last if the kernel is."""
+    if is_channels_last(kernel):
+        last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
+        module.to(memory_format=last)  # type: ignore[call-overload]
 
 
 def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:

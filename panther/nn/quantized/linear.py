@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError, check_size
+from panther.errors import check_size
 from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
-from panther.nn.base import is_autocasting
+from panther.nn.base import check_linear_input
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 ACTIVATIONS = (None, "int8")
@@ -115,15 +115,8 @@ class QuantizedLinear(QuantizedMatrix):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        if not isinstance(input, Tensor):
-            raise TypeError(f"the input must be a tensor, not {type(input).__name__}: use torch.as_tensor")
+        check_linear_input(input, self.in_features, self.dtype)
         x, bias = autocast(input.device, input, self.bias)
-        dtype = x.dtype
-        if dtype is not self.dtype and not is_autocasting(x.device.type):
-            raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
-        if not (torch.jit.is_tracing() or x.is_nested) and x.shape[-1:] != (self.in_features,):
-            features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
-            raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
         # The packed copy is not for layers in training, because each change of scales would need a new copy.
         packed_codes = self._packed_codes if self.packed_copy and self.scale_logs is None else None
         return quantized_matmul(
