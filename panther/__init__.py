@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         sketch_layers_,
     )
     from .distributed import choose_parallelism_strategy, plan_parallelism
+    from .nn.fusion import fuse_
     from .nn.io import load_compressed, save_compressed
-    from .nn.linear import fuse_
     from .nn.linears import to_linears_
     from .tuning import TuneResult, tune
 
@@ -51,7 +51,7 @@ _FUNCTIONS_AND_CLASSES = {
     "choose_parallelism_strategy": "distributed",
     "compress": "compression",
     "from_pretrained": "integrations.pretrained",
-    "fuse_": "nn.linear",
+    "fuse_": "nn.fusion",
     "linearize_": "compression",
     "load_compressed": "nn.io",
     "plan_parallelism": "distributed",

@@ -146,7 +146,7 @@ def test_bad_input(state, error, match):
 def test_calls_of_panther_ml_in_the_words_of_the_guide():
     """The middle columns of the page for those who come from it, with the shapes and scales that it promises."""
     dense, conv = nn.Linear(96, 64), nn.Conv2d(16, 64, 3, groups=2)
-    assert pr.nn.SKLinear(96, 64, 1, 8, weight_init=dense.weight).is_fitted
+    assert pr.nn.LowRankLinear.from_linear(dense, 16).rank == 16
     assert not pr.nn.SKLinear.from_linear(dense, 1, 8, init="random").is_fitted
     layer = pr.nn.SKConv2d(64, 128, padding=1, num_terms=6, low_rank=8)
     assert layer.S1s.shape == (96, 64, 3, 3)

@@ -1,8 +1,8 @@
 """Compare SKConv2d to nn.Conv2d in the same memory format, and in the faster of the two: time, bytes and error.
 
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained. The
-error is that of SKConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| / ||A||. The
-last cases are those where the layer is no faster.
+error is the error of LowRankConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| /
+||A||. In the last cases the layer is no faster.
 """
 
 __all__ = ["run"]
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
 from panther.errors import PerformanceWarning
-from panther.nn import SKConv2d
+from panther.nn import LowRankConv2d, SKConv2d
 from panther.nn.conv.product import runs_dense
 
 
@@ -135,7 +135,7 @@ def _fitted_error(conv: nn.Conv2d, low_rank: int) -> float:
         P, sigma, Qt = torch.linalg.svd(unfolded, full_matrices=False)
         A = P / torch.arange(1, sigma.shape[-1] + 1, device=sigma.device) @ Qt
         conv.weight.copy_(A.reshape(conv.weight.shape))
-        fitted = SKConv2d.from_conv(conv, 1, low_rank)
+        fitted = LowRankConv2d.from_conv(conv, 2 * low_rank)
         return ((fitted.weight - conv.weight).norm() / conv.weight.norm()).item()
 
 

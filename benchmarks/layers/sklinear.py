@@ -7,7 +7,6 @@ optimum, both joined factors). The smallest width shows the overhead of a call, 
 
 __all__ = ["run"]
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +71,7 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
         "optimum": _joined(layer, exact_layer),
         "products": _separate(layer, exact_layer),
         "SKLinear": _module(layer, exact_layer),
-        "SKLinear, fused": _module(copy.deepcopy(layer).fuse_(), exact_layer),
+        "SKLinear, fused": _module(layer.to_low_rank(), exact_layer),
     }
 
 

@@ -7,7 +7,6 @@ __all__ = [
     "chained_matmul",
     "joined_matmul",
     "packed_matmul",
-    "product_of_joined",
 ]
 
 from typing import Any
@@ -48,23 +47,6 @@ def joined_matmul(
     inner = scaled_product(x, torch.cat((S1, U2), 1), scale)
     outer = torch.cat((U1, S2), 0)
     return (inner @ outer if bias is None else torch.addmm(bias, inner, outer)), inner
-
-
-def product_of_joined(
-    x: Tensor,  # (rows, in)
-    inner: Tensor,  # (in, 2R), [S1 | U2]
-    outer: Tensor,  # (2R, out), [U1; S2]
-    bias: Tensor | None = None,  # (out,)
-    scale: float = 1.0,
-) -> Tensor:  # (rows, out)
-    """Return ``scale x [S1 | U2] [U1; S2] + bias`` on any device: the least number of calls that the product takes."""
-    if x.dtype is torch.float16:
-        product, scale = scaled_product(x, inner, scale), 1.0
-    else:
-        product = torch.mm(x, inner)
-    if bias is None:
-        return torch.mm(product if scale == 1.0 else product * scale, outer)
-    return torch.addmm(bias, product, outer, alpha=scale)
 
 
 def packed_matmul(

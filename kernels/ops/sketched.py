@@ -26,7 +26,6 @@ def sketched_matmul(
     U2: Tensor,  # (in, R), or words
     bias: Tensor | None = None,  # (out,)
     scale: float = 1.0,
-    joined: tuple[Tensor, Tensor] | None = None,  # (in, 2R), (2R, out)
 ) -> Tensor:  # (rows, out)
     """Return ``scale (x S1 U1 + x U2 S2) + bias``.
 
@@ -42,8 +41,6 @@ def sketched_matmul(
         U2: Sketch on the input side.
         bias: Added to every row.
         scale: Multiplies both products.
-        joined: ``[S1 | U2]`` and ``[U1; S2]``, if the caller has them as arrays; they serve where no operand needs a
-            gradient.
 
     Returns:
         The output of shape ``(rows, out)``.
@@ -60,8 +57,6 @@ def sketched_matmul(
         >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5).shape
         torch.Size([2, 2])
     """
-    if joined is not None and _prefers_joined(x, S1, U1, S2, U2, bias):
-        return torch_orders.product_of_joined(x, *joined, bias, scale)
     packed = not (U1.is_floating_point() and U2.is_floating_point())
     # A compiled graph may run for any batch size, so it must not branch on one. On a GPU the operator chooses its
     # kernel at run time. On the CPU Inductor fuses the two writes of the chain's output.
@@ -83,21 +78,6 @@ def sketched_matmul(
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]
-
-
-def _prefers_joined(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> bool:
-    """Return whether no operand needs a gradient, and two library products on joined factors are the best order.
-
-    This order is the best unless a Triton kernel would be chosen, which splits few rows over all multiprocessors or
-    keeps the inner rows in registers, as library products cannot.
-    """
-    if not (x.is_cpu or torch.compiler.is_compiling()) and use_triton(_NAME, x.device):
-        path = choose_path(x.shape[0], len(S2), triton=x.dtype in _DTYPES)
-        if path not in ("chain", "joined"):
-            return False
-    if not torch.is_grad_enabled():
-        return True
-    return not any(tensor is not None and tensor.requires_grad for tensor in (x, S1, U1, S2, U2, bias))
 
 
 def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from panther._version import __version__
 from panther.distributed.comm.agreement import LAYER, differences
-from panther.distributed.sync.replicas import describe_tensors, unfuse_
+from panther.distributed.sync.replicas import describe_tensors
 from panther.distributed.sync.sketches import describe_layer, drawing_modules, sketch_ids, sketched_layers
 from panther.errors import (
     ConfigError,
@@ -65,7 +65,6 @@ def broadcast_model(model: nn.Module, root_rank: int = 0) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {type(model).__name__}: build it first")
     _init()
-    unfuse_(model)
     _check_same(model, root_rank)  # root_rank is compared too, so that every process raises the next error
     if not isinstance(root_rank, int) or not 0 <= root_rank < hvd.size():
         raise ConfigError(f"root_rank={root_rank!r} must be one of the {hvd.size()} ranks, from 0")

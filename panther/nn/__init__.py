@@ -3,8 +3,9 @@
 from . import functional
 from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
+from .fusion import fuse_
 from .interpolative import InterpolativeLinear
-from .linear import SKLinear, fuse_
+from .linear import SKLinear
 from .low_rank import LowRankConv2d, LowRankLinear
 from .quantized import QuantizedConv2d, QuantizedLinear
 

@@ -1,7 +1,8 @@
 """Base classes of compressed layers and of sketched layers: the seed, the two modes, saving and loading.
 
-In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer they
-are Parameters. ``sketch_seed`` in the state_dict stores the mode and the seed.
+In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer, which
+loaded a checkpoint with sketches of its own, they are Parameters. ``sketch_seed`` in the state_dict stores the mode and
+the seed.
 """
 
 __all__ = [
@@ -304,12 +305,6 @@ class SketchedModule(CompressedModule):
         """The level of U and S of a fitted layer at which U S has the scale of a seeded layer."""
         level: float = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
         return level
-
-    def freeze_sketches_(self) -> Self:
-        """Stop training the sketches of a fitted layer; sketches of a seeded layer are always fixed."""
-        for name in self.sketch_names:
-            getattr(self, name).requires_grad_(False)
-        return self
 
     def set_seeded_(self, seed: int) -> None:
         """Make the layer seeded, with the sketches of ``seed``."""

@@ -1,8 +1,8 @@
 r"""Factors of sketched layers fitted to a dense weight.
 
-There are two fits: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which also fits the sketches,
-and least squares for fixed sketches. The unbiased estimator is a product that the layers compute. All fits compute in
-float32 or float64.
+There are two fits: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367) for layers of low rank, and least
+squares for fixed sketches. The unbiased estimator is a product that the layers compute. All fits compute in float32 or
+float64.
 
 For SKLinear, A is the weight as (in, out), approximated by :math:`S_1 U_1 + U_2 S_2`. For a convolution
 (``.._by_groups``), A is the unfolded kernel of each group, (groups, out / groups, in / groups * kernel), approximated
@@ -17,9 +17,6 @@ __all__ = [
     "learnable_factors",
     "lstsq_by_groups",
     "lstsq_factors",
-    "split_factors",
-    "svd_by_groups",
-    "svd_factors",
 ]
 
 import torch
@@ -36,13 +33,18 @@ _RANDOMIZED_FROM = 256
 _RANK_FRACTION = 8
 _ITERATIONS = 10
 
-_INITS = ("svd", "lstsq", "random")
+_INITS = ("lstsq", "random")
 # Bound of an interpolation's coefficients. With a bound near 1, exchanges of rows are frequent and gain little.
 _LARGEST_COEFFICIENT = 2.0
 
 
 def check_init(init: str) -> None:
-    """Raise ValueError unless ``init`` names one of the three ways."""
+    """Raise ValueError unless ``init`` names one of the two ways to fit a sketched layer."""
+    if init == "svd":
+        raise ValueError(
+            'init="svd" makes no sketched layer: use LowRankLinear.from_linear or LowRankConv2d.from_conv, with twice '
+            "the rank R of a sketch"
+        )
     if init not in _INITS:
         raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
 
@@ -54,16 +56,6 @@ def fittable(weight: Tensor) -> Tensor:
     if not weight.isfinite().all():
         raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
-
-
-def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
-
-    Singular values are split evenly; directions whose singular value is zero to rounding are left out.
-    """
-    P, sigma, Qt = _leading_svd(A, 2 * R, seed)
-    root = sigma.sqrt()
-    return split_factors(P * root, root[:, None] * Qt, R, seed)
 
 
 def leading_factors(A: Tensor, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:  # (rows, rank), (rank, columns)
@@ -133,32 +125,6 @@ def interpolated_rows(
     return order, left[order[:rank]] @ right, coefficients
 
 
-def split_factors(
-    left: Tensor,  # (in, r)
-    right: Tensor,  # (r, out)
-    R: int,
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S1, U1, S2, U2 with ``S1 U1 + U2 S2 = left right``, for r at most 2 R.
-
-    Columns go alternately to (S1, U1) and (U2, S2). Unused columns get zero S, so they add nothing, and random signs
-    for U, so they can still learn.
-    """
-    r = left.shape[1]
-    level = right.square().mean().sqrt().item() if r else 1.0
-
-    rows, cols = left.shape[0], right.shape[1]
-    S1, S2 = left.new_zeros(rows, R), left.new_zeros(R, cols)
-    U1, U2 = left.new_empty(R, cols), left.new_empty(rows, R)
-    first, second = (r + 1) // 2, r // 2
-    S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
-    U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]
-    # Only the signs of unused columns are drawn. Usually there are none or one.
-    U1[first:] = level * signs(seed, 0, range(first, R), range(cols), dtype=left.dtype, device=left.device)
-    U2[:, second:] = level * signs(seed, 1, range(rows), range(second, R), dtype=left.dtype, device=left.device)
-    return S1, U1, S2, U2
-
-
 def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the S1 and S2 of least norm that minimise ||A - S1 U1 - U2 S2||_F.
 
@@ -175,29 +141,6 @@ def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
     S1 = (((AY - X2 @ shared) / d1) + X2 @ (shared * d1 / weight)) @ V1.mT
     S2 = V2t.mT @ ((XA - shared @ Y1t) / d2[:, None] + (shared * d2[:, None] / weight) @ Y1t)
     return S1, S2
-
-
-def svd_by_groups(
-    A: Tensor,  # (groups, out / groups, in / groups * kernel)
-    rows: int,
-    seed: int,
-) -> tuple[Tensor, Tensor]:  # (groups, rows, in / groups * kernel), (groups, rows, out / groups)
-    """Return S and U whose product is the truncated SVD of each group.
-
-    Singular values are split evenly. Unused rows, and those whose singular value is zero to rounding, get zero S, so
-    they add nothing, and random signs for U, so they can still learn.
-    """
-    groups, out, inner = A.shape
-    S = A.new_zeros(groups, rows, inner)
-    U = signs(seed, 0, range(groups * rows), range(out), dtype=A.dtype, device=A.device).unflatten(0, (groups, rows))
-    for group in range(groups):
-        left, sigma, right = _leading_svd(A[group], rows, seed)
-        root = sigma.sqrt()
-        S[group, : len(root)] = root[:, None] * right
-        if len(root):  # The signs have the mean magnitude of the rest.
-            U[group] *= (left * root).square().mean().sqrt()
-        U[group, : len(root)] = (left * root).mT
-    return S, U
 
 
 def lstsq_by_groups(

@@ -80,14 +80,13 @@ def sketched_product(
     U2: Tensor,
     bias: Tensor | None,
     scale: float,
-    joined: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # (*batch, out)
     """Return :func:`sketched_linear` of a strided input and factors that are known to fit together."""
     shape = x.shape
     if len(shape) == 2:  # A reshape would cost as much as a small product.
-        return sketched_matmul(x, S1, U1, S2, U2, bias, scale, joined)
+        return sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     rows = x.reshape(math.prod(shape[:-1]), shape[-1])
-    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale, joined).reshape(*shape[:-1], S2.shape[1])
+    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*shape[:-1], S2.shape[1])
 
 
 def sketched_conv(

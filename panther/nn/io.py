@@ -292,7 +292,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Mapping[str, Any]) -> None:
-    """Make aliases of the tensors of a shared module that a state_dict copies for each name, as of a fused layer."""
+    """Make aliases of the tensors of a shared module that have no address to compare, because they are empty."""
     for module_name, spec in specs.items():
         if "alias_of" in spec:
             for name in [name for name in tensors if name.startswith(f"{module_name}.")]:

@@ -1,20 +1,18 @@
 """SKLinear, a linear layer whose weight is a sum of sketched low-rank terms."""
 
-__all__ = ["SKLinear", "fuse_"]
+__all__ = ["SKLinear"]
 
 import math
-import warnings
-from collections import Counter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
-from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
+from panther.errors import check_flag, check_size
 from panther.kernels import pack_signs, unpack_signs
-from panther.nn._fused import FusibleModule
-from panther.nn.factors import check_init, fittable, lstsq_factors, svd_factors
+from panther.nn.base import SketchedModule
+from panther.nn.factors import check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
@@ -25,7 +23,7 @@ _BLOCK = 1 << 18  # signs that are drawn at a time for packing
 torch.fx.wrap("sketched_linear")  # A symbolic trace must not branch on the input's dtype.
 
 
-class SKLinear(FusibleModule):
+class SKLinear(SketchedModule):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is a sum of sketched low-rank terms.
 
     .. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
@@ -40,10 +38,10 @@ class SKLinear(FusibleModule):
     arguments may also be keywords, and all further arguments must be keywords. Without a size, the sketch is the
     largest that costs at most half of the dense layer.
 
-    A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* layer, from
-    :meth:`from_linear` with ``init="svd"`` or from ``weight_init``, has trained U1 and U2, which are saved like S1 and
-    S2; it is a rank-2R factorisation. Loading a checkpoint of the other mode changes the layer's mode; make the
-    optimizer after that.
+    A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. Compare :class:`LowRankLinear`, which has
+    the least error of its rank and trains all numbers of both factors. A checkpoint of panther-ml, or of a development
+    version of Panther, can have sketches of its own: loading it makes the layer *fitted*, with U1 and U2 as trained
+    parameters, which are saved like S1 and S2; make the optimizer after that.
 
     Args:
         in_features: Size of each input sample.
@@ -52,8 +50,6 @@ class SKLinear(FusibleModule):
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
-        weight_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. To keep
-            the sketches fixed instead, at a larger error, use :meth:`from_linear` with ``init="lstsq"``.
         bias: Whether to learn an additive bias.
         packed: Whether to hold the signs of U1 and U2 as one bit each; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
@@ -74,8 +70,7 @@ class SKLinear(FusibleModule):
         seed: Python int, None when fitted.
 
     Raises:
-        ShapeError: If a size is not positive, both size forms are mixed, or weight_init has a different shape.
-        ValueError: If ``packed`` is combined with ``weight_init``, whose sketches are not signs.
+        ShapeError: If a size is not positive, or both size forms are mixed.
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
@@ -111,7 +106,6 @@ class SKLinear(FusibleModule):
         num_terms: int | None = None,
         low_rank: int | None = None,
         sketch_size: int | None = None,
-        weight_init: Tensor | None = None,
         bias: bool = True,
         packed: bool = False,
         seed: int | None = None,
@@ -125,31 +119,18 @@ class SKLinear(FusibleModule):
         self.num_terms = size.get("num_terms", 1)
         self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features)
         check_flag("packed", packed)
-        if weight_init is not None:
-            _check_weight(weight_init, (self.out_features, self.in_features))
-            if packed:
-                raise ValueError(
-                    "packed=True holds signs as bits, and weight_init makes a fitted layer, whose sketches are trained "
-                    'numbers: leave one out, or use SKLinear.from_linear(linear, ..., init="lstsq").pack_()'
-                )
         self.packed = packed
         R = self.num_terms * self.low_rank
         factors = {"S1": (self.in_features, R), "S2": (R, self.out_features)}
         self._build(factors, self.out_features, bias=bias, seed=seed, device=device, dtype=dtype)
-        if weight_init is not None:
-            self._fit_svd_(weight_init)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        joined = self._joined
         if (
             type(input) is Tensor
-            and not torch.jit.is_tracing()
-            and (joined is not None or not torch.compiler.is_compiling())
+            and not (torch.jit.is_tracing() or torch.compiler.is_compiling())
             and (operands := self._plain_operands(input)) is not None
         ):
-            if joined is not None and joined.are_views(*operands[:4]):
-                return sketched_product(input, *operands, joined.scale, (joined.inner, joined.outer))
             return sketched_product(input, *operands, self.scale)
         S1, U1, U2 = self.S1, self.U1, self.U2
         # Code that moves only parameters and buffers, such as FSDP, does not move packed sketches.
@@ -235,7 +216,7 @@ class SKLinear(FusibleModule):
         num_terms: int | None = None,
         low_rank: int | None = None,
         sketch_size: int | None = None,
-        init: str = "svd",
+        init: str = "lstsq",
         seed: int | None = None,
     ) -> Self:
         r"""Return a sketched approximation of a dense layer, on its device and in its dtype.
@@ -246,48 +227,40 @@ class SKLinear(FusibleModule):
             num_terms: As in the constructor.
             low_rank: As in the constructor; R = L k.
             sketch_size: As in the constructor.
-            init: ``"svd"``, fitted: the best approximation of rank 2R, whose four factors are trained and saved.
-                ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
-                ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
+            init: ``"lstsq"``: the best S1 and S2 for the seed's sketches, of least norm.
+                ``"random"``: the unbiased estimator. Its error exceeds the weight itself while R is below
                 (in + out) / 4, so it is for studies, not for keeping a model.
-            seed: As in the constructor; with ``"svd"`` for the randomized SVD and for unused columns.
+                The best approximation of rank 2R, by SVD, is :meth:`LowRankLinear.from_linear`.
+            seed: As in the constructor.
 
         Raises:
             ValueError: If ``init`` is unknown, or the weight has no values, or NaN or infinite ones.
             TypeError: If ``linear`` is not an nn.Linear.
 
-        Cost: ``"svd"`` O(R in out), by :func:`~panther.linalg.randomized_svd`, if both sizes are 256 or more and 2R is
-        at most an eighth of both, else O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
+        Cost: ``"lstsq"`` O(R in out + R^2 (in + out)), ``"random"`` O(R in out).
 
         Example:
             >>> import torch
             >>> dense = torch.nn.Linear(64, 48)
-            >>> layer = SKLinear.from_linear(dense, num_terms=1, low_rank=4, init="lstsq")
-            >>> layer.is_fitted
-            False
+            >>> layer = SKLinear.from_linear(dense, num_terms=1, low_rank=20)
+            >>> bool((layer.weight - dense.weight).norm() < dense.weight.norm())
+            True
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
         check_init(init)
-        weight = linear.weight.detach()
+        A = fittable(linear.weight.detach()).mT
         layer = cls._in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
-        if init == "svd":
-            layer._fit_svd_(weight)
+        U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
+        if init == "lstsq":
+            S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
         else:
-            A = fittable(weight).mT
-            U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
-            if init == "lstsq":
-                S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
-            else:
-                root = math.sqrt(layer.low_rank)  # the mean over sketches of S1 U1 + U2 S2, times the scale, is A
-                S1, S2 = A @ U1.mT / root, U2.mT @ A / root
-            with torch.no_grad():
-                layer.S1.copy_(S1)
-                layer.S2.copy_(S2)
-        if linear.bias is not None:
-            with torch.no_grad():
-                layer.bias.copy_(linear.bias)  # type: ignore[union-attr]
-        return layer.train(linear.training)
+            root = math.sqrt(layer.low_rank)  # the mean over sketches of S1 U1 + U2 S2, times the scale, is A
+            S1, S2 = A @ U1.mT / root, U2.mT @ A / root
+        with torch.no_grad():
+            layer.S1.copy_(S1)
+            layer.S2.copy_(S2)
+        return layer._with_bias_of(linear)
 
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear with this layer's effective weight and bias, copied.
@@ -300,6 +273,30 @@ class SKLinear(FusibleModule):
         """
         linear: nn.Linear = self._to_dense()
         return linear
+
+    @torch.no_grad()
+    def to_low_rank(self) -> LowRankLinear:
+        r"""Return the :class:`LowRankLinear` of rank 2R with this layer's weight and bias, for inference.
+
+        Its factors are :math:`[S_1 \mid U_2]` and :math:`[U_1; S_2]`, scaled, so that a forward takes two products
+        instead of four. It has no seed: the sketches are numbers in its files, and would be trained.
+
+        Example:
+            >>> import torch
+            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
+            >>> torch.allclose(layer(x), layer.to_low_rank()(x), atol=1e-5)
+            True
+        """
+        U1, U2 = self._dense_sketches()
+        # x U2 could overflow in float16. A power of two keeps its signs exact.
+        power = 2.0 ** math.floor(math.log2(self.scale))
+        down = torch.cat((self.S1 * self.scale, U2 * power), 1)
+        up = torch.cat((U1, self.S2 * (self.scale / power)))
+        layer = LowRankLinear.from_factors(down, up, None if self.bias is None else self.bias.clone())
+        for new, old in ((layer.down, self.S1), (layer.up, self.S1), (layer.bias, self.bias)):
+            if new is not None and old is not None:
+                new.requires_grad_(old.requires_grad)
+        return layer.train(self.training)
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
@@ -336,7 +333,7 @@ class SKLinear(FusibleModule):
         if self.is_fitted:
             raise ValueError(
                 "pack_ holds signs as bits, and the sketches of this fitted layer are trained numbers: keep it as it "
-                'is, or use SKLinear.from_linear(linear, ..., init="lstsq"), whose sketches are signs'
+                "is, or use SKLinear.from_linear(linear, ...), whose sketches are signs"
             )
         return self._hold(packed=True)
 
@@ -373,82 +370,9 @@ class SKLinear(FusibleModule):
             words.append(pack_signs(entries if name == "U1" else entries.mT))
         return torch.cat(words)
 
-    def joined_factors(self) -> tuple[Tensor, Tensor]:  # (in, 2R), (2R, out)
-        """Return ``[S1 | U2]`` and ``[U1; S2]``, with the scale in the trained factors: their product is W."""
-        U1, U2 = self._dense_sketches()
-        return torch.cat((self.S1 * self.scale, U2), 1), torch.cat((U1, self.S2 * self.scale))
-
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
         """Return U1 (R, out) and U2 (in, R) as numbers."""
         if not self.packed:
             return self.U1, self.U2
         dtype = self.S1.dtype
         return unpack_signs(self.U1, self.out_features, dtype), unpack_signs(self.U2, self.in_features, dtype).mT
-
-    def _fit_svd_(self, weight: Tensor) -> None:
-        """Make the layer fitted with the truncated SVD of ``weight``. The current seed gives the unused columns."""
-        S1, U1, S2, U2 = svd_factors(
-            fittable(weight.detach().to(self.S1.device)).mT,
-            self.S1.shape[1],
-            self.seed,  # type: ignore[arg-type]
-        )
-        with torch.no_grad():
-            self.S1.copy_(S1)
-            self.S2.copy_(S2)
-        self.set_fitted_({"U1": U1.to(self.S1.dtype), "U2": U2.to(self.S1.dtype)})
-
-
-def fuse_(model: nn.Module) -> nn.Module:
-    """Call :meth:`SKLinear.fuse_ <panther.nn.SKLinear.fuse_>` on all layers of a model that can be fused.
-
-    A :class:`~panther.nn.LowRankLinear`, which :func:`panther.compress` makes, has two factors from the start, and does
-    not change.
-
-    Args:
-        model: A model with SKLinear layers, changed in place, or one such layer.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: If ``model`` is not a module.
-
-    Warns:
-        PerformanceWarning: If a layer is not fused, with its name and the reason, or there is no SKLinear.
-
-    Example:
-        >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU())
-        >>> pr.fuse_(model)[0].fused
-        True
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_ takes a model, not {type(model).__name__}")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SKLinear)}
-    owners = Counter(id(factor) for layer in layers.values() for factor in layer.parameters(recurse=False))
-    refused = {}
-    for name, layer in layers.items():
-        if reason := layer.why_not_fused():
-            refused[name] = reason
-        elif any(owners[id(factor)] > 1 for name, factor in layer.named_parameters(recurse=False) if name != "bias"):
-            refused[name] = "its factors are shared with another layer, and cannot be views of the arrays of both"
-    for name in layers.keys() - refused.keys():
-        layers[name].fuse_()
-    outcome = f"found no SKLinear in this {type(model).__name__}, so nothing was changed"
-    if refused:
-        name, reason = next(iter(refused.items()))
-        outcome = f"did not fuse {len(refused)} of {len(layers)} SKLinear layers, the first of them {name!r}: {reason}"
-    if refused or not (layers or any(isinstance(layer, LowRankLinear) for layer in model.modules())):
-        warnings.warn(f"fuse_ {outcome}", PerformanceWarning, stacklevel=2)
-    return model
-
-
-def _check_weight(weight: Any, shape: tuple[int, int]) -> None:
-    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
-        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"weight_init must be a floating tensor, not {kind}")
-    if weight.shape != shape:
-        raise ShapeError(
-            f"weight_init must have nn.Linear's shape (out_features, in_features) = {shape}, not "
-            f"{tuple(weight.shape)}: transpose it, or change the sizes"
-        )

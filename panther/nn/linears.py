@@ -1,6 +1,6 @@
 """Conversion of compressed layers to nn.Linear and convolutions, for tools that know only these."""
 
-__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "to_linears_"]
+__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "reason_to_skip", "to_linears_"]
 
 import math
 from collections.abc import Callable, Sequence
@@ -149,7 +149,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     for _, module in layers:  # If a conversion fails, no layer has been replaced.
         if module in new or module in reasons:
             continue
-        if reason := _reason_to_skip(module):
+        if reason := reason_to_skip(module):
             reasons[module] = reason
         else:
             new[module] = _plain_layers(module, shared)
@@ -177,7 +177,7 @@ def expanded(model: nn.Module) -> nn.Module:
     return container[0]
 
 
-def _reason_to_skip(module: CompressedModule) -> str | None:
+def reason_to_skip(module: CompressedModule) -> str | None:
     """Return why a layer cannot be replaced, with the remedy, or None if it can."""
     if not isinstance(module, _KNOWN):
         return f"a {type(module).__name__}, for which no plain layers are known"
@@ -217,12 +217,9 @@ def _linear_pair(module: SKLinear | LowRankLinear | QuantizedLinear | Interpolat
             outer, inner = (factor.clone() for factor in module.factors())
             trained = next(module.parameters()).requires_grad
         else:
-            U1, U2 = module._dense_sketches()
-            S1, S2, scale, power = module.S1, module.S2, module.scale, _root_power_of_two(module.scale)
-            # A power of two keeps the signs exact in bfloat16, unlike other common factors.
-            inner, outer = torch.cat((S1 * (scale / power), U2), 1).mT, torch.cat((U1 * power, S2 * scale)).mT
-            inner, outer = _balanced(inner, outer)
-            trained = S1.requires_grad
+            layer = module.to_low_rank()
+            inner, outer = _balanced(layer.down.mT, layer.up.mT)
+            trained = module.S1.requires_grad
     rank = len(inner)
     # The meta device avoids drawing weights, which takes time and advances the generator.
     first = nn.Linear(module.in_features, rank, bias=False, device="meta")

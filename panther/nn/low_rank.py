@@ -209,6 +209,28 @@ class LowRankLinear(_LowRank):
         return self
 
     @classmethod
+    def from_factors(
+        cls,
+        down: Tensor,  # (in, r)
+        up: Tensor,  # (r, out)
+        bias: Tensor | None = None,  # (out,)
+    ) -> Self:
+        """Return the layer with these factors and this bias, which are not copied.
+
+        Example:
+            >>> import torch
+            >>> layer = LowRankLinear.from_factors(torch.ones(64, 2), torch.ones(2, 48))
+            >>> layer
+            LowRankLinear(in_features=64, out_features=48, rank=2, bias=False)
+        """
+        # On the meta device, because values would be drawn only to be replaced.
+        layer = cls(len(down), up.shape[1], len(up), bias is not None, device="meta", dtype=down.dtype)
+        layer.down, layer.up = nn.Parameter(down), nn.Parameter(up)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias)
+        return layer
+
+    @classmethod
     def from_linear(cls, linear: nn.Linear, rank: int, *, seed: int = 0) -> Self:
         """Return the layer with the truncated SVD of a dense weight, on its device and in its dtype.
 

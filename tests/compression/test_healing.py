@@ -14,7 +14,7 @@ from panther.compression.calibration.targets import swap_modules
 from panther.compression.forms import default_forms
 from panther.compression.heal.distillation import lost_variance
 from panther.errors import CompressionError, ConfigError
-from panther.nn import InterpolativeLinear, QuantizedLinear, SKLinear
+from panther.nn import InterpolativeLinear, LowRankLinear, QuantizedLinear
 
 
 @pytest.mark.parametrize("match", ["hidden", "output"])
@@ -175,7 +175,7 @@ def test_layers_of_every_default_form_are_healed_together_and_saved(tmp_path):
             p.data.mul_(2)
     layers = [getattr(block, name) for block in model[:4] for name in ("up", "down")]
     widths = [form for form in default_forms() if form.startswith("int") and form != "interpolative"]
-    made = [SKLinear.from_linear(layers[0], 1, 4, seed=1), InterpolativeLinear.from_linear(layers[1], 4)]
+    made = [LowRankLinear.from_linear(layers[0], 8, seed=1), InterpolativeLinear.from_linear(layers[1], 4)]
     made += [
         QuantizedLinear.from_linear(layer, int(form[3:]), group_size=16)
         for layer, form in zip(layers[2:], widths, strict=True)

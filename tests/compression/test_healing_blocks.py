@@ -12,7 +12,7 @@ from panther.compression import HealConfig
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.heal.distillation import lost_variance
 from panther.compression.heal.healing import heal
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear
 
 
 def test_masked_positions_do_not_matter():
@@ -62,7 +62,7 @@ class Wrapped(nn.Module):
 
 
 def new_layers(model):
-    return {m: SKLinear.from_linear(m, 1, 3, seed=1) for m in model.modules() if isinstance(m, nn.Linear)}
+    return {m: LowRankLinear.from_linear(m, 6, seed=1) for m in model.modules() if isinstance(m, nn.Linear)}
 
 
 def names_of_blocks(model):
@@ -107,7 +107,7 @@ def test_transformer_encoder_of_torch():
     layers = [getattr(block, name) for block in model.layers for name in ("linear1", "linear2")]
     mask = torch.arange(6) < (torch.arange(8) % 5 + 2)[:, None]
     result = healed(
-        model, {dense: SKLinear.from_linear(dense, 1, 3) for dense in layers}, max_steps=20,
+        model, {dense: LowRankLinear.from_linear(dense, 6) for dense in layers}, max_steps=20,
         call=lambda model, x: model(x, src_key_padding_mask=~mask), mask=lambda x: mask,
     )  # fmt: skip
     assert result.loss_after < 0.8 * result.loss_before

@@ -9,7 +9,7 @@ from healing_models import WIDTH, compressed, data, distance, healed, same, stat
 from torch import nn
 
 from panther.compression.heal.distillation import lost_variance
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear
 
 
 def test_only_the_factors_are_trained_and_all_of_them():
@@ -54,7 +54,7 @@ def test_the_weights_of_a_recurrent_layer_are_trained():
     torch.manual_seed(0)
     model = Recurrent()
     before = state(model.gru)
-    result = healed(model, {model.head: SKLinear.from_linear(model.head, 1, 3)}, train="all")
+    result = healed(model, {model.head: LowRankLinear.from_linear(model.head, 6)}, train="all")
     assert result.loss_after < result.loss_before
     assert not any(torch.equal(value, before[name]) for name, value in state(model.gru).items())
     assert all(held is getattr(model.gru, n) for held, n in zip(model.gru._flat_weights, before, strict=True))
@@ -74,7 +74,7 @@ def test_a_layer_in_two_places_is_healed_in_both(shared):
     torch.manual_seed(0)
     dense = nn.Linear(WIDTH, WIDTH)
     other = dense
-    layer = SKLinear.from_linear(dense, 1, 3)
+    layer = LowRankLinear.from_linear(dense, 6)
     new = {dense: layer}
     if shared == "parameters":
         other = nn.Linear(WIDTH, WIDTH)

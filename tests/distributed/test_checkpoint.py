@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +27,7 @@ from panther.distributed import (
 )
 from panther.distributed.pipeline.schedules import make_schedule
 from panther.errors import CheckpointError, DistributedError, FormatError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 WIDTHS = [24, 36, 20, 28, 6]
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
@@ -37,7 +38,7 @@ def build(seed=0, fitted=False):
     layers = []
     for n, m in pairwise(WIDTHS):
         layer = SKLinear(n, m, 2)
-        layers += [SKLinear.from_linear(layer.to_linear(), 1, 2) if fitted else layer, nn.ReLU()]
+        layers += [with_stored_sketches(layer) if fitted else layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1]).double()
 
 
@@ -387,7 +388,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     other = nn.Sequential(SKLinear(24, 24, 3), *model[1:])
     assert "layer '0': args" in message(other)
     assert "restore_architecture" in message(other)
-    fitted = nn.Sequential(SKLinear.from_linear(model[0].to_linear(), 1, 2), *model[1:])
+    fitted = nn.Sequential(with_stored_sketches(SKLinear(24, 24, 2)), *model[1:])
     assert "mode is fitted and was seeded" in message(fitted)
     assert torch.equal(model[3].weight, before)
     checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()), step=2)
@@ -404,7 +405,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 def test_the_architecture_is_built_from_the_checkpoint(tmp_path):
     model, _, _ = small()
-    model[3] = SKLinear.from_linear(model[3], 1, 2)
+    model[3] = LowRankLinear.from_linear(model[3], 4)
     checkpoint.save(tmp_path, model, step=1)
     dense = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Dropout(0.3), nn.Linear(24, 4))
     checkpoint.restore_architecture(tmp_path, dense)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import waits
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,7 @@ from panther.nn import SKLinear
 
 def network(seed, fitted=False):
     torch.manual_seed(seed)
-    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
+    middle = with_stored_sketches(SKLinear(48, 48, 3)) if fitted else SKLinear(48, 48, 3)
     return nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 5)).double()
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import take_pipeline_steps, take_steps, weights_of
 from torch import nn
 
@@ -65,7 +66,7 @@ class Decoder(nn.Module):
 
 def network(device, fitted=False):
     torch.manual_seed(0)
-    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
+    middle = with_stored_sketches(SKLinear(48, 48, 3)) if fitted else SKLinear(48, 48, 3)
     model = nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 5))
     return model.to(device, torch.float64)
 

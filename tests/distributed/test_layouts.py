@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,7 +36,7 @@ def sketched(n, m):
 
 
 def fitted(n, m):
-    return SKLinear.from_linear(nn.Linear(n, m), 1, 3)
+    return with_stored_sketches(SKLinear(n, m, 3))
 
 
 def low_rank(n, m):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks, whole
 from torch import nn
 
@@ -11,7 +12,15 @@ import panther as pr
 from panther.distributed import HybridParallelTrainer, checkpoint, data_parallel, make_mesh, materialize_
 from panther.distributed import tensor_parallel as tensor_parallel_
 from panther.errors import CheckpointError, ConfigError, FormatError
-from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, RandMultiHeadAttention, SKConv2d, SKLinear
+from panther.nn import (
+    InterpolativeLinear,
+    LowRankConv2d,
+    LowRankLinear,
+    QuantizedConv2d,
+    QuantizedLinear,
+    RandMultiHeadAttention,
+    SKLinear,
+)
 from panther.train import TrainConfig, Trainer
 
 pytestmark = [
@@ -49,12 +58,12 @@ def empty():
 
 
 FORMS = {
-    "stem.0": lambda conv: SKConv2d.from_conv(conv, 1, 4),
+    "stem.0": lambda conv: LowRankConv2d.from_conv(conv, 8),
     "stem.2": lambda conv: QuantizedConv2d.from_conv(conv, 8, group_size=24),
-    "pairs.0.0": lambda linear: SKLinear.from_linear(linear, 1, 4),
-    "pairs.0.2": lambda linear: SKLinear.from_linear(linear, 2, 3),
-    "pairs.1.0": lambda linear: SKLinear.from_linear(linear, 1, 4, init="lstsq"),
-    "pairs.1.2": lambda linear: SKLinear.from_linear(linear, 1, 3, init="lstsq").pack_(),
+    "pairs.0.0": lambda linear: LowRankLinear.from_linear(linear, 8),
+    "pairs.0.2": lambda linear: with_stored_sketches(SKLinear.from_linear(linear, 2, 3)),
+    "pairs.1.0": lambda linear: SKLinear.from_linear(linear, 1, 4),
+    "pairs.1.2": lambda linear: SKLinear.from_linear(linear, 1, 3).pack_(),
     "pairs.2.0": lambda linear: QuantizedLinear.from_linear(linear, 4, group_size=8, low_rank=2),
     "pairs.2.2": lambda linear: InterpolativeLinear.from_linear(linear, 9),
     "other": lambda linear: QuantizedLinear.from_linear(linear, None, low_rank=3),
@@ -220,7 +229,7 @@ def test_stages_of_a_compressed_model(tmp_path):
 
 
 def test_what_a_sharded_model_lacks_is_said(tmp_path):
-    pr.save_compressed(nn.Sequential(SKLinear.from_linear(nn.Linear(24, 40), 1, 4)), tmp_path / "fitted")
+    pr.save_compressed(nn.Sequential(with_stored_sketches(SKLinear(24, 40, 4))), tmp_path / "fitted")
 
     def dense():
         return nn.Sequential(nn.Linear(24, 40))
@@ -249,7 +258,7 @@ def test_what_a_sharded_model_lacks_is_said(tmp_path):
 
 def test_layers_keep_the_dtype_and_the_form_of_the_model(tmp_path):
     layers = nn.Linear(24, 40), SKLinear(40, 24, 2)
-    pr.save_compressed(nn.Sequential(SKLinear.from_linear(layers[0], 1, 4), layers[1]).bfloat16(), tmp_path)
+    pr.save_compressed(nn.Sequential(LowRankLinear.from_linear(layers[0], 8), layers[1]).bfloat16(), tmp_path)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(24, 40), SKLinear(40, 24, 2, packed=True))
     kept = model[1]

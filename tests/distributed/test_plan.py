@@ -22,7 +22,7 @@ from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear, SKLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 BATCH = 16
@@ -43,13 +43,13 @@ def transformer():
 
 
 class Branches(nn.Module):
-    """No Sequential, with parameters outside of blocks, a fitted layer and BatchNorm."""
+    """No Sequential, with parameters outside of blocks, a low-rank layer and BatchNorm."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm = nn.Linear(64, 48), nn.BatchNorm1d(48)
-        self.blocks = nn.ModuleList([SKLinear(48, 48, 2), SKLinear.from_linear(nn.Linear(48, 48), 1, 2)])
+        self.blocks = nn.ModuleList([SKLinear(48, 48, 2), LowRankLinear(48, 48, 4)])
         self.last = nn.Linear(48, 64)
 
     def forward(self, x):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -182,11 +183,9 @@ def test_fitted_layers_are_loaded(before):
 
     def build(seed, fitted):
         torch.manual_seed(seed)
-        layers = [nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(12, 12)]
+        layers = [SKLinear(12, 20, 2), SKLinear(20, 12, 2), SKLinear(12, 12, 2)]
         if fitted:
-            layers = [SKLinear.from_linear(layer, 1, 2) for layer in layers]
-        else:
-            layers = [SKLinear(layer.in_features, layer.out_features, 2) for layer in layers]
+            layers = [with_stored_sketches(layer) for layer in layers]
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], layers[2]).double()
 
     def rank():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from covering import half_of
 from ranks import on_ranks, take_pipeline_steps, weights_of
 from torch import nn
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 def network(seed, fitted=False):
     torch.manual_seed(seed)
-    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
+    middle = with_stored_sketches(SKLinear(48, 48, 3)) if fitted else SKLinear(48, 48, 3)
     layers = [SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 48), nn.GELU(), SKLinear(48, 48, 2)]
     return nn.Sequential(*layers, nn.Sigmoid(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5)).double()
 

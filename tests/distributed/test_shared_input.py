@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from blocks import Attention, block
+from compressed_layers import with_stored_sketches
 from panther.kernels import sketched_inner, sketched_outer
 from ranks import gradients_of, on_ranks
 from torch import nn
@@ -25,7 +26,7 @@ def sketched(n, m):
 
 
 def fitted(n, m):
-    return SKLinear.from_linear(nn.Linear(n, m), 1, R)
+    return with_stored_sketches(SKLinear(n, m, R))
 
 
 def inputs(count=1, rows=7):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from covering import half_of
 from fake import fake_group
 from ranks import on_ranks, take_pipeline_steps, take_steps, weights_of
@@ -28,7 +29,7 @@ def network(seed, fitted=False, bias=True):
     torch.manual_seed(seed)
     middle = SKLinear(48, 64, R, bias=bias)
     if fitted:
-        middle = SKLinear.from_linear(nn.Linear(48, 64, bias), 1, R)
+        middle = with_stored_sketches(middle)
     layers = [SKLinear(40, 48, 2), nn.Tanh(), middle, nn.GELU(), SKLinear(64, 48, R), nn.Tanh(), nn.Linear(48, 5)]
     return nn.Sequential(*layers).double()
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from fake import fake_group
 from pool import RankError
 from ranks import on_ranks, take_pipeline_steps, take_steps
@@ -23,7 +24,7 @@ class Block(nn.Module):
     def __init__(self, width, fitted):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = SKLinear.from_linear(nn.Linear(width, 48), 1, 2) if fitted else SKLinear(width, 48, 2)
+        self.up = with_stored_sketches(SKLinear(width, 48, 2)) if fitted else SKLinear(width, 48, 2)
         self.down = SKLinear(48, width, 2)
         self.drop = nn.Dropout(0.0)
 

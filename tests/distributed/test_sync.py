@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.distributed
 
 
 def model(seed=None, fitted=False, **kwargs):
-    layer = SKLinear.from_linear(nn.Linear(64, 64), 1, 2) if fitted else SKLinear(64, 64, 2, seed=seed, **kwargs)
+    layer = with_stored_sketches(SKLinear(64, 64, 2)) if fitted else SKLinear(64, 64, 2, seed=seed, **kwargs)
     return nn.Sequential(nn.Linear(64, 64), layer, SKLinear(64, 64, num_terms=2, low_rank=1, seed=seed))
 
 
@@ -54,7 +55,7 @@ def test_fitted_sketches_are_sent_whole_and_factors_left_alone():
     def rank():
         torch.manual_seed(dist.get_rank())
         net = model(fitted=True)
-        net[1].freeze_sketches_()
+        net[1].U1.requires_grad_(False)
         S1, U1 = net[1].S1.detach().clone(), net[1].U1
         with CommunicationCounter() as traffic:
             sync_sketches(net)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -31,9 +32,7 @@ def pair(seed, fitted=False, dtype=torch.float64, sizes=(40, 50, 30), bias=True)
     torch.manual_seed(seed)
     layers = [SKLinear(n, m, 3, bias=bias) for n, m in pairwise(sizes)]
     if fitted:
-        layers = [
-            SKLinear.from_linear(nn.Linear(layer.in_features, layer.out_features, bias), 1, 3) for layer in layers
-        ]
+        layers = [with_stored_sketches(layer) for layer in layers]
     return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from compressed_layers import with_stored_sketches
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -92,8 +93,8 @@ def test_replicated_sketched_layers_take_fitted_ones():
     def build(seed, fitted):
         torch.manual_seed(seed)
         if fitted:
-            dense = nn.Conv1d(24, 24, 3), nn.Linear(24, 24)
-            return nn.Sequential(SKConv1d.from_conv(dense[0], 1, 2), SKLinear.from_linear(dense[1], 1, 2))
+            layers = SKConv1d(24, 24, 3, num_terms=1, low_rank=2), SKLinear(24, 24, 2)
+            return nn.Sequential(*map(with_stored_sketches, layers))
         return nn.Sequential(SKConv1d(24, 24, 3, num_terms=1, low_rank=2), SKLinear(24, 24, 2).pack_())
 
     x = torch.randn(2, 24, 26, generator=torch.Generator().manual_seed(0))

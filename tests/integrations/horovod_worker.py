@@ -19,10 +19,14 @@ STEPS, ROWS = 5, 8
 
 def network(seed=3, head=4):
     torch.manual_seed(seed)
+    stored = pr.nn.SKLinear(64, 64, 2)
+    stored.set_fitted_({name: 0.1 * torch.randn(shape) for name, shape in stored.sketch_shapes().items()})
+    for name in stored.sketch_names:
+        getattr(stored, name).requires_grad_(False)
     return nn.Sequential(
         pr.nn.SKLinear(32, 64, 2, seed=seed),
         nn.ReLU(),
-        pr.nn.SKLinear(64, 64, 2, weight_init=torch.randn(64, 64) / 8).freeze_sketches_(),
+        stored,
         pr.nn.SKLinear(64, 64, 2, seed=seed + 1, packed=True),
         nn.BatchNorm1d(64).eval(),
         nn.Linear(64, head),

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from tolerances import assert_close
 from torch import nn
 
@@ -60,7 +61,7 @@ def linears():
         "seeded": pr.nn.SKLinear(300, 130, 2, 5, seed=2**63 - 1),
         "without bias": pr.nn.SKLinear(40, 33, 3, bias=False, seed=2),
         "packed": pr.nn.SKLinear(64, 96, 8, packed=True, seed=3),
-        "fitted": pr.nn.SKLinear.from_linear(nn.Linear(257, 64), 3, 4),
+        "fitted": with_stored_sketches(pr.nn.SKLinear(257, 64, 3, 4)),
         "of one": pr.nn.SKLinear(30, 20, 1),
     }
 
@@ -97,8 +98,7 @@ def test_convolutions_go_to_skconv2d_and_back_exactly(data_format, groups, fitte
     for padding, stride, dilation in cases:
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         if fitted:
-            dense = nn.Conv2d(16, 24, (3, 2), **options)
-            conv = pr.nn.SKConv2d.from_conv(dense, num_terms=1, low_rank=groups)
+            conv = with_stored_sketches(pr.nn.SKConv2d(16, 24, (3, 2), num_terms=1, low_rank=groups, **options))
         else:
             conv = pr.nn.SKConv2d(16, 24, (3, 2), num_terms=2, low_rank=groups, seed=5, **options)
         layer = SKConv2D.from_torch(conv, data_format=data_format)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import waits
+from compressed_layers import with_stored_sketches
 from torch import nn
 
 import panther as pr
@@ -35,7 +36,9 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.seeded = pr.nn.SKLinear(32, 64, 2, seed=seed)
-        self.fitted = pr.nn.SKLinear(64, 64, 2, weight_init=torch.randn(64, 64) / 8).freeze_sketches_()
+        self.fitted = with_stored_sketches(pr.nn.SKLinear(64, 64, 2))
+        for name in self.fitted.sketch_names:
+            getattr(self.fitted, name).requires_grad_(False)
         self.packed = pr.nn.SKLinear(64, 64, 2, seed=seed + 1, packed=True)
         self.head = nn.Linear(64, 4)
         self.register_buffer("calls", torch.zeros(()))

@@ -30,8 +30,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 def compressed(kind, dtype=torch.float32, inner=40, outer=56):
     dense = nn.Linear(inner, outer, dtype=dtype)
     match kind:
-        case "fitted":
-            return SKLinear.from_linear(dense, low_rank=3)
         case "seeded":
             return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype)
         case "packed":
@@ -47,8 +45,8 @@ def compressed(kind, dtype=torch.float32, inner=40, outer=56):
     return dense
 
 
-KINDS = ("fitted", "seeded", "packed", "low rank", "columns", "int4", "int8 factors", "dense")
-MERGED = KINDS[:5]
+KINDS = ("low rank", "seeded", "packed", "columns", "int4", "int8 factors", "dense")
+MERGED = KINDS[:4]
 
 
 class Net(nn.Module):
@@ -95,7 +93,7 @@ def test_adapters_add_to_the_output_and_alone_are_trained(kind):
     torch.testing.assert_close(x.grad, expected[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["fitted", "int4"])
+@pytest.mark.parametrize("kind", ["low rank", "int4"])
 def test_several_adapters_one_at_a_time_together_mixed_and_none(kind):
     model = adapted(kind).eval()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"], init_lora_weights=False, use_rslora=True))
@@ -114,7 +112,7 @@ def test_several_adapters_one_at_a_time_together_mixed_and_none(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", ["fitted", "columns", "int4"])
+@pytest.mark.parametrize("kind", ["low rank", "columns", "int4"])
 def test_dtypes(kind, dtype):
     model = adapted(kind, dtype)
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {
@@ -161,7 +159,7 @@ def test_merging_is_exact_in_a_layer_of_a_larger_rank(kind, lora_bias):
 
 
 def test_a_layer_that_would_be_no_smaller_becomes_dense():
-    for kind, r in (("fitted", 16), ("columns", 17)):
+    for kind, r in (("low rank", 16), ("columns", 17)):
         model = adapted(kind, r=r).eval()
         x = torch.randn(3, 40)
         expected = model(x)
@@ -170,7 +168,7 @@ def test_a_layer_that_would_be_no_smaller_becomes_dense():
         torch.testing.assert_close(done(x), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["fitted", "columns", "int4", "int8 factors"])
+@pytest.mark.parametrize("kind", ["low rank", "columns", "int4", "int8 factors"])
 @pytest.mark.parametrize("r", [2, 40])
 def test_merging_into_plain_layers_that_took_the_place(kind, r):
     model = adapted(kind, r=r, lora_bias=True)
@@ -207,7 +205,7 @@ def test_compressing_below_adapters_is_refused():
 
 
 def test_merging_in_turns():
-    model = adapted("fitted").eval()
+    model = adapted("low rank").eval()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
     x = torch.randn(3, 40)
@@ -226,7 +224,7 @@ def test_merging_in_turns():
 
 def test_quantized_layers_are_not_merged_into_and_nothing_is_changed():
     torch.manual_seed(0)
-    net = Net("fitted")
+    net = Net("low rank")
     net.second = compressed("int4", inner=56, outer=24)
     config = peft.LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
     model = peft.get_peft_model(net, config).eval()
@@ -241,7 +239,7 @@ def test_quantized_layers_are_not_merged_into_and_nothing_is_changed():
 
 
 def test_a_broken_adapter_is_not_merged_safely():
-    model = adapted("fitted")
+    model = adapted("low rank")
     with torch.no_grad():
         model.base_model.model.first.lora_A["default"].weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite: adapter 'default'"):
@@ -260,7 +258,7 @@ def test_a_broken_adapter_is_not_merged_safely():
     ],
 )
 def test_what_compressed_layers_do_not_take(options, error, match):
-    net = Net("fitted")
+    net = Net("low rank")
     net.conv = SKConv2d(16, 16, 3, low_rank=2)
     with pytest.raises(error, match=match):
         peft.get_peft_model(net, peft.LoraConfig(**{"r": 2, "target_modules": ["first"]} | options))
@@ -381,10 +379,10 @@ def test_gradients_with_checkpointing_are_those_without(tmp_path):
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):
-    adapted("fitted").save_pretrained(tmp_path)
+    adapted("low rank").save_pretrained(tmp_path)
     torch.manual_seed(1)
-    net = Net("fitted")
-    net.first = compressed("fitted", inner=40, outer=72)
+    net = Net("low rank")
+    net.first = compressed("low rank", inner=40, outer=72)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft.PeftModel.from_pretrained(net, tmp_path)
     with pytest.raises(ValueError, match="not found"):
@@ -402,7 +400,7 @@ class Gpt(nn.Module):
     forward = Net.forward
 
 
-@pytest.mark.parametrize("kind", ["fitted", "low rank", "columns", "dense", "conv1d"])
+@pytest.mark.parametrize("kind", ["low rank", "columns", "dense", "conv1d"])
 @pytest.mark.parametrize("start", ["pissa", "instruction_previewed", "knowledge_preserved"])
 def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
     torch.manual_seed(0)
@@ -440,7 +438,7 @@ def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
         assert lost >= kept
         assert (
             torch.linalg.matrix_norm(adapter @ F)
-            <= 1.01 * sigma[{"fitted": 6, "low rank": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
+            <= 1.01 * sigma[{"low rank": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
         )
     else:
         assert lost <= 1.02 * kept + 1e-5
@@ -464,11 +462,11 @@ def test_a_start_is_the_same_for_the_same_seed_and_the_report_is_a_table():
 
 
 def test_layers_that_cannot_hold_what_is_left_keep_their_start():
-    net = nn.ModuleDict({kind: compressed(kind) for kind in ("dense", "int4", "seeded", "fitted")})
+    net = nn.ModuleDict({kind: compressed(kind) for kind in ("dense", "int4", "seeded", "low rank")})
     net["tied"], net["twin"] = nn.Linear(40, 56), nn.Linear(40, 56)
     net["twin"].weight = net["tied"].weight
     net["words"] = nn.Embedding(30, 40)
-    names = ["dense", "int4", "seeded", "fitted", "tied", "words"]
+    names = ["dense", "int4", "seeded", "low rank", "tied", "words"]
     model = peft.get_peft_model(net, peft.LoraConfig(r=7, target_modules=names))
     report = init_pissa_(model, seed=0)
     assert [layer.name for layer in report.layers] == ["dense"]
@@ -476,7 +474,7 @@ def test_layers_that_cannot_hold_what_is_left_keep_their_start():
     for name, reason in {
         "int4": "quantized",
         "seeded": "fixed signs",
-        "fitted": "rank 7, and its weight has rank 6",
+        "low rank": "rank 7, and its weight has rank 6",
         "tied": "shares its weight",
         "words": "Embedding",
     }.items():
@@ -517,7 +515,7 @@ def test_calibration_of_a_start():
 
 def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
     torch.manual_seed(0)
-    net, copy = Net("fitted"), Net("fitted")
+    net, copy = Net("low rank"), Net("low rank")
     copy.load_state_dict(net.state_dict())
     model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["first", "second"]))
     init_pissa_(model, seed=0)
@@ -530,7 +528,7 @@ def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
     resize_lora(tmp_path / "plain", tmp_path / "small", error=0)
     x = torch.randn(5, 40)
     for folder in ("plain", "small"):
-        copied = Net("fitted")
+        copied = Net("low rank")
         copied.load_state_dict(copy.state_dict())
         loaded = peft.PeftModel.from_pretrained(copied, tmp_path / folder)
         torch.testing.assert_close(loaded(x), model(x), **CLOSE)

@@ -11,11 +11,11 @@ def layers():
     torch.manual_seed(0)
     dense, conv = nn.Linear(64, 64), nn.Conv2d(16, 16, 3)
     return [
-        pr.nn.SKLinear.from_linear(dense, low_rank=8),
+        pr.nn.LowRankLinear.from_linear(dense, 16),
         pr.nn.SKLinear(64, 64, low_rank=4, seed=1),
         pr.nn.SKConv2d(16, 16, 3, low_rank=4, seed=1),
         pr.nn.QuantizedLinear.from_linear(dense, bits=8),
-        pr.nn.SKConv2d.from_conv(conv, low_rank=4),
+        pr.nn.LowRankConv2d.from_conv(conv, 8),
     ]
 
 

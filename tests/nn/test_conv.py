@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from covering import all_pairs
 from fuzzing import fuzz
 from hypothesis import given
@@ -58,7 +59,7 @@ def test_the_stacked_formula_holds(groups, fitted):
     L, K = 2, 4
     layer = SKConv2d(16, 32, 3, groups=groups, num_terms=L, low_rank=K, dtype=torch.float64)
     if fitted:
-        layer = SKConv2d.from_conv(layer.to_conv(), L, K)
+        layer = with_stored_sketches(layer)
     assert layer.S1s.shape == (2 * L * K, 16 // groups, 3, 3)
     assert layer.U1s.shape == (2 * L, K, 32)
     x = torch.randn(3, 16, 7, 6, dtype=torch.float64)
@@ -129,7 +130,7 @@ def test_output_and_gradients_against_the_dense_layer(config):
     dim, batch, fitted = (config.pop(name) for name in ("dim", "batch", "fitted"))
     layer = LAYERS[dim](**config, dtype=torch.float64)
     if fitted:
-        layer = LAYERS[dim].from_conv(layer.to_conv(), layer.num_terms, layer.low_rank)
+        layer = with_stored_sketches(layer)
     dense = layer.to_conv()
     assert repr(dense).startswith(f"Conv{dim}d(")
     size = (13, 11, 12)[:dim] if dim < 3 else (5, 6, 7)
@@ -245,7 +246,7 @@ def test_fresh_output_has_the_dense_layers_spread(kind, groups, fitted):
     ratios = []
     ours = layer(*shape, num_terms=terms, low_rank=rank, groups=groups)
     if fitted:
-        ours = layer.from_conv(ours.to_conv(), terms, rank)
+        ours = with_stored_sketches(ours)
     for _ in range(30):
         theirs = ours.dense_class(*shape, groups=groups)
         if not fitted:

@@ -45,7 +45,7 @@ def test_export_serves_other_sizes_and_holds_no_operator_of_panther(name):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fitted", "packed", "int3+low_rank"])
+@pytest.mark.parametrize("name", ["low rank", "packed", "int3+low_rank"])
 def test_an_exported_program_is_saved_and_loaded(name):
     layer, x, dynamic, inputs = case(name)
     file = io.BytesIO()
@@ -57,7 +57,7 @@ def test_an_exported_program_is_saved_and_loaded(name):
 def test_a_strict_export_and_half_precision():
     layer, x, _, inputs = case("packed")
     compare(torch.export.export(layer, (x,), strict=True).module(), layer, inputs[:1])
-    half = SKLinear.from_linear(nn.Linear(70, 50), num_terms=1, low_rank=5, init="lstsq").half()
+    half = SKLinear.from_linear(nn.Linear(70, 50), num_terms=1, low_rank=5).half()
     x = 300 * torch.rand(4, 70).half()
     program = torch.export.export(half, (x,)).module()
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_an_onnx_file_holds_bits_and_codes_as_they_are(form, tmp_path):
         dense, x = nn.Conv2d(128, 256, 3, padding=1), torch.randn(2, 128, 6, 5)
         layer = QuantizedConv2d.from_conv(dense, 4, group_size=96)
     elif form == "packed":
-        layer = SKLinear.from_linear(dense, num_terms=1, low_rank=8, init="lstsq").pack_()
+        layer = SKLinear.from_linear(dense, num_terms=1, low_rank=8).pack_()
     else:
         layer = QuantizedLinear.from_linear(dense, int(form[3:]), group_size=96)
     run = onnx_session(layer.eval(), x, {0: torch.export.Dim("batch")}, tmp_path / "layer.onnx")
@@ -129,7 +129,7 @@ def test_an_onnx_file_holds_bits_and_codes_as_they_are(form, tmp_path):
 @pytest.mark.extra
 def test_linears_give_two_products(tmp_path):
     onnx = pytest.importorskip("onnx")
-    layer, x, dynamic, inputs = case("fitted")
+    layer, x, dynamic, inputs = case("low rank")
     model = nn.Sequential(layer)
     pr.to_linears_(model)
     compare(onnx_session(model, x, dynamic, tmp_path / "layer.onnx"), layer, inputs)

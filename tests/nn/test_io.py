@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch import nn
@@ -29,7 +30,7 @@ def dense():
 def sketched():
     model = dense()
     model[0] = pr.nn.SKLinear(64, 48, 2, 2)
-    model[3][0] = pr.nn.SKLinear.from_linear(nn.Linear(64, 40), 1, 4)
+    model[3][0] = with_stored_sketches(pr.nn.SKLinear(64, 40, 4))
     model(X)
     return model.eval()
 
@@ -146,7 +147,7 @@ def test_fitted_layers_of_version_2_become_low_rank_layers(tmp_path, fits):
         layers = {name: kind(nn.Linear(24, 16)) for name in ("first", "second")}
         return nn.ModuleDict(layers | {"again": layers["first"]})
 
-    model = make(lambda linear: pr.nn.SKLinear.from_linear(linear, 2, 2))
+    model = make(lambda linear: with_stored_sketches(pr.nn.SKLinear(24, 16, 2, 2)))
     for name in ("S1", "S2", "U1", "U2"):
         setattr(model["second"], name, getattr(model["first"], name))
     pr.save_compressed(model, tmp_path)
@@ -157,7 +158,7 @@ def test_fitted_layers_of_version_2_become_low_rank_layers(tmp_path, fits):
             manifest["modules"]["first"]["args"]["low_rank"] = 3
 
     edit(tmp_path, spoil)
-    for target in (make(lambda linear: linear), make(lambda linear: pr.nn.SKLinear.from_linear(linear, 2, 2))):
+    for target in (make(lambda linear: linear), make(lambda linear: pr.nn.SKLinear(24, 16, 2, 2))):
         if not fits:
             with pytest.raises(FormatError, match="'first' cannot be built"):
                 pr.load_compressed(tmp_path, target)
@@ -565,7 +566,7 @@ def test_what_was_frozen_stays_frozen(folder):
     assert not any(p.requires_grad for p in pr.load_compressed(folder, model).parameters())
     model = sketched()
     model[0].S2.requires_grad_(False)
-    model[3][0].freeze_sketches_()
+    model[3][0].U1.requires_grad_(False)
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     restored = pr.load_compressed(folder, model)
     assert {name: p.requires_grad for name, p in restored.named_parameters()} == flags

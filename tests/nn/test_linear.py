@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from torch import nn
 
 from panther.errors import DTypeError, PerformanceWarning, ShapeError
 from panther.nn import SKLinear
-from panther.nn.factors import split_factors
 from panther.sketch import SignSketch, signs
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -36,8 +36,8 @@ def test_both_call_forms(args, kwargs, expected):
     layer = SKLinear(*args, **kwargs)
     assert (layer.num_terms, layer.low_rank) == expected
     sizes = {name: kwargs[name] for name in ("num_terms", "low_rank", "sketch_size") if name in kwargs}
-    fitted = SKLinear.from_linear(nn.Linear(256, 128), *args[2:], **sizes)
-    assert (fitted.num_terms, fitted.low_rank) == expected
+    converted = SKLinear.from_linear(nn.Linear(256, 128), *args[2:], **sizes)
+    assert (converted.num_terms, converted.low_rank) == expected
     assert (layer.in_features, layer.out_features) == (256, 128)
 
 
@@ -45,7 +45,6 @@ def test_both_call_forms(args, kwargs, expected):
     ("args", "kwargs", "error", "match"),
     [
         ((64, 64, 2, 1, False), {}, TypeError, "3 positional sketch sizes are given, and there are at most two"),
-        ((64, 64, 2), {"weight_init": False}, TypeError, "weight_init must be a floating tensor, not bool"),
         ((64, 64, 2), {"device": torch.ones(2)}, TypeError, "device must be a torch.device or its name, not Tensor"),
         ((64, 64, 2), {"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, not str"),
         ((8, 8), {"num_terms": 2}, ShapeError, "num_terms=2: give either sketch_size.* or both num_terms and low_rank"),
@@ -61,7 +60,6 @@ def test_both_call_forms(args, kwargs, expected):
         ((8, 8, True), {}, TypeError, "sketch_size must be an integer, not bool"),
         ((64, 64, 2), {"dtype": torch.int32}, DTypeError, "dtype=torch.int32 must be a floating dtype"),
         ((64, 64, 2), {"seed": -3}, ValueError, r"seed=-3 must be in \[0, 2\^63\)"),
-        ((64, 32, 2), {"weight_init": torch.ones(64, 32)}, ShapeError, r"= \(32, 64\), not \(64, 32\)"),
     ],
 )
 def test_bad_construction(args, kwargs, error, match):
@@ -102,7 +100,7 @@ def test_storage_and_stacked_views():
 def test_the_stacked_formula_holds(fitted):
     layer = SKLinear(30, 20, num_terms=2, low_rank=1, dtype=torch.float64)
     if fitted:
-        layer = SKLinear.from_linear(layer.to_linear(), 2, 1)
+        layer = with_stored_sketches(layer)
     terms = zip(layer.S1s, layer.U1s, layer.U2s, layer.S2s, strict=True)
     W = sum(S1 @ U1 + U2 @ S2 for S1, U1, U2, S2 in terms) / (2 * layer.num_terms)
     assert_close(layer.weight, W.T)
@@ -141,9 +139,9 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
 @pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 def test_forward_and_gradients_against_the_dense_weight(n_in, n_out, terms, rank, batch, dtype, bias, fitted):
     torch.manual_seed(0)
-    layer = SKLinear(
-        n_in, n_out, terms, rank, weight_init=torch.randn(n_out, n_in) if fitted else None, bias=bias, dtype=dtype
-    )
+    layer = SKLinear(n_in, n_out, terms, rank, bias=bias, dtype=dtype)
+    if fitted:
+        with_stored_sketches(layer)
     x = torch.randn(*batch, n_in).to(dtype).requires_grad_()
     exact = nn.functional.linear(
         x.detach().double(),
@@ -206,23 +204,16 @@ def test_to_linear_copies():
     assert SKLinear(64, 48, 4, bias=False).to_linear().bias is None
 
 
-def test_signs_are_drawn_once_and_only_those_that_stay(monkeypatch):
+def test_signs_are_drawn_once(monkeypatch):
     drawn = []
 
     def counted(seed, stream, rows, cols, **options):
         drawn.append(len(rows) * len(cols))
         return signs(seed, stream, rows, cols, **options)
 
-    for place in ("base", "factors"):
-        monkeypatch.setattr(f"panther.nn.{place}.signs", counted)
+    monkeypatch.setattr("panther.nn.base.signs", counted)
     SKLinear(64, 48, 4)
     assert drawn == [4 * 48, 64 * 4]
-    drawn.clear()
-    weight = torch.randn(48, 64)
-    _, _, S2, U2 = split_factors(weight.mT[:, :7], torch.randn(7, 48), 4, 0)  # one column of U2 is unused
-    assert sum(drawn) == 64
-    assert torch.equal(U2[:, 3].sign(), signs(0, 1, range(64), range(3, 4))[:, 0])
-    assert not S2[3].any()
 
 
 def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
@@ -239,4 +230,4 @@ def test_extra_repr():
     assert repr(SKLinear(64, 48, 2, 3, seed=5)) == (
         "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5)"
     )
-    assert "fitted" in repr(SKLinear(64, 48, 2, 3, weight_init=torch.zeros(48, 64)))
+    assert "fitted" in repr(with_stored_sketches(SKLinear(64, 48, 2, 3)))

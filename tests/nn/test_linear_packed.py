@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from covering import all_pairs
 from panther.kernels import pack_signs
 from tolerances import KERNEL_RMS, assert_close, rms_error
@@ -138,13 +139,10 @@ def test_a_changed_seed_is_adopted_in_bits():
 
 
 def test_fitted_layers_are_never_packed():
-    dense = nn.Linear(40, 70)
-    fitted = SKLinear.from_linear(dense, 1, 4)
-    with pytest.raises(ValueError, match=r"sketches of this fitted layer are trained numbers.*init=\"lstsq\""):
+    fitted = with_stored_sketches(layer_of(40, 70, 4))
+    with pytest.raises(ValueError, match=r"sketches of this fitted layer are trained numbers.*SKLinear.from_linear"):
         fitted.pack_()
     assert not fitted.packed
-    with pytest.raises(ValueError, match="packed=True holds signs as bits, and weight_init makes a fitted layer"):
-        SKLinear(40, 70, 1, 4, weight_init=dense.weight, packed=True)
     layer = layer_of(40, 70, 4, packed=True)
     layer.load_state_dict(fitted.state_dict())
     assert layer.is_fitted
@@ -181,7 +179,7 @@ def test_casts_and_moves_leave_bits_alone():
         left_behind._parameters[name] = nn.Parameter(parameter.to("meta"))
     assert left_behind(torch.randn(2, 40, device="meta")).shape == (2, 70)
     assert left_behind.U1.is_meta
-    fitted = SKLinear.from_linear(nn.Linear(40, 70), 1, 5)
+    fitted = with_stored_sketches(layer_of(40, 70, 5))
     layer.float().load_state_dict(fitted.state_dict())
     assert isinstance(layer.U1, nn.Parameter)
     layer.load_state_dict(layer_of(40, 70, 5).state_dict())

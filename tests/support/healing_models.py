@@ -22,7 +22,7 @@ from panther.compression import HealConfig
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import swap_modules
 from panther.compression.heal.healing import heal
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear
 
 WIDTH = 24
 
@@ -47,7 +47,7 @@ def compressed(dtype=torch.float32, rank=4):
             p.data.mul_(2)  # so that blocks do something
     model.to(dtype)
     layers = [getattr(block, name) for block in model[:2] for name in ("up", "down")]
-    return model, {dense: SKLinear.from_linear(dense, 1, rank, seed=1) for dense in layers}
+    return model, {dense: LowRankLinear.from_linear(dense, 2 * rank, seed=1) for dense in layers}
 
 
 def data(count=12, dtype=torch.float32, seed=1):

@@ -3,9 +3,9 @@ Compress a vision model
 =======================
 
 This example trains a small convolutional network on digits and makes it smaller in three ways: by
-:func:`panther.compress` within budgets of bits, by sketched convolutions made from the trained ones
-(:meth:`SKConv2d.from_conv <panther.nn.SKConv2d.from_conv>`) with three more epochs, and by sketched convolutions
-trained from scratch.
+:func:`panther.compress` within budgets of bits, by low-rank convolutions made from the trained ones
+(:meth:`LowRankConv2d.from_conv <panther.nn.LowRankConv2d.from_conv>`) with three more epochs, and by sketched
+convolutions trained from scratch.
 """
 
 import copy
@@ -81,24 +81,24 @@ for budget in bits:
 print(report)
 
 # %%
-# Sketched convolutions from trained ones
+# Low-rank convolutions from trained ones
 # ---------------------------------------
 #
-# Nearly all parameters are in the second and third convolution. ``init="svd"`` makes the nearest layer of a given rank.
+# Nearly all parameters are in the second and third convolution. ``from_conv`` makes the nearest layer of a given rank.
 # The approximation is coarse, so it is trained for three more epochs.
 
 
-def sketched(rank):
+def low_rank(rank):
     model = copy.deepcopy(dense)
     for i in (2, 5):
-        model[i] = pr.nn.SKConv2d.from_conv(dense[i], num_terms=1, low_rank=rank, init="svd", seed=0)
+        model[i] = pr.nn.LowRankConv2d.from_conv(dense[i], 2 * rank)
     return model
 
 
 ranks = (4, 8) if QUICK else (2, 4, 8, 16)
 at_once, trained, scratch = [], [], []
 for rank in ranks:
-    model = sketched(rank)
+    model = low_rank(rank)
     size = 4e-3 * sum(p.numel() for p in model.parameters())
     at_once.append((size, accuracy(model)))
     trained.append((size, accuracy(train(model, 1 if QUICK else 3, 5e-4))))
@@ -118,8 +118,8 @@ for rank in ranks:
 figure, axes = plt.subplots()
 for name, points in (
     ("pr.compress, no training", compressed),
-    ("SKConv2d.from_conv, no training", at_once),
-    ("SKConv2d.from_conv, 3 epochs", trained),
+    ("LowRankConv2d.from_conv, no training", at_once),
+    ("LowRankConv2d.from_conv, 3 epochs", trained),
     ("SKConv2d from scratch", scratch),
 ):
     axes.plot(*zip(*points, strict=True), marker="o", label=name)
@@ -137,12 +137,14 @@ plt.show()
 # When it does not pay
 # --------------------
 #
-# The first convolution has one input channel. Its kernel is a matrix of 32 x 9, and a sketched layer would be larger,
+# The first convolution has one input channel. Its kernel is a matrix of 32 x 9, and a low-rank layer would be larger,
 # which the layer reports. Depthwise convolutions are a similar case. :doc:`/concepts/skconv` has measured times.
 
 import warnings  # noqa: E402
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    first = pr.nn.SKConv2d.from_conv(dense[0], low_rank=4)
-print(caught[0].category.__name__, first.S.numel() + first.U.numel(), "numbers in place of", dense[0].weight.numel())
+    first = pr.nn.LowRankConv2d.from_conv(dense[0], 8)
+print(
+    caught[0].category.__name__, first.down.numel() + first.up.numel(), "numbers in place of", dense[0].weight.numel()
+)

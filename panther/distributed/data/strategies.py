@@ -32,7 +32,7 @@ from panther.distributed.data.gradient_compression import check_hook, register_h
 from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.view_outputs import own_outputs_
 from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
-from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_
+from panther.distributed.sync.replicas import built, check_same_model, send_model
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 from panther.nn.quantized.state import QuantizedState
@@ -139,7 +139,6 @@ def data_parallel(
     for group in groups:
         check_same_model(model, group, "data_parallel", settings)
     if strategy == "ddp":
-        unfuse_(model)
         send_sketches(model, ranks_of(groups[0])[0], groups[0])  # sends seeds; DDP broadcasts all other tensors
         parallel = wrap_in_ddp(model, groups[0], **options)
         if comm_hook is not None:

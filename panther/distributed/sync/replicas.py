@@ -1,6 +1,6 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first rank's."""
 
-__all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model", "unfuse_"]
+__all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,6 @@ from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.ranks import name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
-from panther.nn import SKLinear
 
 
 def broadcast_model(
@@ -77,7 +76,6 @@ def check_same_model(
 def send_model(model: nn.Module, group: dist.ProcessGroup, call_name: str) -> None:
     """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
     src = dist.get_process_group_ranks(group)[0]
-    unfuse_(model)
     with watched(call_name, group):
         send_sketches(model, src, group)
         # Sketches are buffers or parameters too, but equal already, because send_sketches has sent them.
@@ -86,13 +84,6 @@ def send_model(model: nn.Module, group: dist.ProcessGroup, call_name: str) -> No
             if id(tensor) not in sketches and not tensor.is_meta:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 dist.broadcast(local.detach(), src, group=group)
-
-
-def unfuse_(model: nn.Module) -> None:
-    """Store the factors of fused layers separately, because collectives and FSDP take only contiguous tensors."""
-    for module in model.modules():
-        if isinstance(module, SKLinear):
-            module.unfuse_()
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:

@@ -32,7 +32,7 @@ class SKDense(SketchedLayer):
         activation: As in ``keras.layers.Dense``.
         use_bias: As in ``keras.layers.Dense``.
         bias_initializer: As in ``keras.layers.Dense``.
-        fitted: Whether the sketches are trained and saved, as in layers that :func:`panther.compress` makes.
+        fitted: Whether the sketches are trained and saved, too. The weight then has rank 2R, as of two dense layers.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from Python's generator, which
             ``keras.utils.set_random_seed`` seeds.
         **options: Arguments of ``keras.layers.Layer``: ``name``, ``dtype``, ``trainable``.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from panther.linalg import randomized_svd
 from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankLinear
 
 # With four iterations, the norm of the remainder was at most 0.2 % above the optimum on weights with slowly falling
@@ -65,9 +64,7 @@ def _core(layer: Any) -> tuple[Tensor | None, Tensor]:
     None stands for Q = I.
     """
     base = layer.get_base_layer()
-    if isinstance(base, SKLinear):
-        right, left = (factor.mT for factor in base.joined_factors())
-    elif isinstance(base, LowRankLinear | InterpolativeLinear):
+    if isinstance(base, LowRankLinear | InterpolativeLinear):
         left, right = base.factors()
     else:
         weight = _wide(base.weight)
@@ -85,10 +82,9 @@ def _subtract_adapter_(layer: Any, U: Tensor, B: Tensor, A: Tensor) -> None:
     rank does not grow.
     """
     base = layer.get_base_layer()
-    if isinstance(base, SKLinear | LowRankLinear):
-        for factor in (base.up,) if isinstance(base, LowRankLinear) else (base.U1, base.S2):
-            rows = _wide(factor)
-            factor.copy_(rows - (rows @ U) @ U.mT)
+    if isinstance(base, LowRankLinear):
+        rows = _wide(base.up)
+        base.up.copy_(rows - (rows @ U) @ U.mT)
     elif isinstance(base, InterpolativeLinear):
         left, right = map(_wide, base.factors())
         base.set_factors_(left - U @ (U.mT @ left), right)

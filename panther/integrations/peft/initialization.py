@@ -85,9 +85,9 @@ def init_pissa_(
 
     The model's function is unchanged, up to rounding in the weights' dtype. This is PEFT's
     ``init_lora_weights="pissa"``, computed by :func:`panther.linalg.randomized_svd`: the error is near that of the full
-    SVD, and the result is the same for the same seed. It applies to nn.Linear, transformers' Conv1D, fitted SKLinear
-    and InterpolativeLinear; for the last two, only the factors are decomposed. Layers that cannot hold the remainder of
-    the weight (quantized layers, seeded layers and tied weights) keep PEFT's initial adapter, which does not change the
+    SVD, and the result is the same for the same seed. It applies to nn.Linear, transformers' Conv1D, LowRankLinear and
+    InterpolativeLinear; for the last two, only the factors are decomposed. Layers that cannot hold the remainder of the
+    weight (quantized layers, sketched layers and tied weights) keep PEFT's initial adapter, which does not change the
     function either, and the report lists them.
 
     The base model is changed, so that an adapter saved afterwards does not fit an unchanged copy of the model. Save the
@@ -281,8 +281,8 @@ def _skip_reason(layer: Any, adapter_name: str, owners: Counter[int]) -> str | N
     base = layer.get_base_layer()
     if isinstance(base, QuantizedLinear):
         return "is quantized, and its codes cannot hold what is left of the weight without rounding it"
-    if isinstance(base, SKLinear) and not base.is_fitted:
-        return "is seeded, and fixed signs cannot hold what is left of the weight"
+    if isinstance(base, SKLinear):
+        return "is sketched, and fixed signs cannot hold what is left of the weight: see SKLinear.to_low_rank"
     if not isinstance(layer, _lora.Linear):  # the class for Conv1D and for compressed layers, too
         return f"is a {type(base).__name__}, and this is for linear layers"
     if layer.lora_variant:
@@ -292,10 +292,7 @@ def _skip_reason(layer: Any, adapter_name: str, owners: Counter[int]) -> str | N
         return "has a weight that is not a plain floating tensor (quantized by another library, or sharded)"
     if any(owners[id(parameter)] > 1 for name, parameter in base.named_parameters(recurse=False) if name != "bias"):
         return "shares its weight with another layer, whose function would change"
-    if isinstance(base, SKLinear):
-        base_rank = 2 * base.S1.shape[1]
-    else:
-        base_rank = getattr(base, "rank", getattr(base, "low_rank", layer.in_features))
+    base_rank = getattr(base, "rank", getattr(base, "low_rank", layer.in_features))
     rank, largest_rank = layer.r[adapter_name], min(layer.in_features, layer.out_features, base_rank)
     if rank > largest_rank:
         return f"has an adapter of rank {rank}, and its weight has rank {largest_rank} at most"

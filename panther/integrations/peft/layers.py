@@ -159,11 +159,16 @@ def merged_layer(
         )
     if bias is not None and layer.bias is None:
         raise ConfigError("the adapter has a bias and the layer has none to add it to: train with lora_bias=False")
+    if isinstance(layer, SKLinear):
+        layer = layer.to_low_rank()
     rank, inner, outer = len(right), layer.in_features, layer.out_features
     new: Any
     size: Any = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
-    if isinstance(layer, SKLinear | LowRankLinear) and _merged_rank(layer, rank) * (inner + outer) < inner * outer:
-        new = _low_rank(layer, left, right)
+    if isinstance(layer, LowRankLinear) and (layer.rank + rank) * (inner + outer) < inner * outer:
+        down, up = layer.down, layer.up
+        new = LowRankLinear.from_factors(
+            torch.cat((down, right.mT.to(down.dtype)), 1), torch.cat((up, left.mT.to(up.dtype)))
+        )
     elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
         factors = [_wide(factor) for factor in layer.factors()]
         device, dtype = _device_and_dtype(layer)
@@ -190,24 +195,6 @@ def merged_layer(
     # The merged layer is frozen if the base layer is, as PEFT keeps the weights of a dense model frozen.
     trained = next(iter(layer.parameters())).requires_grad
     return new.requires_grad_(trained).train(layer.training)
-
-
-def _merged_rank(layer: SKLinear | LowRankLinear, rank: int) -> int:
-    return rank + (layer.rank if isinstance(layer, LowRankLinear) else 2 * layer.S1.shape[1])
-
-
-def _low_rank(layer: SKLinear | LowRankLinear, left: Tensor, right: Tensor) -> LowRankLinear:
-    """Return a LowRankLinear with the factors of the layer followed by the factors of the adapter."""
-    _device, dtype = _device_and_dtype(layer)
-    down, up = layer.joined_factors() if isinstance(layer, SKLinear) else (layer.down, layer.up)
-    # On the meta device, because values would be drawn only to be replaced below.
-    new = LowRankLinear(
-        layer.in_features, layer.out_features, _merged_rank(layer, len(right)), layer.bias is not None, device="meta",
-        dtype=dtype,
-    )  # fmt: skip
-    new.down = nn.Parameter(torch.cat((down, right.mT.to(dtype)), 1))
-    new.up = nn.Parameter(torch.cat((up, left.mT.to(dtype))))
-    return new
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from panther.errors import ShapeError
 from panther.nn.base import SketchedModule
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
-from panther.nn.factors import check_init, fittable, lstsq_by_groups, svd_by_groups
+from panther.nn.factors import check_init, fittable, lstsq_by_groups
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 
 torch.fx.wrap("convolve")  # A symbolic trace must not branch on the input's layout.
@@ -107,7 +107,7 @@ class _SKConv(ConvGeometry, SketchedModule):
         num_terms: int | None = None,
         low_rank: int | None = None,
         sketch_size: int | None = None,
-        init: str = "svd",
+        init: str = "lstsq",
         seed: int | None = None,
     ) -> Self:
         r"""Return a sketched approximation of a dense convolution, on its device and in its dtype.
@@ -121,25 +121,23 @@ class _SKConv(ConvGeometry, SketchedModule):
             num_terms: As in the constructor.
             low_rank: As in the constructor.
             sketch_size: As in the constructor.
-            init: ``"svd"``, fitted: the best approximation of this rank, whose two factors are trained and saved.
-                ``"lstsq"``, seeded: the best S for the seed's sketch, of least norm.
-                ``"random"``, seeded: the unbiased estimator. Its error exceeds the kernel itself while the rows are
-                fewer than the outputs, so it is for studies, not for keeping a model.
-            seed: As in the constructor; with ``"svd"`` for the randomized SVD and for unused rows.
+            init: ``"lstsq"``: the best S for the seed's sketch, of least norm.
+                ``"random"``: the unbiased estimator. Its error exceeds the kernel itself while the rows are fewer than
+                the outputs, so it is for studies, not for keeping a model.
+                The best approximation of this rank, by SVD, is :meth:`LowRankConv2d.from_conv`.
+            seed: As in the constructor.
 
         Raises:
             ValueError: If ``init`` is unknown, or the kernel has no values, or NaN or infinite ones.
             TypeError: If ``conv`` is not a convolution with the same number of dimensions.
 
-        Cost: for each group an SVD, or :func:`~panther.linalg.randomized_svd` if both sizes are 256 or more and the
-        rows are at most an eighth of both; for ``"lstsq"`` and ``"random"`` a product.
+        Cost: a product for each group.
 
         Example:
             >>> import torch
             >>> dense = torch.nn.Conv2d(32, 64, 3, padding=1)
-            >>> layer = SKConv2d.from_conv(dense, num_terms=1, low_rank=8)
-            >>> layer.is_fitted, layer.S.shape
-            (True, torch.Size([16, 32, 3, 3]))
+            >>> SKConv2d.from_conv(dense, num_terms=1, low_rank=8).S.shape
+            torch.Size([16, 32, 3, 3])
         """
         if not isinstance(conv, cls.dense_class):
             raise TypeError(f"from_conv takes an nn.{cls.dense_class.__name__}, not {type(conv).__name__}")
@@ -151,13 +149,8 @@ class _SKConv(ConvGeometry, SketchedModule):
         layer = cls._in_place_of(conv, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
-        if init == "svd":
-            S, U = svd_by_groups(A, rows, layer.seed)  # type: ignore[arg-type]
-            layer.set_fitted_({"U": U.flatten(0, 1).to(weight.dtype)})
-        elif init == "lstsq":
-            S = lstsq_by_groups(A / layer.scale, U)
-        else:
-            S = U @ (A / layer.scale) / rows  # the mean of U^T S over sketches is A / scale
+        # The mean of U^T S over sketches is A / scale.
+        S = lstsq_by_groups(A / layer.scale, U) if init == "lstsq" else U @ (A / layer.scale) / rows
         with torch.no_grad():
             layer.S.copy_(S.reshape(layer.S.shape))
         take_format_(layer, weight)
@@ -229,9 +222,9 @@ Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation us
 arXiv:1710.07850): a convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these
 into ``out_channels`` by ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
 
-A new layer is *seeded*: U is fixed and saved as one number. A *fitted* layer, from :meth:`from_conv` with
-``init="svd"``, has a trained U, which is saved like S; it is a low-rank factorisation of the unfolded kernel.
-Loading a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
+A new layer is *seeded*: U is fixed and saved as one number. Compare :class:`LowRankConv2d`, which trains all numbers of
+both factors. Loading a checkpoint with a sketch of its own, as of panther-ml, makes the layer *fitted*, with U as a
+trained parameter, which is saved like S; make the optimizer after that.
 
 Args:
     in_channels: Channels of the input.
