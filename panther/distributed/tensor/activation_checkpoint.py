@@ -123,8 +123,9 @@ class _Shapes:
             elif isinstance(layer, nn.Linear) and layer.bias is None:
                 with_bias_free_product.add((layer.in_features, len(here) or layer.out_features))
             elif isinstance(layer, HeadwiseAttention):
-                width: Any = layer.embed_dim
-                shapes.summed.add((len(layer.local_heads) * (width // layer.num_heads), width))
+                embed_dim: Any = layer.embed_dim
+                local_dim = len(layer.local_heads) * (embed_dim // layer.num_heads)
+                shapes.summed.add((local_dim, embed_dim))
         shapes.summed -= with_bias_free_product
         return shapes
 
