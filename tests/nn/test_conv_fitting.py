@@ -75,7 +75,7 @@ def test_from_conv_keeps_everything_else(init, dtype, bias):
 @pytest.mark.parametrize(("cls", "dense_class"), [(SKConv1d, nn.Conv1d), (SKConv3d, nn.Conv3d)])
 def test_different_dimensions_at_full_rank_are_exact(cls, dense_class):
     dense = conv(4, 6, cls=dense_class, padding="same")
-    layer = cls.from_conv(dense, 1, 3)
+    layer = cls.from_conv(dense, 1, 16, seed=0)  # 32 rows of signs span the 6 outputs
     x = torch.randn(2, 4, *[5] * cls.dim, dtype=torch.float64)
     assert_close(layer(x), dense(x))
     assert isinstance(layer.to_conv(), dense_class)
