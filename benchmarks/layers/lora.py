@@ -1,16 +1,13 @@
-"""Compare PiSSA starts of LoRA adapters, and resizing of saved ones, with PEFT's own and with the dense SVD.
+"""Compare PiSSA starts of LoRA adapters with PEFT's own.
 
 PEFT's ``"pissa"`` takes LAPACK's SVD of the whole weight, and ``"pissa_niter_4"`` torch.svd_lowrank, which does not
 oversample. ``excess`` is the norm of what the weight keeps over that with the whole SVD, less 1. Weights are a sum of
-directions that fall slowly and of noise, as trained ones are. Resizing is timed from folder to folder, and the dense
-SVD of B A in memory alone.
+directions that fall slowly and of noise, as trained ones are.
 """
 
 __all__ = ["run"]
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ STARTS = [
     (4096, 4096, 64),
 ]  # fmt: skip
 CALIBRATED = [(768, 768, 16), (768, 3072, 16), (2048, 2048, 32)]
-RESIZED = [(768, 768, 64), (768, 3072, 64), (2048, 2048, 128), (4096, 4096, 128)]
 SEEDS = 3
 _ONCE = 2048 * 2048  # entries from which a slow baseline is run in one round only
 
@@ -40,7 +36,6 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     subjects: list[tuple[str, list[tuple[int, int, int]], Callable[..., list[dict[str, Any]]]]] = [
         ("lora-start", STARTS, _start),
         ("lora-calibrated", CALIBRATED, _calibrated),
-        ("lora-resize", RESIZED, _resize),
     ]
     for subject, cases, measure in subjects:
         rows: list[dict[str, Any]] = []
@@ -167,49 +162,6 @@ def _net(W: Tensor) -> nn.Sequential:
     with torch.no_grad():
         linear.weight.copy_(W)
     return nn.Sequential(linear).requires_grad_(False)
-
-
-def _resize(
-    peft: Any, ours: Any, out: int, inner: int, rank: int, device: str, budget_s: float
-) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=rank, target_modules=["0"], init_lora_weights=False)
-    model = peft.get_peft_model(nn.Sequential(nn.Linear(inner, out, bias=False)), config)
-    layer, smaller = model.base_model.model[0], rank // 4
-    with torch.no_grad():
-        layer.lora_A["default"].weight.mul_(torch.arange(1, rank + 1)[:, None] ** -1.0)
-    product = layer.get_delta_weight("default").detach()
-    with tempfile.TemporaryDirectory() as folder:
-        whole, small = Path(folder, "whole"), Path(folder, "small")
-        model.save_pretrained(whole)
-
-        factors: list[Tensor] = []
-
-        def dense() -> None:
-            U, S, Vh = torch.linalg.svd(layer.get_delta_weight("default").detach(), full_matrices=False)
-            factors[:] = U[:, :smaller] * S[:smaller], Vh[:smaller]
-
-        calls: dict[str, Callable[[], object]] = {
-            "panther": lambda: ours.resize_lora(whole, small, rank=smaller),
-            "dense SVD": dense,
-        }
-        rounds = 1 if product.numel() >= _ONCE else 3
-        timings = interleave(calls, device=device, budget_s=budget_s, min_rounds=rounds)
-        loaded = peft.PeftModel.from_pretrained(nn.Sequential(nn.Linear(inner, out, bias=False)), small)
-    results = {
-        "panther": loaded.base_model.model[0].get_delta_weight("default").detach(),
-        "dense SVD": factors[0] @ factors[1],
-    }
-    return [
-        {
-            "to rank": smaller,
-            "method": name,
-            "time_ms": figure(timings[name].median_s * 1e3),
-            "x dense SVD": figure(timings[name].ratio_to(timings["dense SVD"])),
-            "error": f"{float((result - product).double().norm() / product.double().norm()):.5f}",
-        }
-        for name, result in results.items()
-    ]
 
 
 if __name__ == "__main__":

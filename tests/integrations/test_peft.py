@@ -1,16 +1,14 @@
-"""LoRA by PEFT on compressed models: training, saving, merging, starts from the SVD, and resizing of saved adapters."""
+"""LoRA by PEFT on compressed models: training, saving, merging, and starts from the SVD."""
 
-import json
 import sys
 
 import pytest
 import torch
 import waits
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import panther as pr
-from panther.errors import CompressionError, ConfigError, FormatError, MissingExtraError, ShapeError
+from panther.errors import CompressionError, ConfigError, MissingExtraError
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.extra
@@ -19,7 +17,6 @@ from panther.integrations.peft import (  # noqa: E402
     LoraCompressedLinear,
     init_corda_,
     init_pissa_,
-    resize_lora,
 )
 from panther.nn import InterpolativeLinear, LowRankLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
 from panther.nn.linears import LinearPair  # noqa: E402
@@ -525,186 +522,9 @@ def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
             if "lora_" in name:
                 parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
-    resize_lora(tmp_path / "plain", tmp_path / "small", error=0)
     x = torch.randn(5, 40)
-    for folder in ("plain", "small"):
-        copied = Net("low rank")
-        copied.load_state_dict(copy.state_dict())
-        loaded = peft.PeftModel.from_pretrained(copied, tmp_path / folder)
-        torch.testing.assert_close(loaded(x), model(x), **CLOSE)
-
-
-def saved(tmp_path, kind="dense", **options):
-    model = adapted(kind, lora_alpha=7, rank_pattern={"second": 8}, alpha_pattern={"second": 3}, **options)
-    model.save_pretrained(tmp_path / "whole")
-    return model
-
-
-def deltas(folder):
-    """s B A of a saved adapter by layer, computed by PEFT."""
-    torch.manual_seed(0)
-    model = peft.PeftModel.from_pretrained(Net("dense"), folder)
-    return {
-        name: layer.get_delta_weight("default").detach().double()
-        for name, layer in model.named_modules()
-        if isinstance(layer, peft.tuners.lora.LoraLayer)
-    }
-
-
-@pytest.mark.parametrize("use_rslora", [False, True])
-@pytest.mark.parametrize("allocate", ["uniform", "global"])
-@pytest.mark.parametrize("size", [{"rank": 3}, {"rank": 100}, {"error": 0.4}, {"error": 0}])
-def test_a_resized_adapter_is_the_best_of_its_ranks(size, allocate, use_rslora, tmp_path):
-    saved(tmp_path, use_rslora=use_rslora)
-    report = resize_lora(tmp_path / "whole", tmp_path / "small", allocate=allocate, **size)
-    before, after = deltas(tmp_path / "whole"), deltas(tmp_path / "small")
-    lost = whole = 0.0
-    for layer, (name, delta) in zip(report.layers, before.items(), strict=True):
-        assert name.endswith(layer.name)
-        sigma = torch.linalg.svdvals(delta)
-        error = torch.linalg.matrix_norm(after[name] - delta)
-        assert error == pytest.approx(sigma[layer.rank :].norm().item(), abs=2e-6 * sigma[0].item())
-        assert layer.error == pytest.approx((sigma[layer.rank :].norm() / sigma.norm()).item(), abs=2e-6)
-        assert layer.energy == pytest.approx(1 - layer.error**2)
-        lost, whole = lost + error**2, whole + sigma.norm() ** 2
-    assert report.error == pytest.approx((lost / whole).sqrt().item(), abs=2e-6)
-    ranks = [layer.rank for layer in report.layers]
-    if size in ({"rank": 100}, {"error": 0}):
-        assert ranks == [5, 8]
-    elif size == {"rank": 3}:
-        assert ranks == [3, 3] if allocate == "uniform" else sum(ranks) == 6
-    else:
-        assert max(layer.error for layer in report.layers) <= 0.4 if allocate == "uniform" else report.error <= 0.4
-        assert ranks != [5, 8]
-
-
-def test_one_threshold_over_all_layers(tmp_path):
-    saved(tmp_path)
-    report = resize_lora(tmp_path / "whole", tmp_path / "small", rank=3, allocate="global")
-    sigmas = [torch.linalg.svdvals(delta) for delta in deltas(tmp_path / "whole").values()]
-    ranks = [layer.rank for layer in report.layers]
-    left = max(S[rank] for S, rank in zip(sigmas, ranks, strict=True))
-    kept = min(S[rank - 1] for S, rank in zip(sigmas, ranks, strict=True) if rank > 1)
-    assert left <= kept
-
-
-def test_equal_singular_values_share_what_there_is(tmp_path):
-    model = saved(tmp_path)
-    state = load_file(tmp_path / "whole/adapter_model.safetensors")
-    scales = {layer.out_features: layer.scaling["default"] for layer in lora_layers(model)}
-    for key in state:
-        state[key].zero_().fill_diagonal_(1 if "lora_A" in key else 1 / scales[len(state[key])])
-    save_file(state, tmp_path / "whole/adapter_model.safetensors")
-    report = resize_lora(tmp_path / "whole", tmp_path / "small", rank=4, allocate="global")
-    assert sum(layer.rank for layer in report.layers) == 8
-
-
-def test_an_adapter_of_zeros_keeps_rank_one_and_other_tensors_are_copied(tmp_path):
-    torch.manual_seed(0)
-    net = Net("dense")
-    net.head = nn.Linear(3, 3)
-    config = peft.LoraConfig(r=4, target_modules=["first"], modules_to_save=["head"], lora_bias=True)
-    with pytest.warns(UserWarning, match="invalid shape"):  # PEFT takes the bias for a shard
-        peft.get_peft_model(net, config).save_pretrained(tmp_path / "whole")
-    report = resize_lora(tmp_path / "whole", tmp_path / "small", error=0.5)
-    assert (report.layers[0].rank, report.layers[0].error, report.error) == (1, 0.0, 0.0)
-    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "small"))
-    assert before.keys() == after.keys()
-    for key in before:
-        assert ("lora_" in key and "bias" not in key) or torch.equal(before[key], after[key])
-    assert report.bytes_after < report.bytes_before
-    assert str(report).startswith("resized 1 adapter, ")
-
-
-def test_names_that_end_alike_keep_their_own_ranks(tmp_path):
-    torch.manual_seed(0)
-
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.body = nn.Linear(8, 8), nn.ModuleDict({"fc": nn.Linear(8, 8), "gc": nn.Linear(8, 8)})
-
-        def forward(self, x):
-            return self.body["gc"](self.body["fc"](self.fc(x)))
-
-    config = peft.LoraConfig(r=4, target_modules=["fc", "gc"], init_lora_weights=False)
-    model = peft.get_peft_model(Nested(), config)
-    with torch.no_grad():
-        model.base_model.model.fc.lora_A["default"].weight[2:] = 0
-        model.base_model.model.body["fc"].lora_A["default"].weight[3:] = 0
-    model.save_pretrained(tmp_path / "whole")
-    report = resize_lora(tmp_path / "whole", tmp_path / "small", error=0)
-    assert {layer.name: layer.rank for layer in report.layers} == {"fc": 2, "body.fc": 3, "body.gc": 4}
-    torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(Nested(), tmp_path / "small")
-    x = torch.randn(3, 8)
+    loaded = peft.PeftModel.from_pretrained(copy, tmp_path / "plain")
     torch.testing.assert_close(loaded(x), model(x), **CLOSE)
-
-
-def test_convolutions_and_embeddings(tmp_path):
-    torch.manual_seed(0)
-    make = lambda: nn.ModuleDict({"conv": nn.Conv2d(6, 8, 3), "words": nn.Embedding(20, 12)})  # noqa: E731
-    config = peft.LoraConfig(r=4, target_modules=["conv", "words"], init_lora_weights=False)
-    model = peft.get_peft_model(make(), config)
-    model.save_pretrained(tmp_path / "whole")
-    with torch.no_grad():
-        assert resize_lora(tmp_path / "whole", tmp_path / "same", rank=9).error == 0
-        loaded = peft.PeftModel.from_pretrained(make(), tmp_path / "same")
-        for one, other in zip(lora_layers(model), lora_layers(loaded), strict=True):
-            torch.testing.assert_close(other.get_delta_weight("default"), one.get_delta_weight("default"), **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({}, ConfigError, "not neither"),
-        ({"rank": 2, "error": 0.1}, ConfigError, "not both"),
-        ({"rank": 0}, ShapeError, "rank=0 must be at least 1"),
-        ({"error": 1.0}, ConfigError, r"error=1\.0 must be"),
-        ({"error": True}, ConfigError, "error=True must be"),
-        ({"rank": 2, "allocate": "layer"}, ConfigError, "allocate='layer' is unknown"),
-    ],
-)
-def test_sizes_that_are_refused(arguments, error, match, tmp_path):
-    with pytest.raises(error, match=match):
-        resize_lora(tmp_path, tmp_path / "small", **arguments)
-
-
-def test_folders_that_are_refused(tmp_path):
-    folder, small = tmp_path / "whole", tmp_path / "small"
-    with pytest.raises(FormatError, match=r"has no adapter_config\.json"):
-        resize_lora(tmp_path, small, rank=2)
-    saved(tmp_path)
-    with pytest.raises(ConfigError, match="own folder"):
-        resize_lora(folder, folder, rank=2)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    for changes, match in (
-        ({"peft_type": "LOHA"}, "of type 'LOHA'"),
-        ({"use_dora": True}, "uses use_dora"),
-        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-    ):
-        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(ConfigError, match=match):
-            resize_lora(folder, small, rank=2)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    state = load_file(folder / "adapter_model.safetensors")
-    key = next(key for key in state if "lora_A" in key)
-    for changed, error, match in (
-        (state | {key.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}, ConfigError, "DoRA"),
-        (state | {key: state[key][:2].clone()}, FormatError, "not a product of rank r"),
-        (state | {key: torch.full_like(state[key], torch.nan)}, FormatError, "NaN"),
-        ({"head.weight": torch.ones(2)}, FormatError, "no tensors lora_A"),
-    ):
-        save_file(changed, folder / "adapter_model.safetensors")
-        with pytest.raises(error, match=match):
-            resize_lora(folder, small, rank=2)
-    (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(FormatError, match="sound adapter"):
-        resize_lora(folder, small, rank=2)
-    (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(FormatError, match=r"has no adapter_model\.safetensors"):
-        resize_lora(folder, small, rank=2)
-    assert not small.exists()
 
 
 @pytest.mark.parametrize("targets", [["first"], "all-linear"])

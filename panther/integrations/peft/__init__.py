@@ -1,9 +1,9 @@
-"""LoRA on compressed models by PEFT: adapters on compressed layers, starts from the weight's SVD, and resizing.
+"""LoRA on compressed models by PEFT: adapters on compressed layers, and starts from the weight's SVD.
 
 After ``import panther.integrations.peft``, PEFT's ``get_peft_model``, ``PeftModel.from_pretrained`` and functions that
 use them add LoRA adapters to compressed linear layers in the same way as to nn.Linear. ``layers`` implements LoRA on
-one layer and its merging, ``model`` makes PEFT find compressed layers, ``initialization`` starts adapters from the
-``decomposition`` of the weights, and ``resize`` reads and writes saved adapters.
+one layer and its merging, ``model`` makes PEFT find compressed layers, and ``initialization`` starts adapters from the
+``decomposition`` of the weights.
 """
 
 from typing import Any
@@ -16,16 +16,12 @@ check_version("peft", _peft.__version__, 0)  # before the imports below, which f
 from .initialization import InitializedLayer, InitReport, init_corda_, init_pissa_  # noqa: E402
 from .layers import LoraCompressedLinear  # noqa: E402
 from .model import CompressedLoraModel  # noqa: E402
-from .resize import ResizedLayer, ResizeReport, resize_lora  # noqa: E402
 
 __all__ = [
     "CompressedLoraModel",
     "InitReport",
     "InitializedLayer",
     "LoraCompressedLinear",
-    "ResizeReport",
-    "ResizedLayer",
     "init_corda_",
     "init_pissa_",
-    "resize_lora",
 ]

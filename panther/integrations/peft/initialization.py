@@ -98,8 +98,6 @@ def init_pissa_(
         ...  # train
         model.save_pretrained("adapter", path_initial_model_for_weight_conversion="start")
 
-    and :func:`resize_lora` reduces the rank of the converted adapter.
-
     Args:
         model: A model with a new LoRA adapter, as ``peft.get_peft_model`` returns it; changed in place.
         adapter_name: Name of the adapter.
