@@ -22,7 +22,7 @@ def test_only_the_factors_are_trained_and_all_of_them():
     assert all(same(state(layer), old) for layer, old in zip(new, dense, strict=True))
     for layer, old in zip(new.values(), factors, strict=True):
         changed = {name for name, value in state(layer).items() if not torch.equal(value, old[name])}
-        assert changed == {"S1", "S2", "U1", "U2", "bias"}
+        assert changed == {"down", "up", "bias"}
 
 
 def test_everything_can_be_trained_and_the_original_keeps_its_values():
@@ -86,7 +86,7 @@ def test_a_layer_in_two_places_is_healed_in_both(shared):
     result = healed(model, new)
     assert result.loss_after < 0.8 * result.loss_before
     assert (model[0], model[2]) == (layer, new[other])
-    assert model[0].S1 is model[2].S1
+    assert model[0].down is model[2].down
 
 
 @pytest.mark.parametrize("train", ["factors", "all"])

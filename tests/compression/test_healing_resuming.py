@@ -127,7 +127,7 @@ def test_a_run_that_is_finished_or_diverged_is_not_run_again(tmp_path, options):
 @pytest.mark.parametrize(
     ("build", "options", "match"),
     [
-        ({"rank": 3}, {}, r"a different run \(0.up.S1 \(24, 4\) torch.float32 instead of \(24, 3\)"),
+        ({"rank": 3}, {}, r"a different run \(0.up.down \(24, 8\) torch.float32 instead of \(24, 6\)"),
         ({}, {"seed": 1}, r"\(seed 0 instead of 1\)"),
         ({}, {"learning_rate": 1e-3}, r"\(learning_rate 0.005 instead of 0.001\)"),
         ({}, {"train": "all"}, r"\(train 'factors' instead of 'all'"),

@@ -15,7 +15,7 @@ from panther.compression.calibration.runner import Runner
 from panther.compression.heal import healing
 from panther.compression.heal.healing import check_ranks
 from panther.errors import DistributedError
-from panther.nn import SKLinear
+from panther.nn import LowRankLinear
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def ticking(clock, seconds=1.0):
     """Return a forward that takes this long where the compressed model runs, and nothing for the original."""
 
     def call(model, batch):
-        clock[0] += seconds * any(isinstance(module, SKLinear) for module in model.modules())
+        clock[0] += seconds * any(isinstance(module, LowRankLinear) for module in model.modules())
         return model(batch)
 
     return call
@@ -114,7 +114,7 @@ def test_the_original_runs_once_for_each_batch_where_memory_suffices(match, monk
         monkeypatch.setattr(Runner, "spare_bytes", lambda self, most: spare)
 
         def call(model, batch):
-            if not any(isinstance(module, SKLinear) for module in model.modules()):
+            if not any(isinstance(module, LowRankLinear) for module in model.modules()):
                 calls.append(batch)
             return model(batch)
 
@@ -151,7 +151,7 @@ def test_ranks_heal_together(tmp_path):
         model, new = compressed()
         if rank and group:
             with torch.no_grad():
-                new[model[0].up].S1.add_(1)  # the first rank's values are taken
+                new[model[0].up].down.add_(1)  # the first rank's values are taken
         mine = data(6 - rank, seed=20 + rank)
         options |= {"max_steps": 20, "validate_every_n_steps": 10}
         result = healed(model, new, batches=mine[2:], held_out=mine[:2], group=group, **options)
@@ -187,7 +187,7 @@ def test_ranks_heal_together(tmp_path):
     assert result.history[0][1] == pytest.approx(sum(r.history[0][1] for r in alone) / 2, rel=1e-5)
     assert result.loss_before == pytest.approx(sum(r.loss_before for r in alone) / 2, rel=1e-5)
     assert first[3] == second[3]
-    assert "0.up.S1 is (24, 3) torch.float32 on rank 0 and (24, 4) torch.float32 on rank 1" in first[3][0]
+    assert "0.up.down is (24, 6) torch.float32 on rank 0 and (24, 8) torch.float32 on rank 1" in first[3][0]
     assert first[3][1].startswith("healing trains on all 2 ranks together, and the group of this call has 1")
 
 

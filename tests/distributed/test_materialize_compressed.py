@@ -116,7 +116,7 @@ def test_one_process_puts_the_layers_in_place(kind, tmp_path):
         with torch.no_grad():
             assert torch.equal(pr.load_compressed(tmp_path, Net()).eval()(X), expected)
     [layer] = materialize_(nn.Sequential(nn.Linear(24, 40, device="meta")), _only(model, tmp_path / "one"))
-    assert torch.equal(layer.U1, model.pairs[0][0].U1)
+    assert torch.equal(layer.up, model.pairs[0][0].up)
 
 
 def _only(model, folder):
@@ -160,8 +160,8 @@ def test_layers_are_sharded_before_they_have_values(layout, kind, tmp_path):
             name for name, tensor in found.items() if not torch.equal(tensor.to(state[name].dtype), state[name])
         ] == []
         ranks = {"fsdp": {0: 2}, "tp": {1: 2}, "hybrid": {0: 2, 1: 2}}[layout]
-        size = model.pairs[0][0].S2.numel()
-        assert shapes["pairs.0.0.S2"][0] * shapes["pairs.0.0.S2"][1] * 2 ** len(ranks) == size
+        size = model.pairs[0][0].up.numel()
+        assert shapes["pairs.0.0.up"][0] * shapes["pairs.0.0.up"][1] * 2 ** len(ranks) == size
         if actions:
             assert actions["pairs.0.0"][0] == "outputs sharded"
             assert actions["pairs.1.2"][0] == "inputs sharded"
