@@ -28,7 +28,7 @@ from panther.compression.moments.sums import ShiftedSum, input_rows
 
 KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at least twice as many bytes are free
 _DOUBLE = torch.float64.itemsize
-_PLANNED = 4  # largest number of widths of a weight that are usually fitted: the widths next to two choices
+_PLANNED = 3  # largest number of widths of a weight that are usually fitted
 _TRAINED = 5  # tensors per trained parameter: value, gradient, two moments and best value
 
 

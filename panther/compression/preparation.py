@@ -25,6 +25,7 @@ from panther.compression.selection.convex_hull import BYTES, Cost
 from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
 from panther.compression.selection.timing import Timing, seconds, time_layers
+from panther.compression.selection.trials import Trials
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Prepared:
     def allocate(self, limit: float) -> Allocation:
         """Return the choice within another limit, in units of the cost."""
         kind = _kind_of_choice(self.survey)
-        return allocate_forms(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
+        trials = Trials(self.runner, self.survey, self.fits, self.seed)
+        return allocate_forms(trials, self.fits, kind, limit, None, self.cost)
 
     def convert(self, sequential: bool, max_error: float | None) -> tuple[Replacement, list[str]]:
         """Return the new layers of the choice, and notes.
@@ -130,9 +132,10 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
     def allocation_of(fits: Fits) -> Allocation:
         if timing is not None and speed_target is not None:
             return choose_in_time(runner, survey, fits, timing, allocate, speed_target, seed)
+        trials = Trials(runner, survey, fits, seed)
         if timing is not None and config.avoids_slower:
-            return allocate_fast_forms(runner, survey, fits, timing, allocate, limit, config.max_error, seed)
-        return allocate_forms(runner, survey, fits, allocate, limit, config.max_error, seed)
+            return allocate_fast_forms(trials, fits, timing, allocate, limit, config.max_error)
+        return allocate_forms(trials, fits, allocate, limit, config.max_error)
 
     if config.method == "random":
         fits = Fits(options=options, settings=settings)

@@ -22,6 +22,7 @@ from panther.compression.forms import (
 )
 from panther.compression.selection.allocation import byte_limit
 from panther.compression.selection.convex_hull import choose_global, choose_uniform
+from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError, NumericalWarning
 from tests.support.compressing import quick
 
@@ -153,9 +154,7 @@ def test_measured_losses_correct_the_predicted_ones(monkeypatch):
     ]
     forms = {"bits": 4.2, "forms": ("int2", "int3", "int4", "int5", "int6"), "group_size": None}
     corrected = pr.compress(Pooled(), calibration=batches, **forms, **quick)
-    monkeypatch.setattr(
-        "panther.compression.selection.allocation._with_measured_losses", lambda *given: given[2].options
-    )
+    monkeypatch.setattr(Trials, "corrected", lambda trials, options, choice: options)
     predicted = pr.compress(Pooled(), calibration=batches, **forms, **quick)
     forms_of = [{layer.names[0]: layer.form for layer in report.layers} for report in (predicted, corrected)]
     assert forms_of == [{"pooled": "int3", "once": "int4"}, {"pooled": "int4", "once": "int3"}]

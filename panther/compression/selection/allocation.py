@@ -7,26 +7,19 @@ __all__ = [
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._text import counted
-from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Survey, replace_modules
 from panther.compression.forms import Choice, Fits, Options, least_bytes, total_bytes, total_loss
-from panther.compression.forms.conversion import convert_all
 from panther.compression.selection.convex_hull import BYTES, Cost, choose_global, choose_uniform
 from panther.compression.selection.timing import Timing
+from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
-# A measurement corrects a prediction by at most this factor, up or down, because a single batch may not reach a layer
-# at all, as in a mixture of experts.
-_LARGEST_SCALE = 8.0
-
 # Slower forms are used only if they divide the error, or the bytes, by this factor.
 _WORTH = 2.0
 
@@ -99,14 +92,7 @@ def byte_limit(
 
 
 def allocate_forms(
-    runner: Runner,
-    survey: Survey,
-    fits: Fits,
-    allocate: str,
-    limit: float | None,
-    max_error: float | None,
-    seed: int,
-    cost: Cost = BYTES,
+    trials: Trials, fits: Fits, allocate: str, limit: float | None, max_error: float | None, cost: Cost = BYTES
 ) -> Allocation:
     """Choose a form of every weight within ``limit``, in units of ``cost``.
 
@@ -115,32 +101,25 @@ def allocate_forms(
     choice with the smallest error is returned.
     """
     choose, options = CHOOSERS[allocate], fits.options
-
-    def errors(*choices: Choice) -> list[float]:
-        variants = [
-            partial(replace_modules, runner.model, convert_all(survey, fits, choice, seed)) for choice in choices
-        ]
-        return runner.errors(variants, "error of forms")
-
     if limit is None:
         assert max_error is not None  # one of the two is given
-        low, limit = least_bytes(options), sum(target.dense_bytes for target in survey.targets)
-        if errors(choose(options, low))[0] <= max_error:
+        low, limit = least_bytes(options), sum(target.dense_bytes for target in options)
+        if trials.errors([choose(options, low)])[0] <= max_error:
             limit = low
         else:
             for _ in range(_ERROR_STEPS):
                 middle = (low + limit) // 2
-                fine = errors(choose(options, middle))[0] <= max_error
+                fine = trials.errors([choose(options, middle)])[0] <= max_error
                 low, limit = (low, middle) if fine else (middle, limit)
     uniform = Allocation(choose_uniform(options, limit, cost), "uniform", options=options)
     if allocate != "global":
         return uniform
     candidates = [Allocation(choose_global(options, limit, cost), "global", options=options)]
     if fits.comparable:
-        measured = _with_measured_losses(runner, survey, fits, candidates[0].choice, seed)
+        measured = trials.corrected(options, candidates[0].choice)
         candidates.append(Allocation(choose_global(measured, limit, cost), "global", options=measured))
-    *errors_found, uniform_error = errors(*(candidate.choice for candidate in candidates), uniform.choice)
-    error, best = min(zip(errors_found, candidates, strict=True), key=lambda pair: pair[0])
+    *errors, uniform_error = trials.errors([each.choice for each in (*candidates, uniform)])
+    error, best = min(zip(errors, candidates, strict=True), key=lambda pair: pair[0])
     notes: tuple[str, ...] = ()
     if error > uniform_error:
         best, notes = (
@@ -156,20 +135,19 @@ def allocate_forms(
         uniform_error=uniform_error,
         notes=notes,
         error=min(error, uniform_error),
-        of_predicted=(errors_found[0], total_loss(candidates[0].choice) ** 0.5),
+        of_predicted=(errors[0], total_loss(candidates[0].choice) ** 0.5),
     )
 
 
 def allocate_fast_forms(
-    runner: Runner, survey: Survey, fits: Fits, timing: Timing, allocate: str, limit: int | None,
-    max_error: float | None, seed: int,
-) -> Allocation:  # fmt: skip
+    trials: Trials, fits: Fits, timing: Timing, allocate: str, limit: int | None, max_error: float | None
+) -> Allocation:
     """Choose as ``allocate_forms`` does, but use forms slower than the dense layer only where they are worth it.
 
     They are used if the size cannot be reached without them, or if they at least halve the error (or, without a limit,
     the bytes). A note states the reason.
     """
-    allocation = allocate_forms(runner, survey, fits, allocate, limit, max_error, seed)
+    allocation = allocate_forms(trials, fits, allocate, limit, max_error)
     slow = sum(timing.is_slower(target, option) for target, option in allocation.choice.items())
     if not slow:
         return allocation
@@ -177,19 +155,14 @@ def allocate_fast_forms(
     note = f"forms slower than the dense layers are used, in {counted(slow, 'layer')}, because "
     if limit is not None and least_bytes(fast_options) > limit:
         return replace(allocation, notes=(*allocation.notes, note + "the size cannot be reached without them"))
-    fast_fits = replace(fits, options=fast_options)
-    fast_allocation = allocate_forms(runner, survey, fast_fits, allocate, limit, max_error, seed)
+    fast_allocation = allocate_forms(trials, replace(fits, options=fast_options), allocate, limit, max_error)
     before: float
     after: float
     if limit is None:
         before, after = total_bytes(allocation.choice), total_bytes(fast_allocation.choice)
         comparison = "the layers would take {:,} bytes without them, and take {:,}"
     else:
-        replacements = (
-            convert_all(survey, fits, choice, seed) for choice in (allocation.choice, fast_allocation.choice)
-        )
-        variants = [partial(replace_modules, runner.model, replacement) for replacement in replacements]
-        before, after = runner.errors(variants, "error without slower forms")
+        before, after = trials.errors([allocation.choice, fast_allocation.choice], "error without slower forms")
         comparison = "the held-out error would be {:.3g} without them, and is {:.3g}"
     if after < _WORTH * before:
         return fast_allocation
@@ -202,30 +175,6 @@ def with_predicted_losses(fits: Fits, options: Options, choice: Choice) -> Choic
     ``choice`` is a choice among ``options``, whose losses were corrected by measurements.
     """
     return {target: fits.options[target][options[target].index(option)] for target, option in choice.items()}
-
-
-def _with_measured_losses(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Options:
-    """Return the options, with losses multiplied by measured / predicted loss of each layer.
-
-    The loss of a layer is measured on one batch, with the layer alone replaced by its option in ``choice``. Predictions
-    assume that a layer's inputs and gradients are independent, and that positions are. In a sentence encoder, measured
-    losses of single layers were 0.4 times (values of attention) to 2.6 times (queries of the first block) the predicted
-    ones.
-    """
-    new = convert_all(survey, fits, choice, seed)
-    changed = [target for target, option in choice.items() if option.loss > 0]
-    variants = [
-        partial(replace_modules, runner.model, {module: new[module] for module in target.modules}) for target in changed
-    ]
-    errors = runner.errors(variants, "error of single layers", runner.batches[:1])
-    scales = {
-        target: min(max(error**2 / choice[target].loss, 1 / _LARGEST_SCALE), _LARGEST_SCALE)
-        for target, error in zip(changed, errors, strict=True)
-    }
-    return {
-        target: [replace(option, loss=option.loss * scales.get(target, 1.0)) for option in options]
-        for target, options in fits.options.items()
-    }
 
 
 def model_bytes(model: nn.Module) -> int:

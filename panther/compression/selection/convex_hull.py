@@ -7,8 +7,9 @@ weight, which has no loss.
 *Uniform*: the same form, and the same kept fraction, everywhere.
 """
 
-__all__ = ["BYTES", "Cost", "choose_global", "choose_uniform"]
+__all__ = ["BYTES", "Cost", "choose_global", "choose_uniform", "options_near_global"]
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,14 +108,10 @@ def choose_global(options: Options, limit: float, cost: Cost = BYTES) -> Choice:
     If even the cheapest options cost more, these are returned.
     """
     options = cost.sorted(options)
-    steps = []  # (gain for the cost, target, option)
-    for target, target_options in options.items():
-        for option, better in pairwise(_hull(target_options, cost)):
-            steps.append((_gain(option, better, cost), target, better))
     choice = {target: target_options[0] for target, target_options in options.items()}
     left = limit - cost.total(choice)
     stopped = set()
-    for _, target, option in sorted(steps, key=lambda step: -step[0]):
+    for _, target, option in _steps(options, cost):
         if target in stopped:
             continue
         more = cost.of(option) - cost.of(choice[target])
@@ -135,6 +132,45 @@ def choose_global(options: Options, limit: float, cost: Cost = BYTES) -> Choice:
         _, target, option = max(gains, key=lambda gain: gain[0])
         left -= cost.of(option) - cost.of(choice[target])
         choice[target] = option
+
+
+def options_near_global(options: Options, limit: float, factor: float) -> Options:
+    """Return the options that the global choice within ``limit`` bytes can take if losses are wrong by ``factor``.
+
+    A weight takes an option if its gain per byte over the one before it on the hull is at least the least gain for
+    which there are bytes left, and the gain of the next option is not. The losses of any one weight may be larger or
+    smaller than in ``options`` by up to ``factor``.
+    """
+    options = BYTES.sorted(options)
+    left = limit - sum(target_options[0].bytes for target_options in options.values())
+    least_gain = 0.0
+    sizes = {target: target_options[0].bytes for target, target_options in options.items()}
+    for gain, target, option in _steps(options, BYTES):
+        left -= option.bytes - sizes[target]
+        if left < 0:
+            least_gain = gain
+            break
+        sizes[target] = option.bytes
+    near = {}
+    for target, target_options in options.items():
+        hull = _hull(target_options, BYTES)
+        gains = [math.inf, *(_gain(option, better, BYTES) for option, better in pairwise(hull)), 0.0]
+        near[target] = [
+            option
+            for option, (gain, next_gain) in zip(hull, pairwise(gains), strict=True)
+            if gain >= least_gain / factor and next_gain <= least_gain * factor
+        ]
+    return near
+
+
+def _steps(options: Options, cost: Cost) -> list[tuple[float, Target, Option]]:
+    """Return the steps along the hulls of sorted options, the largest gain for the cost first."""
+    steps = [
+        (_gain(option, better, cost), target, better)
+        for target, target_options in options.items()
+        for option, better in pairwise(_hull(target_options, cost))
+    ]
+    return sorted(steps, key=lambda step: -step[0])
 
 
 def _gain(option: Option, better: Option, cost: Cost) -> float:

@@ -17,6 +17,7 @@ from panther.compression.forms.conversion import convert_all
 from panther.compression.selection.allocation import CHOOSERS, Allocation, allocate_forms, with_predicted_losses
 from panther.compression.selection.measurement import model_speed
 from panther.compression.selection.timing import Timing, seconds
+from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError
 
 _log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def choose_in_time(
             dense, allocate, notes=(f"{speed_target.setting} is met by the dense model, so nothing is compressed",)
         )
     cost, limit = seconds(timing.times), speed_target.limit_s
-    allocation = allocate_forms(runner, survey, fits, allocate, limit, None, seed, cost)
+    allocation = allocate_forms(Trials(runner, survey, fits, seed), fits, allocate, limit, None, cost)
     choose, least = CHOOSERS[allocation.allocate], cost.least(allocation.options)
     met: dict[float, Choice] = {}  # choices that reach the target, by the limit of the layers
     choice, tried = allocation.choice, []
