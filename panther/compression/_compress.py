@@ -125,9 +125,9 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             the predicted one.
 
     Cost: forward and backward over the batches for each pass, with global forms also for 128 samples (at most 32
-    times), and about eight forwards over the held-out batches; for times a fraction of a second for each form of each shape of
-    layer; n^2 and m^2 numbers in float64 for an (m, n) weight within a pass, one SVD a weight, and for each of one to
-    three widths ``2 m n (m + n)`` flops a weight.
+    times), and about eight forwards over the held-out batches; for times a fraction of a second for each form of each
+    shape of layer; n^2 and m^2 numbers in float64 for an (m, n) weight within a pass, one SVD a weight, and for each of
+    one to three widths ``2 m n (m + n)`` flops a weight.
     Weights are fitted a second time, with a larger ridge, where the error on the held-out batches is over three times
     the predicted error.
     The predicted peak memory of each phase is logged beforehand (logger ``panther.compression``, level INFO) and is in

@@ -10,7 +10,7 @@ from typing import Any
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
-from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named
+from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
 from panther.compression.forms.codes import code_bytes
 from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.rounding import (
@@ -223,6 +223,8 @@ class _Weights:
                 loss *= target_moments.positions
             estimated_options[target] = self._estimate(target, loss)
         limit = int(self.share * sum(target.dense_bytes for target in targets))
+        if least_bytes(estimated_options) > limit:  # then some weights take other forms, and leave bytes
+            return {target: self.widths[target] for target in targets}
         uniform, near = choose_uniform(estimated_options, limit), options_near_global(estimated_options, limit, _WRONG)
         exact = choose_global(estimated_options, limit)  # it fits into the limit
         planned = {target: {*near[target], uniform[target], exact[target]} for target in targets}
