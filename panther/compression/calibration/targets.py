@@ -1,8 +1,8 @@
 """Select the layers to compress, and give the reason for every layer that is kept dense."""
 
 __all__ = [
-    "GEOMETRY", "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
-    "select_targets", "swap_modules",
+    "GEOMETRY", "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "is_selected",
+    "replace_modules", "select_targets", "selectors_of", "swap_modules",
 ]  # fmt: skip
 
 import fnmatch
@@ -176,7 +176,7 @@ def select_targets(
     ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
     layer of rank ``rank`` is smaller.
     """
-    included, excluded = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
+    included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -239,7 +239,8 @@ def _memory_of(parameter: Tensor) -> Any:
     return storage_key(parameter), parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype
 
 
-def _selectors(role: str, argument: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
+def selectors_of(role: str, argument: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
+    """Return the selectors of an argument ``include`` or ``exclude``, which ``role`` names; None is ``default``."""
     if argument is None:
         return default
     selectors = argument if isinstance(argument, (list, tuple, set, frozenset)) else (argument,)
@@ -249,7 +250,8 @@ def _selectors(role: str, argument: Any, default: tuple[Selector, ...]) -> tuple
     return tuple(selectors)
 
 
-def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> bool:
+def is_selected(selector: Selector, names: Sequence[str], module: nn.Module) -> bool:
+    """Return whether a selector takes a module that has these names."""
     if isinstance(selector, type):
         return isinstance(module, selector)
     if isinstance(selector, str):
@@ -298,9 +300,9 @@ def _refusal(
         return "has a weight without entries"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not is_named_type:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
-    if not any(_matches(selector, names, module) for selector in included):
+    if not any(is_selected(selector, names, module) for selector in included):
         return "is not included"
-    if any(_matches(selector, names, module) for selector in excluded):
+    if any(is_selected(selector, names, module) for selector in excluded):
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"

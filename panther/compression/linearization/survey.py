@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from panther._torch import children_of, has_hooks
-from panther.compression.calibration.targets import Selector, SkippedLayer, _matches, _selectors
+from panther.compression.calibration.targets import Selector, SkippedLayer, is_selected, selectors_of
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD
@@ -29,7 +29,7 @@ class AttentionModules:
 
 def find_attention(model: nn.Module, include: Any, exclude: Any) -> AttentionModules:
     """Find the attention modules of a model."""
-    included, excluded = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
+    included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -79,9 +79,9 @@ def _refusal(
     """Return why a module keeps its softmax, or None if it can be converted."""
     if CHILD in children_of(module) or isinstance(module, RandMultiHeadAttention):
         return "is linear already"
-    if not any(_matches(selector, names, module) for selector in included):
+    if not any(is_selected(selector, names, module) for selector in included):
         return "is not included"
-    if any(_matches(selector, names, module) for selector in excluded):
+    if any(is_selected(selector, names, module) for selector in excluded):
         return "is excluded"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
