@@ -132,7 +132,7 @@ def test_a_compressed_head_is_left_out_under_another_one(tmp_path):
     assert loaded.config.quantization_config.modules.keys() == {
         name for name, module in loaded.named_modules() if isinstance(module, CompressedModule)
     }
-    with pytest.raises(FormatError, match=r"'bert.encoder.layer.1.*none of that name"):
+    with pytest.raises(FormatError, match=r"'bert.encoder.layer.1.*no module of this name"):
         transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_hidden_layers=1)
 
 
