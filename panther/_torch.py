@@ -26,6 +26,7 @@ __all__ = [
     "buffers_of",
     "checkpoint_wrapped_",
     "children_of",
+    "copy_without_values",
     "default_store",
     "default_timeout_set",
     "disable_dispatch_modes",
@@ -40,6 +41,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "functional_collectives",
     "group_timeout",
+    "has_forward_of_convolution",
     "has_hooks",
     "has_packed_weights",
     "hides_weights",
@@ -274,6 +276,24 @@ def put_parameters(module: nn.Module, tensors: dict[str, Any]) -> None:
     module.__dict__["_parameters"] = tensors
 
 
+def copy_without_values(module: nn.Module) -> nn.Module:
+    """Return shallow copies of a module and its children, whose parameters are zeros that take no memory.
+
+    They are on the CPU in float32: on the meta device, a mean imports modules of torch for seconds. What the forward of
+    the copy assigns to attributes does not change the module. ``copy.copy`` would share the dictionaries of parameters,
+    buffers and children, and ``copy.deepcopy`` would copy what hooks refer to.
+    """
+    copy: nn.Module = module.__new__(type(module))
+    parameters = {
+        name: None if parameter is None else nn.Parameter(torch.zeros((), device="cpu").expand(parameter.shape))
+        for name, parameter in module._parameters.items()
+    }
+    children = {name: None if child is None else copy_without_values(child) for name, child in module._modules.items()}
+    copies = {"_parameters": parameters, "_buffers": dict(module._buffers), "_modules": children}
+    copy.__dict__.update({**vars(module), **copies})
+    return copy
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's dictionary of buffers, including entries that are None; see :func:`parameters_of`."""
     return module._buffers
@@ -388,6 +408,18 @@ def loading_code_of(module: nn.Module) -> list[Any]:
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     methods = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")]
     return [*methods, *(getattr(hook, "hook", hook) for hook in hooks)]  # torch wraps the hooks before it
+
+
+def has_forward_of_convolution(module: nn.Module) -> bool:
+    """Return whether a module computes its output by the methods of a convolution of torch.nn.
+
+    A subclass may define the private method, which the public method calls. No public fallback exists.
+    """
+    kind: Any = type(module)
+    return any(
+        isinstance(module, base) and kind.forward is base.forward and kind._conv_forward is base._conv_forward
+        for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    )
 
 
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:

@@ -55,7 +55,15 @@ class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
 def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     """Return arguments of a constructor as JSON has them, read from the attributes of a sketched or a dense layer."""
     values = {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        from panther.nn.conv.padding import padding_of  # here, because the package of convolutions imports this module
+
+        values["padding"] = padding_of(layer)
+    return {name: _as_in_json(value) for name, value in values.items()}
+
+
+def _as_in_json(value: Any) -> Any:
+    return [_as_in_json(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def is_autocasting(device_type: str) -> bool:
@@ -144,11 +152,16 @@ class CompressedModule(nn.Module):
     def _to_dense(self) -> Any:
         """Return a dense layer with copies of the effective weight and the bias, in the same training mode."""
         weight: Any = self.weight
-        dense = self.dense_class(**arguments_of(self, self.dense_arguments), device=weight.device, dtype=weight.dtype)
+        arguments = arguments_of(self, self.dense_arguments)
+        dense = self._new_dense(**arguments, device=weight.device, dtype=weight.dtype)
         dense.weight.copy_(weight)
         if self.bias is not None:
             dense.bias.copy_(self.bias)
         return dense.train(self.training)
+
+    def _new_dense(self, **arguments: Any) -> Any:
+        """Return a new dense layer with these arguments of its constructor."""
+        return self.dense_class(**arguments)
 
     def check_record(self) -> None:
         """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""

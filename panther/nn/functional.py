@@ -4,6 +4,7 @@ __all__ = ["linear_attention", "sketched_conv", "sketched_linear", "windowed_lin
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ def sketched_conv(
     U: Tensor,  # (rows, out / groups)
     bias: Tensor | None = None,  # (out,)
     stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
+    padding: Any = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     *,
@@ -113,7 +114,8 @@ def sketched_conv(
         bias: Bias of shape ``(out,)``, or None.
         stride: One integer, or one for each dimension; this and the next three are as in
             :func:`torch.nn.functional.conv2d`.
-        padding: As ``stride``, or ``"same"`` or ``"valid"``.
+        padding: As ``stride``; ``"same"``, ``"same_upper"`` or ``"valid"``; or a pair (before, after) for each
+            dimension.
         dilation: As ``stride``.
         groups: Number of groups.
         scale: The number s.
@@ -125,7 +127,7 @@ def sketched_conv(
     Raises:
         ShapeError: If the input, the factors and the groups do not fit together, or a size is out of range.
         DTypeError: If the dtypes differ; under autocast the dtype of the input may differ.
-        ValueError: If ``padding`` is a word other than ``"same"`` and ``"valid"``.
+        ValueError: If ``padding`` is a word other than ``"same"``, ``"same_upper"`` and ``"valid"``.
 
     Cost: ``2 rows (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
     kernel * out`` dense. Where the factors are too small or too large to save time, as with one channel in each group,

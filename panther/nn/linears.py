@@ -14,6 +14,7 @@ from panther._text import counted, format_table
 from panther._torch import buffers_of, parameters_of, put_module
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
+from panther.nn.conv.padded import dense_conv
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
@@ -247,7 +248,6 @@ def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in)
 
 
 def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | QuantizedConv2d) -> nn.Sequential:
-    make: Any = module.dense_class
     groups = module.groups
     with torch.no_grad():
         if isinstance(module, QuantizedConv2d):  # without groups
@@ -262,9 +262,13 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | Quantize
             mix = (module.U * power).unflatten(0, (groups, -1)).mT.reshape(module.out_channels, -1)
         rows = len(kernel)
         mix = mix.reshape(*mix.shape, *[1] * module.dim)
-    arguments = (module.kernel_size, module.stride, module.padding, module.dilation, groups)
-    first = make(module.in_channels, rows, *arguments, bias=False, padding_mode=module.padding_mode, device="meta")
-    second = make(rows, module.out_channels, 1, groups=groups, bias=module.bias is not None, device="meta")
+    first = dense_conv(
+        module.dim, module.in_channels, rows, module.kernel_size, module.stride, padding=module.padding,
+        dilation=module.dilation, groups=groups, bias=False, padding_mode=module.padding_mode, device="meta",
+    )  # fmt: skip
+    second = dense_conv(
+        module.dim, rows, module.out_channels, 1, groups=groups, bias=module.bias is not None, device="meta"
+    )
     first.weight, second.weight = (_parameter(t, trained) for t in (kernel, mix))
     return nn.Sequential(first, second)
 

@@ -295,7 +295,8 @@ class LowRankConv2d(ConvGeometry, _LowRank):
         out_channels: Channels of the output.
         kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
         stride: As ``kernel_size``.
-        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives
+            outputs of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
         dilation: As ``kernel_size``.
         groups: Number of groups of channels. A group has factors of rank ``rank / groups``.
         bias: Whether to learn an additive bias.
@@ -343,7 +344,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
         out_channels: int,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
+        padding: Any = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         bias: bool = True,
@@ -412,7 +413,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
         approximated in rank ``rank / groups``.
 
         Args:
-            conv: The layer to approximate.
+            conv: The layer to approximate. A subclass that only pads its input gives a layer with this padding.
             rank: As in the constructor.
             seed: Seed of the randomized SVD and of unused components.
 

@@ -1,6 +1,14 @@
 """Checks and defaults of the sizes of sketched layers and of their spatial dimensions."""
 
-__all__ = ["check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank", "warn_unless_smaller"]
+__all__ = [
+    "Padding",
+    "check_padding",
+    "default_low_rank",
+    "divisible",
+    "per_dim",
+    "terms_and_rank",
+    "warn_unless_smaller",
+]
 
 import warnings
 from collections.abc import Sequence
@@ -83,15 +91,26 @@ def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
     return tuple(check_size(f"{name}[{i}]", size, least) for i, size in enumerate(value))
 
 
-def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
-    """Return padding as torch.nn's convolutions store it: a word, or one size for each spatial dimension."""
+Padding = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""A word, one size for each spatial dimension, or for each the sizes before and after it."""
+
+
+def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> Padding:
+    """Return padding as torch.nn's convolutions store it, ``"same_upper"``, or pairs of sizes before and after."""
+    if isinstance(padding, Sequence) and any(isinstance(sides, list | tuple) for sides in padding):
+        if len(padding) != dim or not all(isinstance(sides, list | tuple) and len(sides) == 2 for sides in padding):
+            raise ShapeError(f"padding={padding!r} must have a pair (before, after) for each of {dim} dimensions")
+        return tuple(
+            tuple(check_size(f"padding[{i}][{j}]", size, 0) for j, size in enumerate(sides))
+            for i, sides in enumerate(padding)
+        )
     if not isinstance(padding, str):
         return per_dim("padding", padding, dim, least=0)
-    if padding not in ("same", "valid"):
-        raise ValueError(f"padding={padding!r} is unknown: use 'same', 'valid' or integers")
+    if padding not in ("same", "same_upper", "valid"):
+        raise ValueError(f"padding={padding!r} is unknown: use 'same', 'same_upper', 'valid' or integers")
     if padding == "same" and any(step != 1 for step in stride):
         raise ShapeError(
-            f"padding='same' keeps the size of the input, which stride={stride} does not: use stride=1, or give the "
-            "padding in integers"
+            f"padding='same' keeps the size of the input, which stride={stride} does not: use stride=1, 'same_upper', "
+            "or integers"
         )
     return padding

@@ -308,7 +308,7 @@ def test_extra_repr():
         ((8, 8, "3"), {}, TypeError, "kernel_size must be an integer, not str"),
         ((8, 8, 3, 0), {}, ShapeError, "stride=0 must be at least 1"),
         ((8, 8, 3, 1, -1), {}, ShapeError, "padding=-1 must be at least 0"),
-        ((8, 8, 3, 1, "full"), {}, ValueError, "padding='full' is unknown: use 'same', 'valid' or integers"),
+        ((8, 8, 3, 1, "full"), {}, ValueError, "padding='full' is unknown: use 'same', 'same_upper',"),
         ((8, 8, 3, (1, 2), "same"), {}, ShapeError, r"padding='same' keeps .* stride=\(1, 2\) does not: use stride=1"),
         ((8, 8), {"dilation": 0}, ShapeError, "dilation=0 must be at least 1"),
         ((8, 8), {"groups": 0}, ShapeError, "groups=0 must be at least 1"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from panther._torch import children_of, is_transformed, parameters_of, version_of
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.targets import GEOMETRY, SkippedLayer, Survey, Target
+from panther.compression.calibration.targets import SkippedLayer, Survey, Target, geometry_of
 from panther.errors import CompressionError, NumericalWarning
 
 
@@ -345,7 +345,7 @@ def input_key(module: nn.Module, x: Tensor) -> Any:
     # The version distinguishes the values before and after a write. Tensors of inference mode count no writes.
     version = 0 if x.is_inference() else version_of(x)
     # Two convolutions of one input can unfold it differently.
-    return x.data_ptr(), x.shape, x.stride(), version, *(getattr(module, name, None) for name in GEOMETRY)
+    return x.data_ptr(), x.shape, x.stride(), version, *geometry_of(module)
 
 
 def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module, str]]:

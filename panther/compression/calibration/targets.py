@@ -1,7 +1,7 @@
 """Select the layers to compress, and give the reason for every layer that is kept dense."""
 
 __all__ = [
-    "GEOMETRY", "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "is_selected",
+    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "geometry_of", "is_conv1d", "is_selected",
     "replace_modules", "select_targets", "selectors_of", "swap_modules",
 ]  # fmt: skip
 
@@ -20,12 +20,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, put_child, storage_key
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
+from panther.nn.conv.padding import only_pads, padding_of
 
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
-GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _DONE = "is compressed already"
 
 
@@ -160,6 +160,14 @@ def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' Conv1D, a linear layer whose weight is (in, out)."""
     kind = type(module)  # compared by name, because this check must not import transformers
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
+
+
+def geometry_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return all that says how a convolution unfolds its input; of other layers an empty tuple."""
+    if not isinstance(module, nn.Conv2d):
+        return ()
+    kernel_size, stride, dilation = (tuple(sizes) for sizes in (module.kernel_size, module.stride, module.dilation))
+    return kernel_size, stride, padding_of(module), dilation, module.groups, module.padding_mode
 
 
 def select_targets(
@@ -298,8 +306,13 @@ def _refusal(
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if not weight.numel():
         return "has a weight without entries"
-    if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not is_named_type:
+    if kind is not nn.Linear and isinstance(module, nn.Linear) and not is_named_type:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
+    if isinstance(module, nn.Conv2d) and not is_named_type and not only_pads(module):
+        return (
+            "is a subclass, whose forward may do more than pad the input and convolve: name its type in include= if it "
+            "does not"
+        )
     if not any(is_selected(selector, names, module) for selector in included):
         return "is not included"
     if any(is_selected(selector, names, module) for selector in excluded):

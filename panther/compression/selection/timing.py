@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import hooked
-from panther.compression.calibration.targets import GEOMETRY, Target
+from panther.compression.calibration.targets import Target, geometry_of
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
 from panther.compression.selection.convex_hull import Cost
 
@@ -143,8 +143,7 @@ def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSetting
 def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
     """Return a key that is equal for calls that take equally long."""
     weight = target.weight
-    geometry = tuple(getattr(module, name, None) for name in GEOMETRY)
-    bias = getattr(module, "bias", None) is not None
+    bias, geometry = getattr(module, "bias", None) is not None, geometry_of(module)
     return type(module), weight.shape, weight.stride(), weight.dtype, bias, geometry, x.shape, x.stride(), x.dtype
 
 

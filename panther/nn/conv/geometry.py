@@ -1,17 +1,16 @@
 """The arguments and the input of a convolution, checked and padded as torch's layers do it."""
 
-__all__ = ["ConvGeometry", "check_input", "pad_input", "same_padding"]
+__all__ = ["ConvGeometry", "check_input"]
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.nn.base import is_autocasting
-from panther.nn.sketch_sizes import check_padding, divisible, per_dim
+from panther.nn.conv.padded import dense_conv
+from panther.nn.sketch_sizes import Padding, check_padding, divisible, per_dim
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -23,7 +22,7 @@ class ConvGeometry:
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
     )  # fmt: skip
     dim: int
-    padding: str | tuple[int, ...]
+    padding: Padding
     bias: nn.Parameter | None
 
     def _set_geometry(
@@ -52,26 +51,8 @@ class ConvGeometry:
             parts.append("bias=False")
         return parts
 
-
-def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the padding before and after each dimension for ``padding="same"``; if odd, more after, as in torch."""
-    totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
-    return [(total // 2, total - total // 2) for total in totals]
-
-
-def pad_input(
-    x: Tensor, kernel_size: Sequence[int], padding: str | tuple[int, ...], dilation: tuple[int, ...], padding_mode: str
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the input, padded as far as a convolution cannot do it, and the padding that it can do itself."""
-    if isinstance(padding, str):
-        sides = same_padding(kernel_size, dilation) if padding == "same" else [(0, 0)] * len(kernel_size)
-    else:
-        sides = [(size, size) for size in padding]
-    # For unequal padding before and after, torch would also pad a copy, and warn about it.
-    if padding_mode == "zeros" and all(before == after for before, after in sides):
-        return x, tuple(before for before, _ in sides)
-    mode = "constant" if padding_mode == "zeros" else padding_mode
-    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode), (0,) * len(sides)
+    def _new_dense(self, **arguments: Any) -> Any:
+        return dense_conv(self.dim, **arguments)
 
 
 def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ __all__ = ["SKConv1d", "SKConv2d", "SKConv3d"]
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class _SKConv(ConvGeometry, SketchedModule):
         out_channels: int,
         kernel_size: int | Sequence[int] = 3,
         stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
+        padding: Any = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         bias: bool = True,
@@ -116,7 +116,8 @@ class _SKConv(ConvGeometry, SketchedModule):
         rows.
 
         Args:
-            conv: The layer to approximate, with the same number of dimensions. It is not changed.
+            conv: The layer to approximate, with the same number of dimensions. It is not changed. A subclass that only
+                pads its input gives a layer with this padding.
             *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
             num_terms: As in the constructor.
             low_rank: As in the constructor.
@@ -231,7 +232,8 @@ Args:
     out_channels: Channels of the output.
     kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv{nd}.
     stride: As ``kernel_size``.
-    padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+    padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives outputs
+        of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
     dilation: As ``kernel_size``.
     groups: Number of groups; U is then block-diagonal.
     bias: Whether to learn an additive bias.

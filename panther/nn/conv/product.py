@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.nn.conv.geometry import check_input, pad_input
+from panther.nn.conv.geometry import check_input
+from panther.nn.conv.padding import CONVOLUTIONS, pad_input
+from panther.nn.sketch_sizes import Padding
 
 _VECTOR = 16  # channels in a vector of oneDNN's blocked layout
 # Flops that take as long as writing and reading a number of the intermediate result (measured).
 _TRAFFIC = 24
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # (out, in / groups, *kernel)
@@ -62,7 +63,7 @@ def convolve(
     U: Tensor,  # (rows, out / groups)
     bias: Tensor | None,  # (out,)
     stride: tuple[int, ...],
-    padding: str | tuple[int, ...],
+    padding: Padding,
     dilation: tuple[int, ...],
     groups: int,
     scale: float,
@@ -73,11 +74,10 @@ def convolve(
     check_input(x, S.shape[1] * groups, dim, S.dtype)
     if x.dim() == dim + 1:
         return convolve(x[None], S, U, bias, stride, padding, dilation, groups, scale, padding_mode)[0]
-    if padding_mode != "zeros" or isinstance(padding, str):
-        x, padding = pad_input(x, S.shape[2:], padding, dilation, padding_mode)
-    conv = _CONVOLUTIONS[dim - 1]
+    x, sizes = pad_input(x, S.shape[2:], stride, padding, dilation, padding_mode)
+    conv = CONVOLUTIONS[dim - 1]
     if runs_dense(S, U, groups):
-        return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
+        return conv(x, dense_kernel(S, U, groups, scale), bias, stride, sizes, dilation, groups)
     if groups > 1 and S.shape[0] // groups % _VECTOR:  # Without padding NCHW is two to three times slower.
         S, U = _pad_rows(S, groups), _pad_rows(U, groups)
     rows, out = U.shape
@@ -86,7 +86,7 @@ def convolve(
         # range.
         power = 2.0 ** -round(math.log2(rows // groups) / 2)
         S, U = S * (scale / power), U * power
-    z = conv(x, S, None, stride, padding, dilation, groups)  # (N, rows, *size)
+    z = conv(x, S, None, stride, sizes, dilation, groups)  # (N, rows, *size)
     if groups > 1 or z.stride(1) == 1:  # A 1 x 1 convolution keeps channels_last.
         mix = U.unflatten(0, (groups, -1)).mT.reshape(groups * out, rows // groups, *[1] * dim)
         y = conv(z, mix, bias, groups=groups)
@@ -103,15 +103,14 @@ def convolve_dense(
     kernel: Tensor,  # (out, in / groups, *kernel)
     bias: Tensor | None,  # (out,)
     stride: tuple[int, ...],
-    padding: str | tuple[int, ...],
+    padding: Padding,
     dilation: tuple[int, ...],
     groups: int,
     padding_mode: str,
 ) -> Tensor:  # (N, out, *size) or (out, *size)
     """Compute torch's convolution for any padding of torch's layers. The arguments must be checked already."""
-    if padding_mode != "zeros" or isinstance(padding, str):
-        x, padding = pad_input(x, kernel.shape[2:], padding, dilation, padding_mode)
-    return _CONVOLUTIONS[kernel.dim() - 3](x, kernel, bias, stride, padding, dilation, groups)
+    x, sizes = pad_input(x, kernel.shape[2:], stride, padding, dilation, padding_mode)
+    return CONVOLUTIONS[kernel.dim() - 3](x, kernel, bias, stride, sizes, dilation, groups)
 
 
 def _pad_rows(factor: Tensor, groups: int) -> Tensor:

@@ -3,7 +3,7 @@
 __all__ = ["QuantizedConv2d"]
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         out_channels: Channels of the output.
         kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
         stride: As ``kernel_size``.
-        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives
+            outputs of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
         dilation: As ``kernel_size``.
         groups: Number of groups of channels.
         bias: Whether to add a bias.
@@ -90,7 +91,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         out_channels: int,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
+        padding: Any = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         bias: bool = True,
@@ -139,7 +140,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         As :meth:`QuantizedLinear.from_linear` for the unfolded weight.
 
         Args:
-            conv: The layer to approximate. It is not changed.
+            conv: The layer to approximate. It is not changed. A subclass that only pads its input gives a layer with
+                this padding.
             bits: As in the constructor.
             group_size: As in the constructor.
             low_rank: As in the constructor, at most the smaller size of the unfolded weight.
