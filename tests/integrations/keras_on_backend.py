@@ -120,8 +120,19 @@ def test_padding_same_with_strides_is_that_of_keras():
     dense.set_weights([np.asarray(keras.ops.convert_to_numpy(layer.kernel))])
     assert_close(tensor(output), tensor(dense(x)), torch.float32)
     assert layer.compute_output_shape((None, 9, None, 10)) == (None, 5, None, 6)
-    with pytest.raises(ShapeError, match="padding='same' keeps the size"):
-        layer.to_torch()
+    conv = layer.to_torch()
+    assert conv.padding == "same_upper"
+    assert_close(conv(torch.from_numpy(x).movedim(-1, 1)).movedim(1, -1), tensor(output), torch.float32)
+    assert SKConv2D.from_torch(conv).padding == "same"
+
+
+def test_padding_of_unequal_sides_is_that_of_torch():
+    conv = pr.nn.SKConv2d(8, 32, 3, padding=((0, 2), (1, 3)), low_rank=4, seed=0)
+    layer = SKConv2D.from_torch(conv, data_format="channels_last")
+    x = np.random.default_rng(0).standard_normal((2, 9, 8, 8), dtype=np.float32)
+    output = tensor(layer(x))
+    assert_close(output.movedim(-1, 1), conv(torch.from_numpy(x).movedim(-1, 1)), torch.float32)
+    assert layer.compute_output_shape(x.shape) == tuple(output.shape)
 
 
 def test_training_has_the_losses_of_torch_and_keeps_the_sketches():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from panther.errors import check_size, require_extra
 from panther.integrations.keras.layer import SketchedLayer
 from panther.nn import SKConv2d
+from panther.nn.conv.padding import padding_sides
 from panther.nn.sketch_sizes import check_padding, default_low_rank, divisible, per_dim
 
 keras: Any = require_extra("keras", "keras")
@@ -101,7 +102,8 @@ class SKConv2D(SketchedLayer):
         self.kernel_size = per_dim("kernel_size", kernel_size, 2, least=1)
         self.strides = per_dim("strides", strides, 2, least=1)
         self.dilation_rate = per_dim("dilation_rate", dilation_rate, 2, least=1)
-        self.padding = check_padding(padding, (1, 1), 2)
+        # The "same" of Keras gives outputs of ceil(input / stride), which is the "same_upper" of torch's layers here.
+        self.padding = "same" if padding == "same_upper" else check_padding(padding, (1, 1), 2)
         if max(self.strides) > 1 and max(self.dilation_rate) > 1:
             raise ValueError(
                 f"strides={self.strides} and dilation_rate={self.dilation_rate}: not all backends of Keras take both, "
@@ -136,7 +138,7 @@ class SKConv2D(SketchedLayer):
             inputs, last = ops.transpose(inputs, (0, 2, 3, 1)), True
         data_format = "channels_last" if last else "channels_first"
         if not isinstance(padding, str):
-            sides = [(size, size) for size in padding]
+            sides = padding_sides(padding, inputs.shape, self.kernel_size, self.strides, self.dilation_rate)
             inputs = ops.pad(inputs, [(0, 0), *sides, (0, 0)] if last else [(0, 0), (0, 0), *sides])
             padding = "valid"
         z = ops.conv(inputs, self.S * self.scale, self.strides, padding, data_format, dilation_rate=self.dilation_rate)
@@ -170,7 +172,7 @@ class SKConv2D(SketchedLayer):
         if self.padding == "same":
             span = 0
         elif not isinstance(self.padding, str):
-            span -= 2 * self.padding[i]
+            span -= sum(padding_sides(self.padding, (), self.kernel_size, self.strides, self.dilation_rate)[i])
         return (size - span - 1) // self.strides[i] + 1
 
     @classmethod
@@ -206,11 +208,11 @@ class SKConv2D(SketchedLayer):
 
         Raises:
             ValueError: If the layer is not built yet.
-            ShapeError: If the layer has both strides and ``padding="same"``, which torch's convolutions do not support.
         """
         options = self._torch_options()
+        padding = "same_upper" if self.padding == "same" and max(self.strides) > 1 else self.padding
         layer = SKConv2d(
-            self.S.shape[2] * self.groups, self.filters, self.kernel_size, stride=self.strides, padding=self.padding,
+            self.S.shape[2] * self.groups, self.filters, self.kernel_size, stride=self.strides, padding=padding,
             dilation=self.dilation_rate, groups=self.groups, **options,
         )  # fmt: skip
         return self._copy_to_torch(layer)
