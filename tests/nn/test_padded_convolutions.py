@@ -115,6 +115,14 @@ class Multiple(nn.Conv2d):
         return super().forward(F.pad(x, (0, -x.shape[-1] % 8, 0, -x.shape[-2] % 8)))
 
 
+class Single(Same):
+    """Has an integer where layers of torch have a tuple."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.dilation = 1
+
+
 class Counting(nn.Conv2d):
     """Changes a buffer in its forward, so it is not tried."""
 
@@ -125,6 +133,14 @@ class Counting(nn.Conv2d):
     def forward(self, x):
         self.calls += 1
         return super().forward(x)
+
+
+class Listed(Same):
+    """Has a list where layers of torch have a tuple, as EfficientNet-lite has."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.stride = list(self.stride)
 
 
 class Remembering(Same):
@@ -139,7 +155,8 @@ class Remembering(Same):
 
 
 REFUSED = [
-    Standardized, Scaled, Clipped, Cropped, Twice, Reflected, Activated, Noisy, Dropping, Widened, Multiple, Counting,
+    Standardized, Scaled, Clipped, Cropped, Twice, Reflected, Activated, Noisy, Dropping, Widened, Multiple, Single,
+    Counting,
 ]  # fmt: skip
 
 
@@ -246,7 +263,7 @@ def test_a_model_of_padded_convolutions_is_compressed(tmp_path):
     def build():
         torch.manual_seed(0)
         return nn.Sequential(
-            Same(8, 32, 3, stride=2), nn.ReLU(), Static(32, 64, 3, stride=2), nn.ReLU(), Unchanged(64, 64, 1),
+            Listed(8, 32, 3, stride=2), nn.ReLU(), Static(32, 64, 3, stride=2), nn.ReLU(), Unchanged(64, 64, 1),
             nn.ReLU(), Scaled(64, 64, 1),
         )  # fmt: skip
 

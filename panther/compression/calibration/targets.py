@@ -166,8 +166,9 @@ def geometry_of(module: nn.Module) -> tuple[Any, ...]:
     """Return all that says how a convolution unfolds its input; of other layers an empty tuple."""
     if not isinstance(module, nn.Conv2d):
         return ()
-    kernel_size, stride, dilation = (tuple(sizes) for sizes in (module.kernel_size, module.stride, module.dilation))
-    return kernel_size, stride, padding_of(module), dilation, module.groups, module.padding_mode
+    sizes = (module.kernel_size, module.stride, padding_of(module), module.dilation)
+    # As text, because subclasses may have lists.
+    return *map(str, sizes), module.groups, module.padding_mode
 
 
 def select_targets(

@@ -91,6 +91,9 @@ def _padding_by_trial(conv: Any) -> Padding | None:
     state_names = {name for tensors in (conv.named_parameters(), conv.named_buffers()) for name, _ in tensors}
     if conv.padding_mode != "zeros" or not state_names <= {"weight", "bias"} or any(map(has_hooks, inner_modules)):
         return None
+    geometry = (conv.kernel_size, conv.stride, conv.dilation)
+    if not all(isinstance(sizes, list | tuple) and len(sizes) == conv.weight.dim() - 2 for sizes in geometry):
+        return None  # the subclass gives the attribute another meaning
     spans = [step * (taps - 1) + 1 for taps, step in zip(conv.kernel_size, conv.dilation, strict=True)]
     # In each dimension, the sizes have all remainders of the stride, which the padding can depend on.
     num_trials = max(_FEWEST_TRIALS, *conv.stride)
