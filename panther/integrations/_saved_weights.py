@@ -1,7 +1,8 @@
 """The weights files from which transformers loads a compressed model, compared with the layers that they are for."""
 
-__all__ = ["MARKS", "SavedWeights", "read_saved_weights"]
+__all__ = ["MARKS", "SavedWeights", "read_saved_weights", "share_tied_"]
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from panther.errors import FormatError
 from panther.nn.base import CompressedModule
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
+from panther.nn.quantized.ties import tied_layers
 
 # Last parts of the names of tensors that only compressed layers have.
 MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton")
@@ -65,10 +67,14 @@ class SavedWeights:
         models.
         """
         modules = {module: name for name, module in model.named_modules() if isinstance(module, CompressedModule)}
+        tensors = {  # by identity, because tied layers share buffers, which the files hold once
+            id(tensor): (name, key)
+            for module, name in modules.items()
+            for key, tensor in module.state_dict(keep_vars=True).items()
+        }
         needed = Counter(
             key
-            for module, name in modules.items()
-            for key in module.state_dict()
+            for name, key in tensors.values()
             if key != "bias" and not self._saved_name(model, f"{name}.{key}", self.aliases)
         )
         by_name = dict(model.named_modules(remove_duplicate=False))
@@ -102,6 +108,10 @@ class SavedWeights:
                     held = parameters_of if key in parameters_of(module) else buffers_of
                     held(module)[key] = held(owner)[owner_key]  # type: ignore[assignment]
 
+    def has_layer(self, model: Any, name: str) -> bool:
+        """Return whether the files hold the codes of a layer."""
+        return self._saved_name(model, f"{name}.codes", self.names) is not None
+
     def _saved_name(self, model: Any, name: str, saved: Iterable[str]) -> str | None:
         """Return the name under which a tensor of the model was saved, with or without the prefix of the body."""
         return next((each for each in _spellings(model, name) if each in saved), None)
@@ -116,6 +126,41 @@ class SavedWeights:
                 continue
             if key in parameters_of(module) or key in buffers_of(module):
                 yield name
+
+
+def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]:
+    """Share the buffers of compressed layers that a model ties, before its weights are loaded.
+
+    transformers ties parameters only. The pairs of compressed layers are therefore removed from its list, and tensors
+    of the second layer do not count as missing.
+
+    Returns:
+        Pairs of names: of a layer that is loaded, and of a layer that shares its tensors. Layers that were saved
+        separately are not among them.
+    """
+    ties, pairs = dict(model.all_tied_weights_keys), []
+    for names in [*tied_layers(model, ties)]:
+        del ties[f"{names[0]}.weight"]
+        target, source = (model.get_submodule(name) for name in names)
+        is_saved = [saved is not None and saved.has_layer(model, name) for name in names]
+        if all(is_saved) or not _share_form(target, source):
+            continue
+        loaded, other = names if is_saved[0] else names[::-1]
+        buffers_of(model.get_submodule(other)).update(buffers_of(model.get_submodule(loaded)))
+        ignored = {rf"^{re.escape(other)}\.{key}$" for key in buffers_of(source)}
+        model._keys_to_ignore_on_load_missing = set(model._keys_to_ignore_on_load_missing or ()) | ignored
+        pairs.append((loaded, other))
+    model.all_tied_weights_keys = ties
+    return pairs
+
+
+def _share_form(first: nn.Module, second: nn.Module) -> bool:
+    """Return whether the tensors of two quantized layers have equal shapes, so that the layers can share them."""
+    shapes = [
+        {key: tensor.shape for key, tensor in buffers_of(module).items() if tensor is not None}
+        for module in (first, second)
+    ]
+    return isinstance(first, QuantizedState) and isinstance(second, QuantizedState) and shapes[0] == shapes[1]
 
 
 def _spellings(model: Any, name: str) -> tuple[str, str, str]:

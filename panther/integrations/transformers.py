@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import panther as pr
-from panther._torch import put_module
+from panther._torch import buffers_of, put_module
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
-from panther.integrations._saved_weights import SavedWeights, read_saved_weights
+from panther.integrations._saved_weights import SavedWeights, read_saved_weights, share_tied_
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule
@@ -31,6 +31,7 @@ from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import STORED_SCALES, inference_state
+from panther.nn.quantized.ties import declare_ties_
 from panther.nn.sketch_record import read_record
 from panther.nn.specs import (
     CONFIG_VERSION,
@@ -124,6 +125,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     saved: SavedWeights | None = None
     """Names and shapes of the tensors in the weights files, while a model is loaded."""
 
+    tied: Sequence[tuple[str, str]] = ()
+    """Pairs of names of layers that share their tensors: the first one is loaded."""
+
     placements: TensorParallelReport | None = None
     """Placements of the layers, with ``tp_plan="auto"``."""
 
@@ -164,6 +168,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             config.modules = (config.modules or {}) | self._modules_of_parts(model)
             config.modules = put_compressed_(model, config.modules)
             config.parts, config.version = [], 1
+            self.tied = share_tied_(model, self.saved)
             if self.saved is not None:
                 self.saved.train_scales_(model)
                 self.saved.check(model)
@@ -223,8 +228,11 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     module.to(module.scales_dtype()).hold_scales_(STORED_SCALES)
             elif isinstance(module, InterpolativeLinear):
                 module.check_record()
+        for loaded, other in self.tied:
+            buffers_of(model.get_submodule(other)).update(buffers_of(model.get_submodule(loaded)))
         check_attention(model)
         set_quantization_config_(model)
+        declare_ties_(model, transformers.PreTrainedModel)
         if getattr(model, "_tp_size", None) is not None and model.__dict__.pop("_resolve_parallel_plans", None):
             mesh = model._mesh_manager.get_mesh("tp")  # type: ignore[union-attr, operator]
             model._tp_size = model._device_mesh = model._mesh_manager = None  # type: ignore[assignment]
@@ -235,8 +243,8 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Make config.json, which is written afterwards, describe the present layers.
 
-        Factors that layers share are copied, because transformers refuses to save shared memory twice unless it tied
-        the tensors itself. A model whose layers are all dense again is saved as a dense model.
+        Factors that layers share are copied, because transformers refuses to save shared memory twice, except for
+        tensors of layers that the model ties. A model whose layers are all dense again is saved as a dense model.
         """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are saved
@@ -251,6 +259,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             return None, {}
         set_quantization_config_(model)
         state, addresses = inference_state(model), set[int]()
+        ties = getattr(model, "all_tied_weights_keys", {})
         trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())
         copies: dict[str, Tensor] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -260,7 +269,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     for key_in_module in module.state_dict()
                     if f"{name}.{key_in_module}" in state
                 ):
-                    if state[key].numel() and state[key].data_ptr() in addresses:
+                    if state[key].numel() and state[key].data_ptr() in addresses and key not in ties:
                         copies[key] = state[key].clone()
                     addresses.add(state[key].data_ptr())
         return (state | copies if copies or trained else None), {}
@@ -278,8 +287,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         """Replace compressed layers by dense layers with the effective weights."""
         for name, module in [*model.named_modules()]:
             if isinstance(module, CompressedModule):
-                dense: Any = module.to_conv() if hasattr(module, "to_conv") else module.to_linear()  # type: ignore[operator]
-                put_module(model, name, dense.to(dtype))
+                put_module(model, name, _dense(module).to(dtype))
+        note_in_config_(model)
+        model.tie_weights()  # type: ignore[operator]
         return model
 
     def is_serializable(self) -> bool:
@@ -343,12 +353,12 @@ class CompressCallback(transformers.TrainerCallback):
 
 
 def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> Any:
-    """Resize the vocabulary of a model whose head may be compressed; the head is dense afterwards.
+    """Resize the vocabulary of a model whose head and embeddings may be compressed; both are dense afterwards.
 
-    ``model.resize_token_embeddings`` of transformers requires an nn.Linear as the head, and changes the input
-    embeddings before it raises. This function first replaces a compressed head by an nn.Linear of its effective weight:
-    logits of the old tokens stay the same up to rounding, and new rows are trained as in any model. Compress the head
-    again afterwards if it should be small.
+    ``model.resize_token_embeddings`` of transformers requires an nn.Linear as the head and an nn.Embedding, and changes
+    the input embeddings before it raises. This function first replaces compressed layers there by dense ones of their
+    effective weights: logits of the old tokens stay the same up to rounding, and new rows are trained as in any model.
+    Tied layers are tied again. Compress the layers again afterwards if they should be small.
 
     Args:
         model: A PreTrainedModel, changed in place.
@@ -361,14 +371,31 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
     Raises:
         TypeError: If ``model`` is not a PreTrainedModel.
 
-    Cost: the memory of the head's dense weight.
+    Cost: the memory of the dense weights.
     """
     _check_pretrained(model, "resize_token_embeddings_")
-    head = model.get_output_embeddings()
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, CompressedModule):
-        model.set_output_embeddings(head.to_linear())  # type: ignore[operator]
+        model.set_output_embeddings(_dense(head))
+    if isinstance(embeddings, CompressedModule):
+        for name, module in [*model.named_modules(remove_duplicate=False)]:  # encoder and decoder share one table
+            if module is not head and isinstance(module, CompressedModule) and _share_codes(module, embeddings):
+                put_module(model, name, _dense(module))
+    if isinstance(head, CompressedModule) or isinstance(embeddings, CompressedModule):
         note_in_config_(model)
+        model.tie_weights()
     return model.resize_token_embeddings(new_num_tokens, **kwargs)
+
+
+def _dense(module: Any) -> Any:
+    """Return the layer of torch.nn with a compressed layer's effective weight."""
+    convert = next(getattr(module, name) for name in ("to_conv", "to_embedding", "to_linear") if hasattr(module, name))
+    return convert()
+
+
+def _share_codes(module: nn.Module, other: nn.Module) -> bool:
+    codes = buffers_of(module).get("codes")
+    return module is other or (codes is not None and codes is buffers_of(other).get("codes"))
 
 
 def set_quantization_config_(model: Any) -> Any:

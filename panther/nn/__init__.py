@@ -7,7 +7,7 @@ from .fusion import fuse_
 from .interpolative import InterpolativeLinear
 from .linear import SKLinear
 from .low_rank import LowRankConv2d, LowRankLinear
-from .quantized import QuantizedConv2d, QuantizedLinear
+from .quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
 
 __all__ = [
     "InterpolativeLinear",
@@ -15,6 +15,8 @@ __all__ = [
     "LowRankConv2d",
     "LowRankLinear",
     "QuantizedConv2d",
+    "QuantizedEmbedding",
+    "QuantizedEmbeddingBag",
     "QuantizedLinear",
     "RandMultiHeadAttention",
     "SKConv1d",

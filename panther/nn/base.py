@@ -31,6 +31,7 @@ from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
+_MAKERS = ("from_linear", "from_conv", "from_embedding")
 
 
 def keep_own_forward(module: nn.Module, args: Any) -> None:
@@ -54,7 +55,9 @@ class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
 
 def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     """Return arguments of a constructor as JSON has them, read from the attributes of a sketched or a dense layer."""
-    values = {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
+    values = {name: getattr(layer, name) for name in names}
+    if "bias" in values:
+        values["bias"] = layer.bias is not None
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         from panther.nn.conv.padding import padding_of  # here, because the package of convolutions imports this module
 
@@ -123,7 +126,7 @@ class CompressedModule(nn.Module):
             raise AttributeError(
                 f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
                 "change these tensors, make a new layer from a dense layer by "
-                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}, or call pr.to_linears_(model) "
+                f"{next(name for name in _MAKERS if hasattr(self, name))}, or call pr.to_linears_(model) "
                 "first for a tool that looks for torch's layers"
             )
 

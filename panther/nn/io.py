@@ -442,13 +442,14 @@ def _check_fit(state: dict[str, Tensor], expected: dict[str, Tensor], folder: Pa
 
 
 def _tie(model: nn.Module, aliases: dict[str, str]) -> None:
-    """Make the parameters that were shared when saved one object again."""
+    """Make the parameters and buffers that were shared when saved one object again."""
     for alias, name in aliases.items():
         (to, to_key), (source, key) = (
             (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in (alias, name)
         )
-        if key in parameters_of(source) and to_key in parameters_of(to):
-            setattr(to, to_key, parameters_of(source)[key])
+        for tensors_of in (parameters_of, buffers_of):
+            if key in tensors_of(source) and to_key in tensors_of(to):
+                setattr(to, to_key, tensors_of(source)[key])
 
 
 def _some(items: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Conversion of compressed layers to nn.Linear and convolutions, for tools that know only these."""
+"""Conversion of compressed layers to nn.Linear, convolutions and embeddings, for tools that know only these."""
 
 __all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "reason_to_skip", "to_linears_"]
 
@@ -18,11 +18,13 @@ from panther.nn.conv.padded import dense_conv
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
-from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
+from panther.nn.quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
+from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.specs import note_in_config_
 
 _CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
-_KNOWN = (*_CONVOLUTIONS, SKLinear, LowRankLinear, QuantizedLinear, InterpolativeLinear)
+_TABLES = (QuantizedEmbedding, QuantizedEmbeddingBag)
+_KNOWN = (*_CONVOLUTIONS, *_TABLES, SKLinear, LowRankLinear, QuantizedLinear, InterpolativeLinear)
 
 
 class ReplacedLayer(NamedTuple):
@@ -100,8 +102,10 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     an nn.Sequential, and an :class:`~panther.nn.SKLinear` of rank R two layers of rank 2R. A low-rank or sketched
     convolution becomes a convolution to its inner channels and one of width 1. A :class:`~panther.nn.QuantizedLinear`
     becomes the nn.Linear of its weight, or the pair of its factors if it has no codes; a
-    :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. An
+    :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. A
+    :class:`~panther.nn.QuantizedEmbedding` becomes the nn.Embedding of its weight. An
     :class:`~panther.nn.InterpolativeLinear` becomes two layers of its rank, which together take more numbers than it.
+    Layers that shared their tensors, such as an embedding and a head, share their weight.
     Nothing else is changed, and outputs are equal up to rounding. A pair has no ``weight``: leave layers whose weight
     the model reads, if only for its dtype, out with ``filter_fn``. Signs of seeded layers become weights like any
     other: they are stored, and would be trained; to continue training a seeded layer, keep it.
@@ -190,9 +194,7 @@ def reason_to_skip(module: CompressedModule) -> str | None:
 
 def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
     """Return the plain layers of a compressed layer. They share weights if the compressed layers share factors."""
-    if isinstance(module, QuantizedLinear | QuantizedConv2d) and (
-        module.bits is not None or getattr(module, "groups", 1) > 1
-    ):
+    if isinstance(module, QuantizedMatrix) and (module.bits is not None or getattr(module, "groups", 1) > 1):
         new: nn.Module = module._to_dense()
         new.get_parameter("weight").requires_grad_(_is_trained(module))
         last = new
@@ -229,7 +231,7 @@ def _linear_pair(module: SKLinear | LowRankLinear | QuantizedLinear | Interpolat
     return LinearPair(first, second)
 
 
-def _is_trained(module: QuantizedLinear | QuantizedConv2d) -> bool:
+def _is_trained(module: QuantizedMatrix) -> bool:
     """Return whether the plain weight of a quantized layer is trained: unless the layer's parameters are frozen."""
     return all(parameter.requires_grad for parameter in module.parameters())
 
@@ -286,7 +288,7 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 
 def _described(module: nn.Module) -> str:
     layers = module if isinstance(module, nn.Sequential) else [module]
-    sizes = ("in_features", "out_features", "in_channels", "out_channels")
+    sizes = ("in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim")
     sizes_by_layer = (
         (layer, [str(getattr(layer, size)) for size in sizes if hasattr(layer, size)]) for layer in layers
     )

@@ -34,16 +34,17 @@ from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
-from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
+from panther.nn.quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
 from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.ties import declare_ties_
 
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
-        *(QuantizedLinear, QuantizedConv2d, InterpolativeLinear),
+        *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, InterpolativeLinear),
     )
 }
 
@@ -126,6 +127,7 @@ def note_in_config_(model: nn.Module) -> None:
     owners = _owners_of_configs(model)
     for owner in owners:
         _note_modules_(owner, model)
+        declare_ties_(owner, _pretrained_class())
     if not owners and _pretrained_class() is not None and hasattr(getattr(model, "config", None), "to_json_string"):
         _note_part_(model)
 

@@ -1,13 +1,18 @@
 """Layers whose weight is stored in few bits.
 
-``grid`` rounds, ``state`` saves and loads, ``matrix`` stores and fits a weight, and ``linear`` and ``conv`` are the
-layers. The products are :func:`panther.kernels.quantized_matmul` and :func:`~panther.kernels.quantized_weight`.
+``grid`` rounds, ``state`` saves and loads, ``matrix`` stores and fits a weight, ``linear``, ``conv`` and ``embedding``
+are the layers, and ``ties`` names the tensors that tied layers of transformers share. The products are
+:func:`panther.kernels.quantized_matmul` and :func:`~panther.kernels.quantized_weight`.
 """
 
 from panther.kernels import pack_codes, unpack_codes
 
 from .conv import QuantizedConv2d
+from .embedding import QuantizedEmbedding, QuantizedEmbeddingBag
 from .linear import QuantizedLinear
 from .matrix import stored_bytes
 
-__all__ = ["QuantizedConv2d", "QuantizedLinear", "pack_codes", "stored_bytes", "unpack_codes"]
+__all__ = [
+    "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedLinear", "pack_codes", "stored_bytes",
+    "unpack_codes",
+]  # fmt: skip

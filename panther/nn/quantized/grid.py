@@ -11,6 +11,8 @@ from panther.nn.factors import fittable
 MAXIMUM_CODE = 127  # The codes of factors are symmetric about zero.
 _SMALLEST_STEP = 1e-38  # about the least normal number of bfloat16
 _CANDIDATES = 24
+# The zero point of a group of zeros in 8 bits. Kernels read codes minus this number, which are then zeros.
+_MIDDLE = 128
 _BLOCK = 1 << 20  # Weights per block, so that the temporaries of a candidate stay in the caches.
 
 
@@ -90,9 +92,12 @@ def _searched(
         shrink = 1.0 - (1.0 - least) * index / max(1, candidates - 1)
         # Each end is divided, because their difference may overflow.
         scale = (high / top - low / top).mul_(shrink).to(torch.bfloat16)
-        scale = torch.where(scale > _SMALLEST_STEP, scale, 1.0)  # a group that is zero, or nearly
+        is_empty = scale <= _SMALLEST_STEP  # a group that is zero, or nearly
+        scale = torch.where(is_empty, 1.0, scale)
         s = scale.to(A.dtype)
         zero = (-low * shrink / s).round_().clamp_(0, top)
+        if bits == 8:
+            zero = torch.where(is_empty, _MIDDLE, zero)
         codes = (A / s[..., None]).round_().add_(zero[..., None]).clamp_(0, top)
         error = codes.sub_(zero[..., None]).mul_(s[..., None]).sub_(A).square_()
         total = (error if counts is None else error.mul_(counts)).sum(-1)

@@ -10,6 +10,7 @@ __all__ = ["SCALE_LOGS", "STORED_SCALES", "QuantizedState", "fold_scales", "infe
 
 from collections.abc import Callable, Iterable
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -119,13 +120,16 @@ class QuantizedState(CompressedModule):
             if logs is not None:
                 logs.zero_()
 
-    def _effective(self, name: str) -> Tensor:
+    def _effective(self, name: str, rows_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return ``scales`` or ``factor_scales`` with the trained factors, rounded to the dtype of the scales.
 
         With gradients, the rounding's derivative is 1 and the result is of a wider dtype that holds the same numbers.
+        With ``rows_of``, which selects rows of a tensor, only the scales of these rows are computed.
         """
         scales: Tensor = getattr(self, name)
         logs: Tensor | None = getattr(self, SCALE_LOGS[name])
+        if rows_of is not None:
+            scales, logs = rows_of(scales), None if logs is None else rows_of(logs)
         if logs is None:
             return scales
         if not torch.is_grad_enabled():
@@ -215,18 +219,43 @@ class QuantizedState(CompressedModule):
         """Apply ``fn``, but let casts change the dtype of the computation and of the bias alone."""
         was_meta = self.record.is_meta
         cast = {id(self.bias)} | ({id(self.bias.grad)} if self.bias is not None else set())
+        shared = _moved_tensors(fn)
 
         def keep(tensor: Tensor) -> Tensor:
+            if (key := _memory_of(tensor)) in shared:
+                return shared[key][1]
             moved = fn(tensor)
-            if moved.dtype is tensor.dtype or id(tensor) in cast:
-                return moved
-            return tensor.to(moved.device)
+            if moved.dtype is not tensor.dtype and id(tensor) not in cast:
+                moved = tensor.to(moved.device)
+            if not isinstance(tensor, nn.Parameter):  # torch itself keeps parameters shared
+                shared[key] = tensor, moved
+            return moved
 
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.record.device)).dtype
         if was_meta and not self.record.is_meta:
             self._write_record()
         return self
+
+
+# What each function that modules apply to their tensors has returned. torch calls one function for all modules of a
+# model, and forgets it afterwards.
+_MOVED: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+
+def _moved_tensors(fn: Callable[[Tensor], Tensor]) -> dict[Any, tuple[Tensor, Tensor]]:
+    """Return the buffers that ``fn`` was applied to, by their memory, each with the result, which layers share as well.
+
+    The buffers are held, so that no memory is used twice.
+    """
+    return _MOVED.setdefault(fn, {})
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors that are the same memory in the same layout."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @torch.no_grad()

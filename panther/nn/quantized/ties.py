@@ -1,0 +1,74 @@
+"""The tied weights of transformers models whose embedding and head are compressed and share their tensors.
+
+A transformers model names pairs of tied parameters, such as ``lm_head.weight`` and ``transformer.wte.weight``. Saving
+drops the first tensor of a pair, and loading makes it the second one again. Compressed layers have a pair for each of
+their tensors.
+"""
+
+__all__ = ["declare_ties_", "tied_layers"]
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther._torch import buffers_of
+from panther.nn.base import CompressedModule
+
+_WEIGHT = ".weight"
+
+
+def declare_ties_(model: Any, pretrained_class: type[nn.Module]) -> None:
+    """Name the tied tensors of the layers that a model of transformers has now; models in it as well."""
+    is_changed = False
+    for module in model.modules():
+        if not isinstance(module, pretrained_class):
+            continue
+        declared = getattr(type(module), "_tied_weights_keys", None)
+        ties = _ties_of(module, declared) if isinstance(declared, Mapping) else declared
+        if ties != getattr(module, "_tied_weights_keys", None):
+            is_changed = True
+            if ties == declared:
+                del module._tied_weights_keys
+            else:
+                module._tied_weights_keys = ties  # type: ignore[assignment]
+    if is_changed:
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def tied_layers(model: Any, ties: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of compressed layers whose weights a model ties by pairs of names: target and source."""
+    for target_name, source_name in ties.items():
+        names = target_name.removesuffix(_WEIGHT), source_name.removesuffix(_WEIGHT)
+        layers = [_compressed_at(model, name) for name in names]
+        if target_name.endswith(_WEIGHT) and source_name.endswith(_WEIGHT) and None not in layers:
+            yield names
+
+
+def _ties_of(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
+    ties: dict[str, str] = {}
+    compressed = dict.fromkeys(tied_layers(model, declared))
+    for target_name, source_name in declared.items():
+        names = target_name.removesuffix(_WEIGHT), source_name.removesuffix(_WEIGHT)
+        if names in compressed:
+            target, source = (buffers_of(model.get_submodule(name)) for name in names)
+            shared = (key for key, tensor in target.items() if _is_same(tensor, source.get(key)))
+            ties |= {f"{names[0]}.{key}": f"{names[1]}.{key}" for key in shared}
+        elif not any(_compressed_at(model, name) for name in set(names) - {target_name, source_name}):
+            ties[target_name] = source_name
+    return ties
+
+
+def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
+    if tensor is None or other is None:
+        return False
+    return tensor is other or (not tensor.is_meta and tensor.data_ptr() == other.data_ptr() and tensor.numel() > 0)
+
+
+def _compressed_at(model: nn.Module, name: str) -> CompressedModule | None:
+    """Return the compressed layer of a name; None if there is none, or the name is a pattern."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return module if isinstance(module, CompressedModule) else None
