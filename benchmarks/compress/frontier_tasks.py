@@ -21,7 +21,7 @@ __all__ = ["SUBJECTS", "Subject"]
 import importlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
@@ -55,6 +55,8 @@ class Subject:
         inputs: Keywords of the model's calls that are timed, by samples and tokens (or 1) of each.
         options: Of ``pr.compress``, the same for all methods.
         further: So many more batches for ``pr.compress``, none of which is held out by the trial.
+        held_out: Batches of an encoder that are held out by the trial.
+        embed: Of an encoder, the vectors of the texts in these batches.
     """
 
     model: nn.Module
@@ -63,6 +65,8 @@ class Subject:
     inputs: dict[tuple[int, int], dict[str, Tensor]]
     options: dict[str, Any] = field(default_factory=dict)
     further: Callable[[int], list[Any]] = lambda count: []
+    held_out: Sequence[Any] = ()
+    embed: Callable[[nn.Module], Tensor] = lambda model: torch.empty(0)
 
 
 def _encoder(quick: bool, load: Callable[[], Any] | None = None) -> Subject:
@@ -120,7 +124,7 @@ def _sentences(
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"correlation": correlation(embed(model), original)}
 
-    return Subject(model, calibration, evaluate, inputs, {"include": "encoder.*"}, further)
+    return Subject(model, calibration, evaluate, inputs, {"include": "encoder.*"}, further, held_out, embed)
 
 
 def _random_ids(count: int, length: int) -> dict[str, Tensor]:

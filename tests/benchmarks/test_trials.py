@@ -79,6 +79,17 @@ def test_the_chosen_forms_keep_more_than_others_of_their_size(task):
     assert {row["form"] for row in speeds} >= {"float32", "bfloat16"}
 
 
+def test_whole_files_shrink_with_the_bits():
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_files
+
+    rows = {row["method"]: row for row in trial_files.run(quick=True)}
+    sizes = [float(rows[name]["file_mb"]) for name in ("float32", "bfloat16", "panther, 4.5 bits")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < 0.25 * sizes[0]
+    assert rows["panther, 4.5 bits"]["correlation"] > 0.9
+
+
 @pytest.mark.parametrize("task", ["digits", "retrieval"])
 def test_a_search_finds_what_is_good_enough(task):
     for module in ("sklearn", "optuna", *(["transformers"] if task == "retrieval" else [])):
