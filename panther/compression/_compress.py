@@ -40,7 +40,9 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
 
     Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become :class:`~panther.nn.LowRankLinear` and
     :class:`~panther.nn.LowRankConv2d`, or with ``forms`` :class:`~panther.nn.QuantizedLinear`,
-    :class:`~panther.nn.QuantizedConv2d` and :class:`~panther.nn.InterpolativeLinear`. A few unlabelled batches show
+    :class:`~panther.nn.QuantizedConv2d` and :class:`~panther.nn.InterpolativeLinear`. Weights of nn.Embedding and
+    nn.EmbeddingBag become :class:`~panther.nn.QuantizedEmbedding` and :class:`~panther.nn.QuantizedEmbeddingBag`; a
+    head that shares such a weight shares the codes. A few unlabelled batches show
     which directions of each layer's input occur and how the model's output depends on each layer: with A the second
     moment of the inputs (about their mean, where there is a bias) and G the second moment of gradients of random
     directions of the output, W is approximated in the norm :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and bytes
@@ -54,7 +56,8 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
             is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
             which it may change, and starts from the same random numbers, buffers and attributes.
-        bits: The size as an average number of bits for each eligible weight, scales and factors included.
+        bits: The size as an average number of bits for each eligible weight, scales and factors included; weights of
+            embeddings are eligible if ``forms`` has widths.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
         speedup: Required speed-up of the whole model on the first held-out batch. Each form of each layer is timed on
@@ -68,12 +71,14 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of 8 to 2 bits, rounded with error feedback in the
             norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction of their error. Convolutions are
             never interpolative, and grouped convolutions take only ``"dense"``, ``"low_rank"`` and widths without a
+            correction. Embeddings, and heads that share their weight, take ``"dense"`` and widths without a
             correction. None allows ``"dense"``, ``"low_rank"``, ``"interpolative"`` and all widths without a
             correction.
         allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. True: they
             may. False: never. None: if ``forms`` is given, they may; if it is not, they may only where the size cannot
             be reached otherwise, or where slower forms halve the held-out error (the bytes, with ``max_error``), and
-            the report has a note. Without batches or ``measure_speed`` nothing is timed, and None is True.
+            the report has a note; embeddings may in any case. Without batches or ``measure_speed`` nothing is timed,
+            and None is True.
         rank_multiple: Ranks are multiples of this even number, because aligned products are faster; a weight with room
             for fewer than eight such ranks has even ranks.
         group_size: Columns of a quantized weight that share a scale; None is an entire row.

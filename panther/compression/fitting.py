@@ -21,8 +21,15 @@ from panther.compression.forms.rounding import (
     fit_quantized,
     sensitivity,
 )
+from panther.compression.forms.tables import fit_table, table_sensitivity
 from panther.compression.memory import predict_peak_bytes
-from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
+from panther.compression.moments import (
+    Moments,
+    TableMoments,
+    check_calibration,
+    gather_moments,
+    split_passes,
+)
 from panther.compression.selection.convex_hull import choose_global, choose_uniform, options_near_global
 
 _log = logging.getLogger(__name__)
@@ -85,7 +92,11 @@ def fit_targets(
         )
         inputs += map(tuple, groups)
         positions |= {target: target_moments.positions for target, target_moments in moments.items()}
-        constant |= {target for target, target_moments in moments.items() if target_moments.constant}
+        constant |= {
+            target
+            for target, target_moments in moments.items()
+            if isinstance(target_moments, Moments) and target_moments.constant
+        }
         shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
         # `fit` empties the dictionary and adds nothing to it.
         weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
@@ -148,9 +159,11 @@ class _Weights:
     ridge: float
     fits: dict[Target, TargetFit] = field(default_factory=dict)
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
-    kept_moments: dict[Target, Moments] = field(default_factory=dict)
+    kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
 
-    def fit(self, moments: dict[Target, Moments | None], energy: float, targets: Iterable[Target]) -> None:
+    def fit(
+        self, moments: dict[Target, Moments | TableMoments | None], energy: float, targets: Iterable[Target]
+    ) -> None:
         """Fit the weights of one pass, and empty ``moments``; ``energy`` is the squared norm of the output.
 
         ``targets`` are the keys of ``moments``, which may show the progress.
@@ -159,7 +172,11 @@ class _Weights:
         waiting: dict[Hashable, list[_Fitted]] = {}
         ordered_targets = list(moments)
         for target in targets:
-            fitted = self._fit_components(target, moments.pop(target), energy, planned_widths.get(target, ()))
+            widths = planned_widths.get(target, ())
+            if target.is_table:
+                self._fit_table(target, moments.pop(target), energy, widths)
+                continue
+            fitted = self._fit_components(target, moments.pop(target), energy, widths)
             if fitted.rounding is None:
                 self._add([fitted], [{}])
                 continue
@@ -176,14 +193,28 @@ class _Weights:
             self.fits[target] = self.fits.pop(target)
             self.options_with_losses[target] = self.options_with_losses.pop(target)
 
+    def _fit_table(
+        self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
+    ) -> None:
+        """Fit an embedding, and the heads that share its weight."""
+        assert not isinstance(target_moments, Moments)
+        self.fits[target] = fit = fit_table(target, target_moments, widths, self.settings.group_size)
+        scale = self._scale_of(target_moments, energy)
+        self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
+
+    def _scale_of(self, target_moments: Moments | TableMoments | None, energy: float) -> float:
+        """Return the factor from losses for each position to shares of the output's squared norm."""
+        if target_moments is None or not self.survey.gradients:
+            return 0.0
+        return target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
+
     def _fit_components(
-        self, target: Target, target_moments: Moments | None, energy: float, widths: Sequence[int]
+        self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
     ) -> "_Fitted":
         """Return everything about a weight except for its codes."""
+        assert not isinstance(target_moments, TableMoments)
         metric, seed = metric_of(target, target_moments, ridge=self.ridge), self.seeds[target]
-        scale = 0.0
-        if target_moments is not None and self.survey.gradients:
-            scale = target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
+        scale = self._scale_of(target_moments, energy)
         if self.keep and target_moments is not None:
             self.kept_moments[target] = target_moments
         del target_moments  # The caller holds it no more.
@@ -205,7 +236,7 @@ class _Weights:
             self.fits[target] = fit = TargetFit(fitted.components, target_codes, fitted.special)
             self.options_with_losses[target] = _with_losses(self.options[target], fit, fitted.scale)
 
-    def _plan_widths(self, moments: Mapping[Target, Moments | None]) -> dict[Target, tuple[int, ...]]:
+    def _plan_widths(self, moments: Mapping[Target, Moments | TableMoments | None]) -> dict[Target, tuple[int, ...]]:
         """Return the widths of each weight to fit, which are all widths if the share to keep is unknown.
 
         Fitting a width takes as long as fitting the components. The losses are therefore estimated first, from the
@@ -218,7 +249,11 @@ class _Weights:
         estimated_options = {}
         for target in targets:
             target_moments = moments[target]
-            loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
+            if isinstance(target_moments, TableMoments) or target.is_table:
+                assert not isinstance(target_moments, Moments)
+                loss = table_sensitivity(target, target_moments)
+            else:
+                loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
             if target_moments is not None and target_moments.positions and self.survey.gradients:
                 loss *= target_moments.positions
             estimated_options[target] = self._estimate(target, loss)

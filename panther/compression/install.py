@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import torch
 from torch import nn
 
 from panther.compression.calibration.model_state import deferred_interrupts
@@ -76,6 +77,7 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
         notes=(*survey.notes, *allocation.notes, *outcome.notes, *_nested_tensor_notes(model, replacement)),
         bytes_before=model_bytes(model),
         bytes_after=bytes_after,
+        bytes_in_bfloat16=model_bytes(model, torch.bfloat16),
         predicted_error=outcome.predicted_error,
         measured_error=measured.error,
         uniform_error=allocation.uniform_error,
@@ -87,7 +89,9 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
         seed=outcome.seed,
         output=outcome.output,
     )
-    slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
+    # Lookups of embeddings are a small part of a model's time.
+    lookups = {target.name for target in allocation.choice if not target.is_multiplied}
+    slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower if layer.names[0] not in lookups}
     if not outcome.allow_slower and any(speedup < SLOWER for speedup in slow.values()):
         names = sorted(slow, key=slow.__getitem__)
         warnings.warn(

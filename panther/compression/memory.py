@@ -22,6 +22,7 @@ from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import FormSettings
 from panther.compression.forms.metric import wide_dtype
+from panther.compression.forms.tables import BLOCK_ENTRIES
 from panther.compression.moments.batch import Call, run_batch
 from panther.compression.moments.gather import moments_bytes
 from panther.compression.moments.sums import ShiftedSum, input_rows
@@ -96,7 +97,11 @@ def predict_peak_bytes(
     stored = {
         target: _stored_bytes(target, count, len(widths[target]), settings) for target, count in num_components.items()
     }
-    kept_bytes = keep * sum(_DOUBLE * target.groups * (target.inner**2 + target.outer**2) for target in num_components)
+    kept_bytes = keep * sum(
+        _DOUBLE * target.groups * (target.inner**2 + target.outer**2)
+        for target in num_components
+        if not target.is_table
+    )
     backward = forward = hidden = 0
     stated: dict[str, int] = {}
     if runner.batches:
@@ -132,6 +137,8 @@ def _stored_bytes(target: Target, num_components: int, num_widths: int, settings
 def _work_bytes(target: Target, is_quantized: bool) -> int:
     """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
+    if target.is_table:  # the moments, and twelve tensors of a block of rows
+        return _DOUBLE * (4 * n**2 + 12 * min(n * m, BLOCK_ENTRIES))
     # The number of matrices of each moment's size. Six products and factors have the weight's size.
     squares = 4 if is_quantized else 3
     return _DOUBLE * target.groups * (squares * (n**2 + m**2) + 6 * n * m)
@@ -163,6 +170,8 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
     """
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
+        if target.is_table:
+            return
         for rows in input_rows(call.module, call.x, target.groups):
             roots = None if slope is None else rows.new_ones(rows.shape[:2])
             ShiftedSum(target.groups, target.inner, rows.device).add(rows, roots)

@@ -138,6 +138,8 @@ class CompressionReport:
     """Bytes of all tensors of the entire model, as saved, before compression."""
     bytes_after: int
     """Bytes of all tensors of the entire model, as saved, after compression."""
+    bytes_in_bfloat16: int
+    """Bytes that the original model would take with all of its floating tensors in bfloat16, for comparison."""
     predicted_error: float | None = None
     """Relative error of the model's output, predicted to first order."""
     measured_error: float | None = None
@@ -203,8 +205,12 @@ class CompressionReport:
 
     def __str__(self) -> str:
         """Return the totals, then the table."""
+        in_bfloat16 = ""
+        if self.bytes_in_bfloat16 < self.bytes_before:
+            in_bfloat16 = f", and {format_bytes(self.bytes_in_bfloat16)} in bfloat16"
         lines = [
-            f"whole model  {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)} ({self.ratio:.1%})",
+            f"whole model  {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)} ({self.ratio:.1%})"
+            + in_bfloat16,
             f"its {counted(len(self.layers), 'eligible layer')}  {format_bytes(self.eligible_bytes_before)} -> "
             f"{format_bytes(self.eligible_bytes_after)} ({self.eligible_ratio:.1%}), method={self.method}, "
             f"allocate={self.allocate}",

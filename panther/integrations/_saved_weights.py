@@ -138,7 +138,8 @@ def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]
         Pairs of names: of a layer that is loaded, and of a layer that shares its tensors. Layers that were saved
         separately are not among them.
     """
-    ties, pairs = dict(model.all_tied_weights_keys), []
+    ties: dict[str, str] = dict(model.all_tied_weights_keys)
+    pairs: list[tuple[str, str]] = []
     for names in [*tied_layers(model, ties)]:
         del ties[f"{names[0]}.weight"]
         target, source = (model.get_submodule(name) for name in names)

@@ -227,7 +227,7 @@ def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
     torch.manual_seed(0)
     save(transformers, transformers.GPT2LMHeadModel(config), folder)
     args = ["--calibration", "text.txt", "--out", "small", "--max-error", "0.2", "--sequential"]
-    assert main(["compress", "gpt", *args, "--exclude", "*.c_attn", "*.attn.c_proj"]) == 0
+    assert main(["compress", "gpt", *args, "--exclude", "*.c_attn", "*.attn.c_proj", "*.wte"]) == 0
     out = capsys.readouterr().out
     assert "kept dense: lm_head (Linear) shares its weight with 'transformer.wte' (Embedding)" in out
     assert "kept dense: transformer.h.0.attn.c_attn (Conv1D) is excluded" in out

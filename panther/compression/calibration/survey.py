@@ -1,6 +1,16 @@
 """Survey the layers: which are called, which share an input, and which affect the output."""
 
-__all__ = ["Receive", "Watch", "blocks_of", "hooked", "input_key", "send_gradients", "survey_targets", "watched"]
+__all__ = [
+    "Further",
+    "Receive",
+    "Watch",
+    "blocks_of",
+    "hooked",
+    "input_key",
+    "send_gradients",
+    "survey_targets",
+    "watched",
+]
 
 import warnings
 from collections import Counter
@@ -16,7 +26,7 @@ from torch import Tensor, nn
 from panther._torch import children_of, is_transformed, parameters_of, version_of
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.targets import SkippedLayer, Survey, Target, geometry_of
+from panther.compression.calibration.targets import TABLES, SkippedLayer, Survey, Target, geometry_of
 from panther.errors import CompressionError, NumericalWarning
 
 
@@ -61,7 +71,8 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
                 "no_grad, detach, zeros or reentrant checkpointing"
             )
         else:
-            inputs.setdefault(group, []).append(target)
+            # Moments of a table are not those of its input, so that no target shares them.
+            inputs.setdefault((group, target) if target.is_table else group, []).append(target)
     return Survey(
         # `inputs` is in the order in which the layers run; layers that only other ranks call come last.
         targets=tuple(target for target in survey.targets if target not in reasons),
@@ -140,6 +151,9 @@ def _agreed_groups(
     return agreed
 
 
+Further = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a call after its input, such as the offsets of nn.EmbeddingBag."""
+
 Receive = Callable[[Tensor], None]
 """A function that is called with the gradient at the output of one call of a layer, as soon as it is computed."""
 
@@ -217,7 +231,7 @@ def watched(
     """
     watch = Watch()
 
-    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> Tensor | None:
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, _: Further) -> Tensor | None:
         if watch.is_backward:
             # The same operations as in the first forward, because non-reentrant checkpointing counts saved tensors.
             if not torch.is_grad_enabled():
@@ -236,7 +250,7 @@ def watched(
         tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
         return _Tap.apply(output, watch.anchor, _ignore) if tracked else None
 
-    embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, TABLES)]
     with hooked(targets, hook, unreadable), ExitStack() as hooks:
         for embedding in embeddings:
             hooks.callback(embedding.register_forward_hook(start).remove)
@@ -246,10 +260,12 @@ def watched(
 @contextmanager
 def hooked(
     targets: Sequence[Target],
-    hook: Callable[[Target, nn.Module, Tensor, Tensor], Tensor | None],
+    hook: Callable[[Target, nn.Module, Tensor, Tensor, Further], Tensor | None],
     unreadable: dict[Target, str] | None = None,
 ) -> Iterator[None]:
-    """Call ``hook`` with target, layer, input and output of every call; a tensor that it returns is the new output.
+    """Call ``hook`` with target, layer, input, output and further arguments of every call.
+
+    A tensor that ``hook`` returns is the new output.
 
     A target with a call that cannot be read is added to ``unreadable``, with the reason; without this argument such a
     call is an error.
@@ -267,7 +283,8 @@ def hooked(
                     target: Target = target,
                     weight: Tensor | None = weight,
                 ) -> Any:
-                    x = next(iter((*args, *kwargs.values())), None)
+                    key = None if args or not kwargs else "input" if "input" in kwargs else next(iter(kwargs))
+                    x = kwargs[key] if key is not None else next(iter(args), None)
                     if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                         kind = type(x if isinstance(output, Tensor) else output).__name__
                         verb = "takes" if isinstance(output, Tensor) else "returns"
@@ -280,7 +297,8 @@ def hooked(
                             raise CompressionError(f"layer {target.name!r} {reason}: exclude the layer")
                         unreadable.setdefault(target, reason)
                         return None
-                    return hook(target, module, x, output)
+                    further = args[1:], {name: value for name, value in kwargs.items() if name != key}
+                    return hook(target, module, x, output, further)
 
                 hooks.callback(module.register_forward_hook(call, with_kwargs=True).remove)
         yield

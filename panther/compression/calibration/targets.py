@@ -1,7 +1,7 @@
 """Select the layers to compress, and give the reason for every layer that is kept dense."""
 
 __all__ = [
-    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "geometry_of", "is_conv1d", "is_selected",
+    "LEAST_RANK", "TABLES", "Selector", "SkippedLayer", "Survey", "Target", "geometry_of", "is_conv1d", "is_selected",
     "replace_modules", "select_targets", "selectors_of", "swap_modules",
 ]  # fmt: skip
 
@@ -25,6 +25,9 @@ from panther.nn.conv.padding import only_pads, padding_of
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Layers that look up rows of their weight."""
+
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
 _DONE = "is compressed already"
 
@@ -42,14 +45,14 @@ class SkippedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A weight to compress, which belongs to one layer or is shared by nn.Linear layers.
+    """A weight to compress, which belongs to one layer or is shared by nn.Linear layers and embeddings.
 
     Attributes:
         names: The names of all places of the layers in the model, in the model's order.
         modules: The layers, each once.
         groups: Number of groups of a convolution; 1 for a linear layer.
-        inner: Columns of a group's matrix, in / groups * kernel.
-        outer: Rows of a group's matrix, out / groups.
+        inner: Columns of a group's matrix, in / groups * kernel; embedding_dim of an embedding.
+        outer: Rows of a group's matrix, out / groups; num_embeddings of an embedding.
         seeded: Whether the new layer is seeded, so that its sketches take no bytes.
     """
 
@@ -74,6 +77,16 @@ class Target:
     def weight(self) -> Tensor:
         """Return the shared weight, in the layer's own layout."""
         return self.modules[0].weight  # type: ignore[return-value]
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether rows of the weight are looked up, by all of its layers or some of them."""
+        return any(isinstance(module, TABLES) for module in self.modules)
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Return whether some of its layers multiply inputs by the weight."""
+        return not all(isinstance(module, TABLES) for module in self.modules)
 
     @property
     def dense_numbers(self) -> int:
@@ -179,11 +192,12 @@ def select_targets(
     rank: int = LEAST_RANK,
     seeded: bool = False,
     smallest: Callable[[Target], int] | None = None,
+    tables: bool = False,
 ) -> Survey:
     """Find the layers that would shrink, and the reason why each further module with a matrix is kept dense.
 
     ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
-    layer of rank ``rank`` is smaller.
+    layer of rank ``rank`` is smaller. ``tables`` is whether embeddings are layers to compress.
     """
     included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
@@ -195,7 +209,7 @@ def select_targets(
         if isinstance(module, CompressedModule):
             reasons[module] = _DONE
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
-            reasons[module] = _refusal(module, places, included, excluded)
+            reasons[module] = _refusal(module, places, included, excluded, TABLES if tables else ())
 
     # A weight that layers share becomes one target, so that it is compressed once and stays shared. Layers also share a
     # weight if their Parameters differ and use the same memory, as after `b.weight.data = a.weight.data`.
@@ -207,8 +221,7 @@ def select_targets(
     weights = [module.get_parameter("weight") for module, reason in reasons.items() if reason is None]
     for sharing in dict.fromkeys(tuple(owners[_memory_of(weight)]) for weight in weights):
         sound = [module for module in sharing if reasons.get(module, "") is None]
-        is_uniform = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
-        if len(sharing) > 1 and not (is_uniform and isinstance(sound[0], nn.Linear)):
+        if len(sharing) > 1 and not (len(sound) == len(sharing) and _can_share(sharing)):
             for module in sound:  # the message names an owner that is not compressed, if there is one
                 owner = next(m for m in sorted(sharing, key=sound.__contains__) if m is not module)
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
@@ -239,6 +252,13 @@ def select_targets(
             "remaining layers: to choose all ranks jointly, compress the original model"
         )
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
+
+
+def _can_share(modules: Sequence[nn.Module]) -> bool:
+    """Return whether new layers in the place of these layers can share their weight."""
+    has_table = any(isinstance(module, TABLES) for module in modules)
+    is_uniform = has_table or len({type(module) for module in modules}) == 1
+    return is_uniform and all(isinstance(module, (nn.Linear, *TABLES)) for module in modules)
 
 
 def _memory_of(parameter: Tensor) -> Any:
@@ -279,13 +299,17 @@ def _holds_matrix(module: nn.Module) -> bool:
 
 
 def _refusal(
-    module: nn.Module, names: Sequence[str], included: Sequence[Selector], excluded: Sequence[Selector]
+    module: nn.Module,
+    names: Sequence[str],
+    included: Sequence[Selector],
+    excluded: Sequence[Selector],
+    tables: tuple[type[nn.Module], ...],
 ) -> str | None:
     """Return why a module that holds a matrix is kept dense, or None if the module can be compressed."""
     kind = type(module)
     if has_packed_weights(module):
         return "is quantized: compress first, then quantize"
-    if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
+    if not (isinstance(module, (nn.Linear, nn.Conv2d, *tables)) or is_conv1d(module)):
         return "not a Linear, Conv2d or Conv1D layer: kept as it is"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
@@ -307,7 +331,7 @@ def _refusal(
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if not weight.numel():
         return "has a weight without entries"
-    if kind is not nn.Linear and isinstance(module, nn.Linear) and not is_named_type:
+    if isinstance(module, (nn.Linear, *tables)) and kind not in (nn.Linear, *tables) and not is_named_type:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
     if isinstance(module, nn.Conv2d) and not is_named_type and not only_pads(module):
         return (
@@ -329,6 +353,8 @@ def _refusal(
         return "has hooks, which would be lost: remove them first"
     if not weight.detach().isfinite().all():
         return "has a weight with NaN or infinite entries"
+    if getattr(module, "max_norm", None) is not None:
+        return "has max_norm, with which each lookup changes rows of the weight"
     return None
 
 

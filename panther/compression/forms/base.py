@@ -19,7 +19,7 @@ from torch import nn
 from panther.compression.calibration.targets import LEAST_RANK, Target
 from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
-from panther.compression.moments import Moments
+from panther.compression.moments import Moments, TableMoments
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.specs import allow_saving
@@ -114,7 +114,13 @@ class FormSettings:
 
     def forms_of(self, target: Target) -> tuple["Form", ...]:
         """Return the forms that a weight can take, whatever its size."""
-        return tuple(form for form in self.forms if form.accepts(target))
+        forms = (form for form in self.forms if form.stores_tables or not target.is_table)
+        return tuple(form for form in forms if form.accepts(target))
+
+    @property
+    def stores_tables(self) -> bool:
+        """Return whether embeddings can have one of the forms except for dense."""
+        return any(form.stores_tables for form in self.forms if form.name != DENSE)
 
     def options(self, target: Target) -> list[Option]:
         """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
@@ -157,6 +163,8 @@ class Form:
         is_default: Whether :func:`panther.compress` considers the form unless ``forms`` is given.
         has_rank: Whether its options have ranks.
         is_quantized: Whether its layers can round their inputs (``activations``).
+        stores_tables: Whether embeddings can have it, and heads that share their weight. Its codes are then those of
+            :mod:`.tables`, and its layers have to share their buffers.
     """
 
     name: str
@@ -166,6 +174,7 @@ class Form:
     is_default = False
     has_rank = False
     is_quantized = False
+    stores_tables = False
 
     def accepts(self, target: Target) -> bool:
         """Return whether a weight can take the form, whatever its size."""
@@ -270,7 +279,7 @@ class Fits:
     fits: Mapping[Target, TargetFit] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     settings: FormSettings = field(default_factory=lambda: FormSettings(default_forms()))
-    moments: Mapping[Target, Moments] = field(default_factory=dict)
+    moments: Mapping[Target, Moments | TableMoments] = field(default_factory=dict)
     passes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     comparable: bool = False

@@ -4,14 +4,15 @@ __all__ = ["WIDTHS", "Codes", "code_bytes", "convert_quantized", "quantized_laye
 
 from torch import Tensor, nn
 
-from panther.compression.calibration.targets import Target
+from panther.compression.calibration.targets import TABLES, Target
 from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
 from panther.compression.forms.metric import Fit
 from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.compression.forms.rounding import QuantizedWeight
-from panther.nn import QuantizedConv2d, QuantizedLinear
+from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
 from panther.nn.quantized import stored_bytes
 from panther.nn.quantized.grid import round_factors
+from panther.nn.quantized.matrix import QuantizedMatrix
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 
@@ -20,10 +21,11 @@ class Codes(Form):
     """Codes of one width, rounded with error feedback (:mod:`.rounding`)."""
 
     bits: int
-    layers = (QuantizedLinear, QuantizedConv2d)
+    layers = (QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag)
     uses_rounding = True
     is_default = True
     is_quantized = True
+    stores_tables = True
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits."""
@@ -78,7 +80,7 @@ def convert_quantized(
             left, right, scales = (part.double() for part in factors)
             change = change - left @ (scales * (right @ mean[0]))
 
-    def make(module: nn.Module) -> QuantizedLinear | QuantizedConv2d:
+    def make(module: nn.Module) -> QuantizedMatrix:
         layer = quantized_layer(target, module, option, settings)
         if weight is not None:
             layer.set_codes_(weight.codes, weight.scales, weight.zeros)
@@ -89,11 +91,12 @@ def convert_quantized(
     return replace_layers(target, make, change, share_buffers=True)
 
 
-def quantized_layer(
-    target: Target, module: nn.Module, option: Option, settings: FormSettings
-) -> QuantizedLinear | QuantizedConv2d:
+def quantized_layer(target: Target, module: nn.Module, option: Option, settings: FormSettings) -> QuantizedMatrix:
     """Return a new layer in the place of ``module``, whose codes and factors are not set."""
     rank = option.rank or 0
+    if isinstance(module, TABLES):
+        kind = QuantizedEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingBag
+        return kind._in_place_of(module, bits=option.bits, group_size=settings.group_size)
     if isinstance(module, nn.Conv2d):
         return QuantizedConv2d._in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
     layer = QuantizedLinear(

@@ -29,6 +29,7 @@ class CorrectedCodes(Codes):
 
     is_default = False
     has_rank = True
+    stores_tables = False
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits, and a correction."""

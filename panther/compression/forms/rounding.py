@@ -9,8 +9,8 @@ problem", 1986, doi:10.1007/BF02579403) in the Kronecker metric. With G the iden
 """
 
 __all__ = [
-    "JOINT_ENTRIES", "LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "RoundingTask", "fit_quantized",
-    "quantize_weights", "sensitivity",
+    "JOINT_ENTRIES", "LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "RoundingTask", "add_ridge_", "feedback",
+    "fit_quantized", "quantize_weights", "sensitivity",
 ]  # fmt: skip
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -110,8 +110,8 @@ def fit_quantized(tasks: Sequence[RoundingTask], group_size: int | None) -> list
     W = torch.cat([task.metric.source for task in tasks])
     lower = [task.metric.L for task in tasks if task.metric.L is not None]
     upper = [task.metric.R for task in tasks if task.metric.R is not None]
-    A = torch.cat([_add_ridge_(L @ L.mT) for L in lower]) if lower else None
-    G = torch.cat([_add_ridge_(R.mT @ R) for R in upper]) if upper else None
+    A = torch.cat([add_ridge_(L @ L.mT) for L in lower]) if lower else None
+    G = torch.cat([add_ridge_(R.mT @ R) for R in upper]) if upper else None
     group_size = W.shape[2] if group_size is None else min(group_size, W.shape[2])
     fits = []
     matrices = [len(task.metric.source) for task in tasks]
@@ -144,7 +144,8 @@ def _joined(matrices: Sequence[dict[int, QuantizedWeight]]) -> dict[int, Quantiz
     }
 
 
-def _add_ridge_(A: Tensor) -> Tensor:
+def add_ridge_(A: Tensor) -> Tensor:
+    """Add the ridge for rounding to the diagonals of a moment, in place."""
     diagonal = A.diagonal(dim1=-2, dim2=-1)
     diagonal += _RIDGE * diagonal.mean(-1, keepdim=True)
     return A
@@ -176,8 +177,8 @@ def quantize_weights(
     Cost: ``2 outer inner (outer + inner)`` flops for each matrix and width, and two Cholesky factorisations.
     """
     matrices, outer, inner = W.shape
-    rows, g = _feedback(G, outer, W)
-    columns, a = _feedback(A, inner, W)
+    rows, g = feedback(G, outer, W)
+    columns, a = feedback(A, inner, W)
     each, rows, columns = torch.arange(matrices, device=W.device)[:, None, None], rows[..., None], columns[:, None]
     # In float32, rounding differs from float64 only within a few units of a tie, for at most 2^-20 of the entries, and
     # near a tie both directions are equally good.
@@ -222,7 +223,7 @@ def _sorted_grids(
         yield torch.stack(parts)[each, rows, groups].to(torch.float32)
 
 
-def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+def feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the order of rounding, and the coefficients with which earlier errors move later entries, if any.
 
     The largest diagonal entries come first: their errors weigh most, and later entries can still compensate for them.

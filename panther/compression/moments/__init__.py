@@ -8,5 +8,8 @@ from panther.compression.moments.gather import (
     moments_bytes,
     split_passes,
 )
+from panther.compression.moments.tables import TableMoments
 
-__all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
+__all__ = [
+    "Moments", "TableMoments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
+]  # fmt: skip

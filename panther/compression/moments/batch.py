@@ -29,7 +29,7 @@ class Call(NamedTuple):
     Attributes:
         place: The number of the batch, and the number of earlier calls in this batch.
         module: The layer.
-        x: The input of the layer; for a linear layer, only the rows that count.
+        x: The input of the layer; for a linear layer or an embedding, only the rows that count.
     """
 
     place: tuple[int, int]
@@ -63,6 +63,10 @@ def run_batch(
     indices = count()
 
     def hold(target: Target, module: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(module, nn.EmbeddingBag):
+            return x.clone()
+        if isinstance(module, nn.Embedding):  # the indices of the positions that count
+            return counted(x[..., None], masks, module)[:, 0].clone()
         rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
         if not is_finite(rows):
             raise CompressionError(

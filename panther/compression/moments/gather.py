@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.survey import Receive, send_gradients, watched
-from panther.compression.calibration.targets import Target
+from panther.compression.calibration.targets import TABLES, Target
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
+from panther.compression.moments.tables import TableMoments, TableSums
 from panther.errors import CompressionError
 
 _DOUBLE = torch.float64.itemsize
@@ -80,6 +81,7 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
     Raises:
         CompressionError: If the inputs of all layers never varied.
     """
+    positions = {target: count for target, count in positions.items() if not target.is_table}
     if positions and len(constant) == len(positions):
         raise CompressionError(
             f"every layer reads the same input at all {max(positions.values()):.0f} positions of the calibration "
@@ -107,6 +109,9 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
     """Return the bytes of the moments of targets that share one input; with gradients, they do not share A."""
+    if targets[0].is_table:
+        matrices = sum((gradients + target.is_multiplied) * target.inner**2 for target in targets)
+        return _DOUBLE * (matrices + 3 * sum(target.outer for target in targets))
     A = targets[0].groups * targets[0].inner ** 2 * (len(targets) if gradients else 1)
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 
@@ -137,7 +142,7 @@ def gather_moments(
     seed: int,
     description: str,
     keep: bool = False,
-) -> tuple[dict[Target, Moments], float, Sequence[Sequence[Target]]]:
+) -> tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]:
     """Pass over the batches once: return the moments, the output's squares, and the targets that share their inputs.
 
     Without gradients, targets that share an input share its moments. With ``keep``, the moments contain the weights of
@@ -159,15 +164,19 @@ def gather_moments(
 
 def _gather_once(
     runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str, keep: bool
-) -> tuple[dict[Target, Moments], float, list[bool]]:
+) -> tuple[dict[Target, Moments | TableMoments], float, list[bool]]:
     """Return moments and the output's squares, and whether each set of ``inputs`` is not shared in some batch."""
     sums: dict[Target, Sums] = {}
+    tables: dict[Target, TableSums] = {}
     for targets in inputs:
+        if targets[0].is_table:
+            tables |= {target: TableSums(target, gradients, runner.device) for target in targets}
+            continue
         for group in [[target] for target in targets] if gradients else [targets]:
             sums |= dict.fromkeys(group, Sums(group, gradients, runner.device, keep=keep))
     # The survey compared the inputs on one batch only.
     compared = {target for targets in inputs if len(targets) > 1 for target in targets}
-    levels = _gradient_levels(runner, list(sums), seed) if gradients else {}
+    levels = _gradient_levels(runner, [*sums, *(table for table in tables if table.is_multiplied)], seed, gradients)
     energy = torch.zeros(1, dtype=torch.float64)
     separate = torch.zeros(len(inputs), dtype=torch.float64)
     calls = {target: [0] * len(runner.batches) for targets in inputs for target in targets}
@@ -175,19 +184,26 @@ def _gather_once(
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
         calls[target][call.place[0]] += 1
         roots: Tensor | float | None = _EVEN**0.5 if gradients else None
+        if target in tables:
+            level = levels.get(target, 1.0)
+            is_sound = tables[target].add(call.module, call.x, slope, lambda slope: _roots(slope, level))
+        else:
+            is_sound = slope is None or add_squares(sums[target].G[target], slope)
+        if not is_sound:
+            raise CompressionError(
+                f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
+                "use method='activation', or a model in float32"
+            )
+        if target in tables:
+            return
         if slope is not None:
-            if not add_squares(sums[target].G[target], slope):
-                raise CompressionError(
-                    f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
-                    "use method='activation', or a model in float32"
-                )
             roots = _roots(slope, levels[target])
         if gradients or sums[target].leader is target:
             sums[target].add(call.module, call.x, roots, call.place)
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
         size, input_keys = run_batch(
-            runner, batch, list(sums), compared, add, number=number, seed=seed + number, gradients=gradients
+            runner, batch, [*sums, *tables], compared, add, number=number, seed=seed + number, gradients=gradients
         )
         energy += size
         for index, targets in enumerate(inputs):
@@ -198,9 +214,12 @@ def _gather_once(
     if separate.any():
         return {}, 0.0, (separate > 0).tolist()
     runner.sum_([energy])
-    result: dict[Target, Moments] = {}
+    result: dict[Target, Moments | TableMoments] = {}
     for targets in inputs:
         for target in targets:
+            if target in tables:
+                result[target] = tables[target].moments(runner.sum_)
+                continue
             target_sums = sums[target]
             if target_sums.leader is not target:
                 result[target] = result[target_sums.leader]
@@ -224,15 +243,16 @@ def _gather_once(
     return result, energy.item(), [False] * len(inputs)
 
 
-def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target, float]:
+def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradients: bool) -> dict[Target, float]:
     """Return the mean square of the gradients at each target's output in the first batch that calls the target.
 
-    The level of a target without gradients is 1. Levels take a separate run, because the weights of positions are
-    relative to them, and gradients are not kept until all gradients are known.
+    The level of a target without gradients is 1, and there are no levels if ``gradients`` is not set. Levels take a
+    separate run, because the weights of positions are relative to them, and gradients are not kept until all gradients
+    are known.
     """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
-    for batch in runner.batches:
+    for batch in runner.batches if gradients else ():
         pending = [target for target in targets if not sums_of[target][1]]
         if not pending:
             break
@@ -247,7 +267,10 @@ def _add_gradient_levels(
 ) -> None:
     masks = runner.mask(batch)
 
-    def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
+    def note(target: Target, module: nn.Module, x: Tensor) -> Receive | None:
+        if isinstance(module, TABLES):
+            return None
+
         def receive(gradient: Tensor) -> None:
             rows = gradient_rows(module, gradient, masks, target)
             sums_of[target].add_(torch.tensor([squares(rows), rows.shape[0] * rows.shape[1]], dtype=torch.float64))

@@ -4,7 +4,7 @@ Rows are multiplied in blocks, in float32 (in float64 for float64 models), and t
 mean of the first rows is subtracted from the inputs, because a large mean would cancel the covariance in float32.
 """
 
-__all__ = ["ShiftedSum", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "square_zeros"]
+__all__ = ["ShiftedSum", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "mirror_", "square_zeros"]
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -106,9 +106,14 @@ class Sums:
         """Undo the shift of the moments, and mirror the triangles that were summed, in place."""
         self.inputs.undo_shift_(self.A, self.inputs)
         for moment in (self.A, *self.G.values()):
-            for start in range(0, moment.shape[-1], _STRIP):
-                end = start + _STRIP
-                moment[:, end:, start:end] = moment[:, start:end, end:].mT
+            mirror_(moment)
+
+
+def mirror_(moment: Tensor) -> None:  # (groups, n, n)
+    """Mirror the triangle that :func:`add_squares` has summed, in place."""
+    for start in range(0, moment.shape[-1], _STRIP):
+        end = start + _STRIP
+        moment[:, end:, start:end] = moment[:, start:end, end:].mT
 
 
 def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (groups, n, n), float64

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -177,11 +178,17 @@ def with_predicted_losses(fits: Fits, options: Options, choice: Choice) -> Choic
     return {target: fits.options[target][options[target].index(option)] for target, option in choice.items()}
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors when saved, which counts each storage once."""
+def model_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of all tensors when saved, each storage once; with ``dtype``, of floating tensors in this dtype.
+
+    Tensors whose dtype is narrower than ``dtype`` keep theirs.
+    """
     storage_bytes: dict[Any, int] = {}
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor) and not is_lazy(tensor):
             key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
-            storage_bytes[key] = max(storage_bytes.get(key, 0), tensor.numel() * tensor.element_size())
+            itemsize = tensor.element_size()
+            if dtype is not None and tensor.is_floating_point():
+                itemsize = min(itemsize, dtype.itemsize)
+            storage_bytes[key] = max(storage_bytes.get(key, 0), tensor.numel() * itemsize)
     return sum(storage_bytes.values())

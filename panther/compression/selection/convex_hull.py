@@ -65,8 +65,13 @@ def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice
     form takes a different one.
     """
     options = cost.sorted(options)
-    forms = [{option.form for option in names_of_target} - {DENSE} for names_of_target in options.values()]
-    # A form is shared if all weights have it, apart from weights (small or grouped ones) that can only be low rank.
+    forms = [
+        {option.form for option in target_options} - {DENSE}
+        for target, target_options in options.items()
+        if not target.is_table
+    ] or [{option.form for option in target_options} - {DENSE} for target_options in options.values()]
+    # A form is shared if all weights have it, apart from weights (small or grouped ones) that can only be low rank, and
+    # from embeddings, which are codes in any case.
     names = sorted({name for names_of_target in forms for name in names_of_target})
     shared = [
         name

@@ -15,7 +15,7 @@ from panther._torch import tree_leaves
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, relative_error, squares
-from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.survey import Further, hooked
 from panther.compression.calibration.targets import Target, replace_modules
 from panther.compression.forms import Replacement
 from panther.compression.selection.timing import compare_speed
@@ -91,14 +91,15 @@ def _measure_layers(
     sums_of = dict(zip(targets, sums, strict=True))  # squares of the error and of the output
     timings: dict[Target, tuple[float, float]] = {}
 
-    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        new = replacement[module]
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> None:
+        new, (args, kwargs) = replacement[module], further
         of = masks if not isinstance(module, nn.Conv2d) else None  # masks apply to sequences, not to images
-        sums_of[target][0] += squares(counted(new(x) - output, of, module))
+        sums_of[target][0] += squares(counted(new(x, *args, **kwargs) - output, of, module))
         sums_of[target][1] += squares(counted(output, of, module))
         if speed and target not in timings:
             # `forward`, because calling the module would call this hook again.
-            old_s, speedup = compare_speed(lambda: module.forward(x), lambda: new(x), x.device)
+            call, new_call = (partial(layer, x, *args, **kwargs) for layer in (module.forward, new))
+            old_s, speedup = compare_speed(call, new_call, x.device)
             timings[target] = speedup, old_s / speedup
 
     with hooked(targets, hook):

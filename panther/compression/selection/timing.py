@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.survey import Further, hooked
 from panther.compression.calibration.targets import Target, geometry_of
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
 from panther.compression.selection.convex_hull import Cost
@@ -93,7 +93,12 @@ class Timing:
         return timed or [self._dense(target)]
 
     def is_slower(self, target: Target, option: Option) -> bool:
-        """Return whether an option was measured below ``SLOWER`` of the dense layer's speed."""
+        """Return whether an option was measured below ``SLOWER`` of the dense layer's speed.
+
+        Embeddings do not count, unless slower forms are forbidden: a lookup is a small part of a model's time.
+        """
+        if self.allow_slower and not target.is_multiplied:
+            return False
         return option.time_s is not None and option.time_s * SLOWER > self.times[target].dense_s
 
     def without_slower(self, target: Target, options: Sequence[Option]) -> list[Option]:
@@ -111,22 +116,24 @@ def seconds(times: Mapping[Target, Times]) -> Cost:
 
 def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSettings) -> dict[Target, Times]:
     """Return the times of all forms of each target in the first held-out batch, the mean over the ranks of a group."""
-    samples: dict[Any, tuple[Target, nn.Module, Tensor]] = {}
+    samples: dict[Any, tuple[Target, nn.Module, Tensor, Further]] = {}
     calls: dict[Target, Counter[Any]] = {target: Counter() for target in targets}
 
-    def note(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
+    def note(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> None:
         key = _key(target, module, x)
-        samples.setdefault(key, (target, module, x.detach()))
+        samples.setdefault(key, (target, module, x.detach(), further))
         calls[target][key] += 1
 
     with torch.no_grad(), hooked(targets, note):
         runner.output(runner.held_out[0])
     plans = {target: _plan(target, settings) for target in targets}
     measured: dict[Any, list[float]] = {}
-    for key, (target, module, x) in runner.over(samples.items(), "time of forms"):
+    for key, (target, module, x, further) in runner.over(samples.items(), "time of forms"):
         # One new layer at a time, because all of them could take more memory than the dense model.
         pairs = [
-            compare_speed(_call(module, x), _call(_random_layer(target, module, option, settings), x), x.device)
+            compare_speed(
+                _call(module, x, further), _call(_random_layer(target, module, option, settings), x, further), x.device
+            )
             for option in plans[target]
         ]
         dense_s = statistics.median(old for old, _ in pairs)
@@ -174,8 +181,9 @@ def _times(plan: Sequence[Option], dense_s: float, *seconds: float) -> Times:
     return Times(dense_s, curves)
 
 
-def _call(layer: nn.Module, x: Tensor) -> Callable[[], Any]:
-    return lambda: layer.forward(x)  # `forward`, because the old layer may have hooks of the user
+def _call(layer: nn.Module, x: Tensor, further: Further) -> Callable[[], Any]:
+    args, kwargs = further
+    return lambda: layer.forward(x, *args, **kwargs)  # `forward`, because the old layer may have hooks of the user
 
 
 @torch.no_grad()
