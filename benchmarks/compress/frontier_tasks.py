@@ -116,7 +116,7 @@ def _sentences(
         means = []
         for batch in held_out:
             kept = batch["attention_mask"][..., None]
-            means.append((model(**batch).last_hidden_state * kept).sum(1) / kept.sum(1))
+            means.append((model(**batch).last_hidden_state.float() * kept).sum(1) / kept.sum(1))
         return torch.cat(means)
 
     original = embed(model)
@@ -210,7 +210,7 @@ def _smollm2(quick: bool) -> Subject:
 
     @torch.no_grad()
     def evaluate(model: Any) -> dict[str, float]:
-        logits = (model(input_ids=text[None], use_cache=False).logits[0, :-1] for text in held_out)
+        logits = (model(input_ids=text[None], use_cache=False).logits[0, :-1].float() for text in held_out)
         losses = [functional.cross_entropy(row, text[1:]) for row, text in zip(logits, held_out, strict=True)]
         return {"loss": torch.stack(losses).mean().item()}
 
@@ -237,7 +237,8 @@ def _images(quick: bool) -> Subject:
 
     @torch.no_grad()
     def logits(model: nn.Module) -> Tensor:
-        return torch.cat([model(part) for part in held_out.split(32)])
+        dtype = next(model.parameters()).dtype
+        return torch.cat([model(part.to(dtype)).float() for part in held_out.split(32)])
 
     original = logits(model.eval())
 

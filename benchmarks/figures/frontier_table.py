@@ -5,7 +5,7 @@ method, and times of whole models. A row is of the CPU that computed the table l
 row. Times have a table for each CPU.
 """
 
-__all__ = ["aims_table", "quality_table", "speed_table"]
+__all__ = ["aims_table", "cpu_name", "quality_table", "short", "speed_table"]
 
 import csv
 import io
@@ -57,8 +57,8 @@ def quality_table(model: str, rows: Rows) -> str:
         [
             *(row["method"], row["size"], f"{float(row['bits']):.2f}"),
             *(f"{float(row[kind]):.4f}" for kind in kinds),
-            *(_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")),
-            _cpu(row["device"]),
+            *(short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")),
+            cpu_name(row["device"]),
         ]
         for row in rows
     ]
@@ -73,10 +73,10 @@ def speed_table(model: str, device: str, rows: Rows) -> str:
     for form in dict.fromkeys(row["form"] for row in rows):
         own = {(row["batch"], row["tokens"]): row for row in rows if row["form"] == form}
         times = [
-            f"{_short(row['time_ms'])} ms" if form == "float32" else row["x float32"] for row in (own[s] for s in sizes)
+            f"{short(row['time_ms'])} ms" if form == "float32" else row["x float32"] for row in (own[s] for s in sizes)
         ]
-        body.append([form, _short(own[sizes[-1]]["stored_mb"]), _short(own[sizes[-1]]["memory_mb"]), *times])
-    title = f"{TITLES[model].partition(':')[0]}, {_cpu(device)}: times as fast as float32, by batch x tokens"
+        body.append([form, short(own[sizes[-1]]["stored_mb"]), short(own[sizes[-1]]["memory_mb"]), *times])
+    title = f"{TITLES[model].partition(':')[0]}, {cpu_name(device)}: times as fast as float32, by batch x tokens"
     return _table(title, head, body)
 
 
@@ -97,15 +97,19 @@ def aims_table(rows: Rows, speeds: dict[str, Rows]) -> str:
                 if (form, *at) in speed:
                     ratio = speed[form, *at] / speed[beside, *at]
                     verdict = "yes" if ratio >= least else "no"
-                    body.append([f"{title}, {tokens} tokens, {_cpu(device)}", f"{least:g}", f"{ratio:.2f}", verdict])
+                    body.append(
+                        [f"{title}, {tokens} tokens, {cpu_name(device)}", f"{least:g}", f"{ratio:.2f}", verdict]
+                    )
     return _table("all-MiniLM-L6-v2: what was reached", ["", "Aim", "Measured", "Reached"], body)
 
 
-def _short(value: str) -> str:
+def short(value: str) -> str:
+    """Return a number with three significant digits, and with all digits before the point."""
     return "" if not value else f"{float(value):.3g}" if float(value) < 1000 else f"{float(value):,.0f}"
 
 
-def _cpu(device: str) -> str:
+def cpu_name(device: str) -> str:
+    """Return the name of a CPU without trademarks."""
     return device.replace("(R)", "").removesuffix(" Processor")
 
 

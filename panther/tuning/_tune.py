@@ -206,7 +206,9 @@ class _CompressionTask:
         space = AUTO if self._lines is None else "; ".join(map(str, self._lines))
         if self._heal is not None:
             space += f"; heal {dict(self._heal)}"
-        survey = select_targets(model, include, config.exclude, smallest=forms.smallest_bytes)
+        survey = select_targets(
+            model, include, config.exclude, smallest=forms.smallest_bytes, tables=forms.stores_tables
+        )
         return describe_search(
             config, model, space,
             forms=" ".join(forms.names),

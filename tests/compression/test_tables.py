@@ -4,59 +4,30 @@ import copy
 
 import pytest
 import torch
+from panther.kernels.ops.quantized_operands import spread
 from torch import nn
 
 import panther as pr
-from panther._torch import buffers_of
 from panther.compression.calibration.targets import select_targets
 from panther.compression.forms import Option
-from panther.compression.moments.tables import smoothed
+from panther.compression.forms.nearest_plane import round_entries
+from panther.compression.forms.rounding import add_ridge_, feedback
+from panther.compression.forms.tables import fit_table
+from panther.compression.moments import TableMoments
+from panther.compression.moments.tables import Use, smoothed
 from panther.compression.selection.timing import Times, Timing
-from panther.nn import QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
-
-ROWS, SEEN, WIDTH = 150, 60, 32
-QUIET = {"seed": 0, "measure_speed": False}
-
-
-class Language(nn.Module):
-    """Tokens and positions in, scores of tokens out; the head can share the embedding's weight."""
-
-    def __init__(self, tied=True, rows=ROWS):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.places = nn.Embedding(rows, WIDTH, padding_idx=0), nn.Embedding(10, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.head = nn.Linear(WIDTH, rows)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, tokens):
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-        x = x + self.down(torch.tanh(self.up(x)))
-        return self.head(nn.functional.layer_norm(x, x.shape[-1:]))
-
-
-def tokens(low=1, high=SEEN, batches=8, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(low, high, (8, 10), generator=generator) for _ in range(batches)]
-    return [batch.index_fill(1, torch.tensor([9]), 0) for batch in drawn]  # the last position is padding
-
-
-@torch.no_grad()
-def relative_error(model, original, batches):
-    pairs = [(model(batch), original(batch)) for batch in batches]
-    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
-
-
-def compressed(model, batches=None, **options):
-    original = copy.deepcopy(model)
-    report = pr.compress(model, calibration=tokens() if batches is None else batches, **QUIET | options)
-    return model, original, report
-
-
-def assert_shared(*modules):
-    first = buffers_of(modules[0])
-    assert all(buffers_of(module).get(name) is tensor for module in modules for name, tensor in first.items())
+from panther.nn import QuantizedEmbedding, QuantizedLinear
+from tests.support.language_models import (
+    QUIET,
+    ROWS,
+    SEEN,
+    WIDTH,
+    Language,
+    assert_shared,
+    compressed,
+    relative_error,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,6 +77,26 @@ def test_the_metric_is_better_than_rounding_to_nearest():
         errors[method] = relative_error(model, original, tokens(seed=5))
     assert errors["two_sided"] < errors["activation"]
     assert errors["activation"] < 1.05 * errors["svd"]
+
+
+@pytest.mark.parametrize("group_size", [None, 7])
+def test_rows_are_rounded_as_those_of_linear_weights(group_size, monkeypatch):
+    """Blocks of rows of a table have the codes that the rounding of linear layers gives for the same moment."""
+    monkeypatch.setattr("panther.compression.forms.tables.BLOCK_ENTRIES", 40 * WIDTH)
+    target = select_targets(Language(tied=False), smallest=lambda target: 0, tables=True).targets[0]
+    inputs = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moment = inputs.mT @ inputs / 200
+    use = Use(200.0, torch.ones(ROWS, dtype=torch.float64), moment, None, None)
+    fit = fit_table(target, TableMoments((use,), 200.0), (5, 3), group_size)
+    (order,), coefficients = feedback(add_ridge_(ROWS * moment[None]), WIDTH, moment[None])
+    for bits, quantized in fit.codes.items():
+        weight = quantized.weight
+        scales, zeros = (
+            spread(part.float(), weight.group_size, WIDTH)[None, :, order] for part in (weight.scales, weight.zeros)
+        )
+        W = target.weight.detach()[None, :, order]
+        expected = round_entries(W, scales, zeros, torch.tensor([2.0**bits - 1]), torch.tensor([0]), coefficients, None)
+        assert torch.equal(weight.codes[:, order], expected[0])
 
 
 def test_data_free():
@@ -160,62 +151,6 @@ def test_slow_lookups():
     assert Timing({tied: Times(1.0, {})}).is_slower(tied, option)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("flat", [False, True])
-def test_bags(mode, flat):
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode=mode, include_last_offset=flat)
-            self.out = nn.Linear(WIDTH, 24)
-
-        def forward(self, indices, offsets=None, weights=None):
-            if offsets is None:
-                return self.out(self.bag(indices))
-            return self.out(self.bag(input=indices, offsets=offsets, per_sample_weights=weights))
-
-    batches = tokens(batches=12)
-    if flat:
-        offsets = torch.tensor([0, 4, 4, 30, 80])
-        weights = torch.rand(80) if mode == "sum" else None
-        batches = [(batch.flatten(), offsets, weights) for batch in batches]
-    original = Bags()
-    model = copy.deepcopy(original)
-    report = pr.compress(model, calibration=batches, bits=6, measure_speed=flat, seed=0, allow_slower=True)
-    assert type(model.bag) is QuantizedEmbeddingBag
-    batch = batches[0] if flat else (batches[0],)
-    error = (model(*batch) - original(*batch)).norm() / original(*batch).norm()
-    assert error < 0.15
-    assert 0.4 < report.measured_error / report.predicted_error < 3.5  # a maximum is not linear
-    assert next(layer for layer in report.layers if layer.names == ("bag",)).measured_error < 0.15
-
-
-def test_a_table_of_one_row_and_one_of_one_column():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.one, self.thin, self.wide = nn.Embedding(1, 100), nn.Embedding(60, 1), nn.Linear(100, 40)
-
-        def forward(self, tokens):
-            return self.wide(self.one(torch.zeros_like(tokens)) * self.thin(tokens))
-
-    original = Odd()
-    model, _, report = compressed(copy.deepcopy(original), bits=6.5, group_size=7)
-    forms = {layer.names[0]: layer.form for layer in report.layers}
-    assert len(forms) > 1
-    assert forms.get("thin", "dense") in ("dense", "int8")  # one column takes a scale and a zero point for each entry
-    assert relative_error(model, original, tokens(seed=5)) < 0.2
-
-
-def test_tables_that_change_in_a_lookup_stay_dense():
-    model = Language(tied=False)
-    model.words.max_norm = 1.0
-    _, _, report = compressed(model, bits=5)
-    assert report.skipped[0].reason == "has max_norm, with which each lookup changes rows of the weight"
-
-
 def test_padding_does_not_count():
     """Two calibrations that differ in masked tokens only give one model."""
 
@@ -235,54 +170,6 @@ def test_padding_does_not_count():
         pr.compress(model, bits=4.5, calibration=batches, **QUIET)
         models.append(model)
     assert torch.equal(models[0].words.codes, models[1].words.codes)
-
-
-class Thrice(Language):
-    """An embedding that is read twice, and a head, of one weight."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.again(tokens).sum(-1, keepdim=True)
-
-
-def sharing(kind):
-    """Return a model in which a head and embeddings share memory in an unusual way."""
-    model = Language(tied=False, rows=64)
-    if kind == "memory":  # two Parameters of one memory
-        model.head.weight.data = model.words.weight.data
-    elif kind == "three":
-        model.head.weight = model.words.weight
-        model.again = nn.Embedding(64, WIDTH)
-        model.again.weight = model.words.weight
-        model.__class__ = Thrice
-    elif kind == "half":  # a head with a copy in another dtype
-        model.head.to(torch.bfloat16).register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
-    elif kind == "part":  # a head of the first rows
-        model.head = nn.Linear(WIDTH, 20)
-        model.head.weight.data = model.words.weight.data[:20]
-    return model
-
-
-@pytest.mark.parametrize("kind", ["memory", "three", "part"])
-def test_memory_that_is_shared_otherwise(kind, tmp_path):
-    original, model = sharing(kind), sharing(kind)
-    report = pr.compress(model, bits=6.0, calibration=tokens(high=64), **QUIET)
-    assert relative_error(model, original, tokens(high=64, seed=5)) < 0.1
-    if kind == "part":  # two weights, of which each has its codes
-        assert {("words",), ("head",)} <= {layer.names for layer in report.layers}
-    else:
-        assert_shared(*(getattr(model, name) for name in ("words", "head", "again") if hasattr(model, name)))
-    pr.save_compressed(model, tmp_path)
-    restored = pr.load_compressed(tmp_path, sharing(kind))
-    batch = tokens(high=64)[0]
-    assert torch.equal(restored(batch), model(batch))
-
-
-def test_dtypes_that_differ():
-    """Layers of different dtypes share no memory, and each is compressed."""
-    _, _, report = compressed(sharing("half"), bits=6.0, batches=tokens(high=64))
-    kinds = {layer.names[0]: layer.form for layer in report.layers}
-    assert kinds["words"].startswith("int")
-    assert {entry.name: entry.reason for entry in report.skipped}["head"].startswith("has hooks")
 
 
 def test_healing_trains_the_shared_scales_once(tmp_path):

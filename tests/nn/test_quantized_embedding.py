@@ -231,6 +231,18 @@ def test_shared_codes_in_states_and_files(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size < 1500  # 662 bytes of codes once, and the names
 
 
+def test_expanded_while_loading(tmp_path):
+    """An embedding and a tied head become plain layers of one weight again, as does a bag."""
+    model = nn.Sequential(tied(), QuantizedEmbeddingBag(9, 4, mode="sum"))
+    pr.save_compressed(model, tmp_path)
+    plain = pr.load_compressed(tmp_path, nn.Sequential(Tied(), nn.EmbeddingBag(9, 4, mode="sum")), expand=True)
+    assert [type(module) for module in plain.modules()][2:] == [nn.Linear, nn.Embedding, nn.EmbeddingBag]
+    assert plain[0].words.weight is plain[0].head.weight
+    assert torch.equal(plain[0].words.weight, model[0].words.weight)
+    indices = torch.arange(7)
+    torch.testing.assert_close(plain[0](indices), model[0](indices))
+
+
 def test_shared_scales_are_trained_once():
     model = tied()
     for module in (model.words, model.head):

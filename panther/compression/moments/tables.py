@@ -118,6 +118,8 @@ class TableSums:
 
     def _add_lookups(self, module: nn.Module, indices: Tensor, slope: Tensor | None) -> bool:
         indices = indices.long().flatten()
+        if isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None:
+            indices = indices[indices != module.padding_idx]  # bags leave the row of the padding out
         share = 1.0
         if isinstance(module, nn.EmbeddingBag) and slope is not None and module.mode != "sum":
             # A mean gives each row of a bag an equal part of the gradient; of a maximum, each entry is of one row.

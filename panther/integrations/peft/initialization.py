@@ -25,7 +25,7 @@ from panther._text import counted, format_table
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
 from panther.compression.calibration.targets import Survey, Target
-from panther.compression.moments import check_calibration, gather_moments, split_passes
+from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
 from panther.errors import ConfigError, require_extra
 from panther.integrations.peft.decomposition import ITERATIONS, initialize_adapter_
 from panther.nn.base import CompressedModule
@@ -215,7 +215,9 @@ def init_corda_(
     for number, inputs in enumerate(passes):
         label = f"moments, pass {number + 1} of {len(passes)}"
         with runner.calibrating(seed):  # ends before the weights change, because it restores buffers
-            moments, _, _ = gather_moments(runner, inputs, gradients=False, seed=seed, description=label)
+            gathered, _, _ = gather_moments(runner, inputs, gradients=False, seed=seed, description=label)
+        # Embeddings are not among the targets, and only they have different moments.
+        moments = {target: moment for target, moment in gathered.items() if isinstance(moment, Moments)}
         positions |= {target: moment.positions for target, moment in moments.items()}
         constant += [target for target, moment in moments.items() if moment.constant]
         check_calibration(positions, constant)  # before anything is changed
