@@ -100,7 +100,7 @@ def _survey_batch(
     keys: dict[Target, list[Any]] = {}  # in the order of the first calls
     alive = []  # inputs, kept so that no address is used twice within a forward
 
-    def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
+    def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive:
         alive.append(x)
         keys.setdefault(target, []).append(input_key(module, x))
         return lambda gradient: reached.update([target] if gradient.any() else [])
@@ -116,7 +116,7 @@ def _survey_batch(
 def _calls_any(runner: Runner, batch: Any, targets: Sequence[Target]) -> bool:
     """Return whether a batch calls one of the targets."""
     called = []
-    with torch.no_grad(), watched(targets, lambda target, module, x: called.append(target), unreadable={}):
+    with torch.no_grad(), watched(targets, lambda target, *_: called.append(target), unreadable={}):
         runner.output(batch)
     return bool(called)
 
@@ -219,11 +219,11 @@ def _ignore(gradient: Tensor) -> None:
 @contextmanager
 def watched(
     targets: Sequence[Target],
-    note: Callable[[Target, nn.Module, Tensor], Receive | None],
+    note: Callable[[Target, nn.Module, Tensor, Further], Receive | None],
     model: nn.Module | None = None,
     unreadable: dict[Target, str] | None = None,
 ) -> Iterator[Watch]:
-    """Call ``note`` with every input of the targets, and its result with the gradient at the layer's output.
+    """Call ``note`` with the arguments of every call of the targets, and its result with the gradient at the output.
 
     With ``model``, the outputs of its embeddings require gradients, as in training. Parameters do not require gradients
     here, and reentrant checkpointing computes no gradients for a block whose input does not require one. For
@@ -231,13 +231,13 @@ def watched(
     """
     watch = Watch()
 
-    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, _: Further) -> Tensor | None:
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> Tensor | None:
         if watch.is_backward:
             # The same operations as in the first forward, because non-reentrant checkpointing counts saved tensors.
             if not torch.is_grad_enabled():
                 return None
             return _Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
-        receive = note(target, module, x.detach())
+        receive = note(target, module, x.detach(), further)
         if receive is None:
             return None
         if not torch.is_grad_enabled():

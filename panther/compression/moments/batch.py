@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.survey import Receive, input_key, send_gradients, watched
+from panther.compression.calibration.survey import Further, Receive, input_key, send_gradients, watched
 from panther.compression.calibration.targets import Target
 from panther.compression.moments.sums import is_finite
 from panther.errors import CompressionError
@@ -76,7 +76,7 @@ def run_batch(
         # The model may write to its input before the gradients are known. Selected rows are a copy already.
         return rows.clone() if gradients and rows.data_ptr() == x.data_ptr() else rows
 
-    def note(target: Target, module: nn.Module, x: Tensor) -> Receive | None:
+    def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive | None:
         index = next(indices)
         held = None
         if target in compared:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
-from panther.compression.calibration.survey import Receive, send_gradients, watched
+from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
 from panther.compression.calibration.targets import TABLES, Target
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
@@ -267,7 +267,7 @@ def _add_gradient_levels(
 ) -> None:
     masks = runner.mask(batch)
 
-    def note(target: Target, module: nn.Module, x: Tensor) -> Receive | None:
+    def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive | None:
         if isinstance(module, TABLES):
             return None
 
@@ -315,7 +315,7 @@ def gather_drift(
         rows_read: list[Tensor] = []
         masks = runner.mask(batch)
 
-        def note(target: Target, module: nn.Module, x: Tensor) -> None:
+        def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> None:
             nonlocal left
             rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
             rows_read.extend(input_rows(module, rows, target.groups))

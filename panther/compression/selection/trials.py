@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.survey import Receive, send_gradients, watched
+from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
 from panther.compression.calibration.targets import Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Option, Options, Replacement
 from panther.compression.forms.conversion import convert_target
@@ -126,16 +126,16 @@ class Trials:
         products: dict[Target, Tensor] = {}
         num_samples = 0
 
-        def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
-            x = x.clone()  # because the model may write to it
+        def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive:
+            x, (args, kwargs) = x.clone(), further  # a clone, because the model may write to its inputs
 
             def receive(gradient: Tensor) -> None:
                 if (axis := _sample_axis(gradient, num_samples)) is None:
                     return
                 with torch.no_grad():
                     # `forward`, because calling the module would call this hook again.
-                    change = (new[module](x) - module.forward(x)).to(torch.float32)
-                    product = change.mul_(gradient).movedim(axis, 0).reshape(num_samples, -1)
+                    change = new[module](x, *args, **kwargs) - module.forward(x, *args, **kwargs)
+                    product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(num_samples, -1)
                 products[target] = products.get(target, 0.0) + product.sum(1, dtype=torch.float64)
 
             return receive
