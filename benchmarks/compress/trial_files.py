@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,12 +54,12 @@ def run(task: str, quick: bool, bits: Sequence[float] = BITS) -> Iterator[dict[s
     yield row("bfloat16", copy.deepcopy(subject.model).bfloat16())
     for number in bits:
         model, start = copy.deepcopy(subject.model), time.process_time()
-        options = {"bits": number, "calibration": subject.calibration, "seed": 0, "measure_speed": False}
+        options: dict[str, Any] = {"bits": number, "calibration": subject.calibration, "seed": 0, "measure_speed": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # trial_frontier_speed.py measures times
             if quick:
                 warnings.simplefilter("ignore", NumericalWarning)  # few positions
-            report, peak_mb = rise_mb(lambda model=model, options=options: pr.compress(model, **options))
+            report, peak_mb = rise_mb(partial(pr.compress, model, **options))
         seconds = time.process_time() - start
         for note in report.notes:
             print(f"note: {note}")

@@ -258,6 +258,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.remove_quantization_config(model)
             return None, {}
         set_quantization_config_(model)
+        declare_ties_(model, transformers.PreTrainedModel)  # the scales of one layer of a pair may be trained now
         state, addresses = inference_state(model), set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
         trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())

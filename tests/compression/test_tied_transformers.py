@@ -170,3 +170,20 @@ def test_adapters_on_top(case, tmp_path):
     adapted.save_pretrained(tmp_path)
     base = copy.deepcopy(model)
     assert_same_logits(peft.PeftModel.from_pretrained(base, tmp_path), batch, adapted(**batch).logits)
+
+
+@pytest.mark.parametrize("how", ["save_pretrained", "save_compressed"])
+def test_scales_that_are_trained_in_one_layer_of_a_pair(case, how, tmp_path):
+    """The layers have different weights then, and both are saved."""
+    family, model, _, batch, _ = case
+    if family != "bert":
+        pytest.skip("one family shows it")
+    model = pr.integrations.transformers.set_quantization_config_(copy.deepcopy(model))
+    torch.nn.init.normal_(layers_of(family, model)[1].train_scales_().scale_logs, std=0.1)
+    with torch.no_grad():
+        logits = model(**batch).logits
+    if how == "save_pretrained":
+        model.save_pretrained(tmp_path)
+    else:
+        pr.save_compressed(model, tmp_path)
+    assert_same_logits(pr.from_pretrained(tmp_path), batch, logits)

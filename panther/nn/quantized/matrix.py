@@ -23,7 +23,7 @@ _RECORD_BYTES, _KERNEL_BYTES = 12, 12
 class QuantizedMatrix(QuantizedState):
     """Base of a layer whose weight, as a matrix (rows, columns), is ``Q + L diag(c) R``; see QuantizedLinear."""
 
-    size_arguments = ("bits", "group_size", "low_rank")
+    size_arguments: tuple[str, ...] = ("bits", "group_size", "low_rank")
     _rows: int
     _columns: int
 

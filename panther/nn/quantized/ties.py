@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from panther._torch import buffers_of
+from panther._torch import buffers_of, parameters_of
 from panther.nn.base import CompressedModule
+from panther.nn.quantized.state import SCALE_LOGS
 
 _WEIGHT = ".weight"
 
@@ -51,12 +52,21 @@ def _ties_of(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
     for target_name, source_name in declared.items():
         names = target_name.removesuffix(_WEIGHT), source_name.removesuffix(_WEIGHT)
         if names in compressed:
-            target, source = (buffers_of(model.get_submodule(name)) for name in names)
-            shared = (key for key, tensor in target.items() if _is_same(tensor, source.get(key)))
-            ties |= {f"{names[0]}.{key}": f"{names[1]}.{key}" for key in shared}
+            target, source = (model.get_submodule(name) for name in names)
+            if _share_all(target, source):
+                ties |= {
+                    f"{names[0]}.{key}": f"{names[1]}.{key}" for key, x in buffers_of(target).items() if x is not None
+                }
         elif not any(_compressed_at(model, name) for name in set(names) - {target_name, source_name}):
             ties[target_name] = source_name
     return ties
+
+
+def _share_all(target: nn.Module, source: nn.Module) -> bool:
+    """Return whether all buffers of a layer, and the parameters of its scales, are those of the source."""
+    tensors, others = buffers_of(target), buffers_of(source)
+    logs = [parameters_of(module).get(SCALE_LOGS["scales"]) for module in (target, source)]
+    return logs[0] is logs[1] and all(_is_same(x, others.get(key)) for key, x in tensors.items() if x is not None)
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
