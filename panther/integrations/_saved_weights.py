@@ -109,8 +109,8 @@ class SavedWeights:
                     held(module)[key] = held(owner)[owner_key]  # type: ignore[assignment]
 
     def has_layer(self, model: Any, name: str) -> bool:
-        """Return whether the files hold the codes of a layer."""
-        return self._saved_name(model, f"{name}.codes", self.names) is not None
+        """Return whether the files hold scales of a layer; its codes may be the ones of another layer."""
+        return self._saved_name(model, f"{name}.scales", self.names) is not None
 
     def _saved_name(self, model: Any, name: str, saved: Iterable[str]) -> str | None:
         """Return the name under which a tensor of the model was saved, with or without the prefix of the body."""

@@ -10,6 +10,7 @@ from panther._torch import buffers_of
 from panther.nn import QuantizedEmbedding, QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
+integration = pytest.importorskip("panther.integrations.transformers")
 pytestmark = pytest.mark.extra
 
 ROWS = 90
@@ -104,7 +105,7 @@ def test_saved_and_loaded(case, how, tmp_path):
     family, model, _, batch, logits = case
     model = copy.deepcopy(model)
     if how == "quantizer":
-        pr.integrations.transformers.set_quantization_config_(model)
+        integration.set_quantization_config_(model)
     if how == "save_compressed":
         pr.save_compressed(model, tmp_path)
         restored = pr.load_compressed(tmp_path, fresh(family))
@@ -137,9 +138,9 @@ def test_back_to_dense(case):
     family, model, _, batch, logits = case
     plain = copy.deepcopy(model)
     pr.to_linears_(plain)
-    dense = pr.integrations.transformers.set_quantization_config_(copy.deepcopy(model)).dequantize()
+    dense = integration.set_quantization_config_(copy.deepcopy(model)).dequantize()
     resized = copy.deepcopy(model)
-    pr.integrations.transformers.resize_token_embeddings_(resized, ROWS)
+    integration.resize_token_embeddings_(resized, ROWS)
     for other in (plain, dense, resized):
         words, head = layers_of(family, other)
         assert words.weight is head.weight
@@ -150,7 +151,7 @@ def test_back_to_dense(case):
 def test_a_larger_vocabulary(case):
     family, model, _, batch, logits = case
     resized = copy.deepcopy(model)
-    pr.integrations.transformers.resize_token_embeddings_(resized, ROWS + 3)
+    integration.resize_token_embeddings_(resized, ROWS + 3)
     words, head = layers_of(family, resized)
     assert words.weight is head.weight
     with torch.no_grad():
@@ -178,7 +179,7 @@ def test_scales_that_are_trained_in_one_layer_of_a_pair(case, how, tmp_path):
     family, model, _, batch, _ = case
     if family != "bert":
         pytest.skip("one family shows it")
-    model = pr.integrations.transformers.set_quantization_config_(copy.deepcopy(model))
+    model = integration.set_quantization_config_(copy.deepcopy(model))
     torch.nn.init.normal_(layers_of(family, model)[1].train_scales_().scale_logs, std=0.1)
     with torch.no_grad():
         logits = model(**batch).logits
