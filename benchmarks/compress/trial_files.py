@@ -54,7 +54,12 @@ def run(task: str, quick: bool, bits: Sequence[float] = BITS) -> Iterator[dict[s
     yield row("bfloat16", copy.deepcopy(subject.model).bfloat16())
     for number in bits:
         model, start = copy.deepcopy(subject.model), time.process_time()
-        options: dict[str, Any] = {"bits": number, "calibration": subject.calibration, "seed": 0, "measure_speed": False}
+        options: dict[str, Any] = {
+            "bits": number,
+            "calibration": subject.calibration,
+            "seed": 0,
+            "measure_speed": False,
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # trial_frontier_speed.py measures times
             if quick:
