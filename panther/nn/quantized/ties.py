@@ -64,9 +64,11 @@ def _ties_of(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
 
 def _share_all(target: nn.Module, source: nn.Module) -> bool:
     """Return whether all buffers of a layer, and the parameters of its scales, are those of the source."""
-    tensors, others = buffers_of(target), buffers_of(source)
+    tensors, source_tensors = buffers_of(target), buffers_of(source)
     logs = [parameters_of(module).get(SCALE_LOGS["scales"]) for module in (target, source)]
-    return logs[0] is logs[1] and all(_is_same(x, others.get(key)) for key, x in tensors.items() if x is not None)
+    return logs[0] is logs[1] and all(
+        _is_same(x, source_tensors.get(key)) for key, x in tensors.items() if x is not None
+    )
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
