@@ -263,8 +263,8 @@ class _Weights:
         uniform, near = choose_uniform(estimated_options, limit), options_near_global(estimated_options, limit, _WRONG)
         exact = choose_global(estimated_options, limit)  # it fits into the limit
         planned = {target: {*near[target], uniform[target], exact[target]} for target in targets}
-        return {
-            target: tuple(sorted({option.bits for option in near_options if option.bits}))
+        return {  # The dense weight may not be among the forms, and then the widest codes are.
+            target: tuple(sorted({option.bits or self.widths[target][-1] for option in near_options}))
             for target, near_options in planned.items()
         }
 

@@ -138,7 +138,7 @@ def _work_bytes(target: Target, is_quantized: bool) -> int:
     """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
     if target.is_table:  # the moments, and twelve tensors of a block of rows
-        return _DOUBLE * (4 * n**2 + 12 * min(n * m, BLOCK_ENTRIES))
+        return _DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
     # The number of matrices of each moment's size. Six products and factors have the weight's size.
     squares = 4 if is_quantized else 3
     return _DOUBLE * target.groups * (squares * (n**2 + m**2) + 6 * n * m)

@@ -170,3 +170,13 @@ def test_few_widths_are_rounded_and_the_error_is_that_of_all_widths(monkeypatch)
     every = pr.compress(Encoder().eval(), bits=4.5, calibration=batches, **quick)
     assert num_few <= 3 * number < 5 * number <= sum(rounded)
     assert few.measured_error <= 1.1 * every.measured_error
+
+
+@pytest.mark.parametrize("forms", ["int4", ("int4", "int6"), ("dense", "int4"), ("low_rank", "int8")])
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_a_budget_that_dense_layers_meet(forms, budget):
+    batches = list(torch.randn(96, 9, 32, generator=torch.Generator().manual_seed(0)).split(16))
+    model = Encoder().eval()
+    report = pr.compress(model, budget=budget, calibration=batches, forms=forms, **quick)
+    assert {layer.form for layer in report.layers} <= ({forms} if isinstance(forms, str) else set(forms))
+    assert report.eligible_ratio <= budget

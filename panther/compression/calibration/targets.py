@@ -28,6 +28,9 @@ Selector = type | str | Callable[[nn.Module, str], bool]
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Layers that look up rows of their weight."""
 
+# Largest number of inputs or outputs of a layer whose second moment is computed. It takes two gigabytes then.
+_LARGEST_SIDE = 2**14
+
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
 _DONE = "is compressed already"
 
@@ -80,8 +83,27 @@ class Target:
 
     @property
     def is_table(self) -> bool:
-        """Return whether rows of the weight are looked up, by all of its layers or some of them."""
+        """Return whether the rows of the weight are rounded independently of each other.
+
+        They are if some of its layers look up rows, and if the weight is large.
+        """
+        return self.is_large or self.is_looked_up
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Return whether some of its layers look up rows."""
         return any(isinstance(module, TABLES) for module in self.modules)
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether a moment over all outputs, or all inputs, of its nn.Linear would take gigabytes."""
+        is_linear = all(isinstance(module, nn.Linear) for module in self.modules)
+        return is_linear and (self.is_wide or self.outer > _LARGEST_SIDE)
+
+    @property
+    def is_wide(self) -> bool:
+        """Return whether only the diagonal of the moment of its inputs is kept."""
+        return self.inner > _LARGEST_SIDE
 
     @property
     def is_multiplied(self) -> bool:
@@ -197,7 +219,7 @@ def select_targets(
     """Find the layers that would shrink, and the reason why each further module with a matrix is kept dense.
 
     ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
-    layer of rank ``rank`` is smaller. ``tables`` is whether embeddings are layers to compress.
+    layer of rank ``rank`` is smaller. ``tables`` is whether embeddings and large layers are layers to compress.
     """
     included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
@@ -227,6 +249,12 @@ def select_targets(
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
         target = _target(tuple(name for module in sharing for name in names[module]), sharing, seeded)
+        if target.is_large and not tables and not seeded:
+            reasons[sound[0]] = (
+                f"has {target.inner:,} inputs and {target.outer:,} outputs, and above {_LARGEST_SIDE:,} only codes are "
+                "fitted: add a form such as 'int8'"
+            )
+            continue
         least, dense = target.numbers(rank), target.dense_numbers
         if least < dense if smallest is None else smallest(target) < target.dense_bytes:
             targets.append(target)

@@ -1,4 +1,4 @@
-r"""The fit of a table: codes of embeddings, rounded row by row in the moments of :mod:`panther.compression.moments`.
+r"""The fit of a table: codes of embeddings and large layers, whose rows are rounded independently of each other.
 
 The rows of a table cost independent errors, so that feedback runs along rows alone, and all rows of a block are rounded
 at once. A table can have a hundred million entries: only one block of it is in float64 at a time.
@@ -55,6 +55,8 @@ def table_sensitivity(target: Target, moments: TableMoments | None) -> float:
     columns = None if moments is None else moments.columns(target.inner, target.outer)
     if moments is None or columns is None:
         width = float(target.inner)
+    elif columns.dim() == 1:
+        width = columns.sum().item()
     else:  # with feedback the error of a column counts with its pivot
         width = torch.linalg.cholesky(add_ridge_(columns[None])).diagonal(dim1=-2, dim2=-1).square().sum().item()
     if moments is not None and columns is None:
@@ -78,7 +80,7 @@ def _feedback(target: Target, moments: TableMoments | None) -> tuple[Tensor, Ten
     columns = None if moments is None else moments.columns(target.inner, target.outer)
     if columns is None:
         return torch.arange(target.inner), None
-    if not columns.diagonal().any():  # no gradient reaches the table
+    if columns.dim() == 1 or not columns.diagonal().any():  # or no gradient reaches the table
         return torch.arange(target.inner), None
     order, coefficients = feedback(add_ridge_(columns[None]), target.inner, columns[None])
     assert coefficients is not None  # because there is a moment
@@ -94,7 +96,10 @@ def _losses(error: Tensor, moments: TableMoments | None, rows: slice) -> Tensor:
     for use in moments.uses:
         pairs = ((use.rows, use.columns), (use.own_rows, use.own_columns))
         for index, (weights, columns) in enumerate(pairs):
-            squares = plain if columns is None else ((error @ columns) * error).sum(1)
+            if columns is None:
+                squares = plain
+            else:
+                squares = ((error @ columns if columns.dim() > 1 else error * columns) * error).sum(1)
             total = squares.sum() if weights is None else squares @ weights[rows]
             loss[index] += use.positions / moments.positions * total.item()
     return loss

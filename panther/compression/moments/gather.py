@@ -110,8 +110,11 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
     """Return the bytes of the moments of targets that share one input; with gradients, they do not share A."""
     if targets[0].is_table:
-        matrices = sum((gradients + target.is_multiplied) * target.inner**2 for target in targets)
-        return _DOUBLE * (matrices + 3 * sum(target.outer for target in targets))
+        entries = 0
+        for target in targets:
+            inputs = target.inner if target.is_wide else target.inner**2
+            entries += gradients * target.is_looked_up * target.inner**2 + target.is_multiplied * inputs
+        return _DOUBLE * (entries + 3 * sum(target.outer for target in targets))
     A = targets[0].groups * targets[0].inner ** 2 * (len(targets) if gradients else 1)
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 

@@ -1,11 +1,13 @@
-r"""Moments of weights whose rows are looked up: embeddings, alone or with a head that shares their weight.
+r"""Moments of weights with very many rows or columns: embeddings, heads, and both if they share their weight.
 
 A lookup is a product with a row of zeros and a single one. The second moment of these rows is diagonal, with the
 frequencies of the indices, and the moment of the gradients at the output is as wide as a row of the table. The error
 :math:`\Delta` of a table therefore costs :math:`\sum_v f_v \Delta_v G \Delta_v^T`. A head that multiplies by the same
 weight adds :math:`\sum_v g_v \Delta_v A \Delta_v^T`, with A the moment of its inputs and g the mean squares of the
 gradients at its outputs. Of the gradients' moment over all outputs only the diagonal is kept, because a vocabulary has
-tens of thousands of them.
+tens of thousands of them, and of A if there are as many inputs. Where the head ends the model, the gradients' moment is
+the identity, and its estimate adds noise: a head of 4,000 rows in 4 bits had a relative error of 0.016 with feedback
+along its rows, and of 0.025 with the moment of 2,000 gradients as well (0.106 and 0.119 behind a softmax).
 """
 
 __all__ = ["TableMoments", "TableSums", "Use", "smoothed"]
@@ -33,7 +35,8 @@ class Use:
     Attributes:
         positions: Number of positions.
         rows: Weight of each row, (rows,); None is 1.
-        columns: Moment in which the error of a row is measured, (columns, columns); None is the identity.
+        columns: Moment in which the error of a row is measured, (columns, columns), or its diagonal alone, (columns,);
+            None is the identity.
         own_rows: As ``rows``, for the layer's own output instead of the model's.
         own_columns: As ``columns``.
     """
@@ -60,19 +63,20 @@ class TableMoments:
     def columns(self, size: int, rows: int) -> Tensor | None:
         """Return the moment in which rows are rounded: the sum over the uses, weighted by their rows' weights.
 
-        The result is None if it is the identity. ``size`` and ``rows`` are the numbers of columns and of rows.
+        The result is None if it is the identity, and a diagonal if the moment of one use is. ``size`` and ``rows`` are
+        the numbers of columns and of rows.
         """
-        if all(use.columns is None for use in self.uses):
+        moments = [use.columns for use in self.uses if use.columns is not None]
+        if not moments:
             return None
-        total = torch.zeros(size, size, dtype=torch.float64, device=self._device)
+        is_diagonal = any(moment.dim() == 1 for moment in moments)
+        identity = (torch.ones(size) if is_diagonal else torch.eye(size)).to(moments[0])
+        total = torch.zeros_like(identity)
         for use in self.uses:
             weight = use.positions * (rows if use.rows is None else use.rows.sum())
-            total += weight * (torch.eye(size).to(total) if use.columns is None else use.columns)
+            columns = identity if use.columns is None else use.columns
+            total += weight * (columns.diagonal() if columns.dim() > total.dim() else columns)
         return total / self.positions
-
-    @property
-    def _device(self) -> torch.device:
-        return next(use.columns.device for use in self.uses if use.columns is not None)
 
 
 def smoothed(frequencies: Tensor) -> Tensor:
@@ -92,10 +96,12 @@ class TableSums:
 
         # Of lookups: how often each row was read, the squares of the gradients there, and their number.
         self.counts, self.energies, self.lookups = zeros(rows), zeros(rows), zeros(1)
-        self.G = square_zeros(1, columns, device) if gradients else None
+        self.G = square_zeros(1, columns, device) if gradients and target.is_looked_up else None
         # Of products: the sum of the positions' weights, and the squares of the gradients at each output.
         self.products, self.weight = zeros(1), zeros(1)
-        self.A = square_zeros(1, columns, device) if target.is_multiplied else None
+        self.A: Tensor | None = None
+        if target.is_multiplied:
+            self.A = zeros(columns) if target.is_wide else square_zeros(1, columns, device)
         self.squares = zeros(rows)
 
     def add(self, module: nn.Module, x: Tensor, slope: Tensor | None, roots_of: Callable[[Tensor], Tensor]) -> bool:
@@ -110,11 +116,16 @@ class TableSums:
         self.products += rows.shape[1]
         if slope is None:
             self.weight += rows.shape[1] * (_EVEN if self.gradients else 1.0)
-            return add_squares(self.A, rows * _EVEN**0.5 if self.gradients else rows)
-        roots = roots_of(slope)
-        self.weight += roots.double().square().sum()
-        self.squares += slope.square().sum((0, 1), dtype=torch.float64)
-        return is_finite(slope) and add_squares(self.A, rows * roots[..., None])
+            rows = rows * _EVEN**0.5 if self.gradients else rows
+        else:
+            roots = roots_of(slope)
+            self.weight += roots.double().square().sum()
+            self.squares += slope.square().sum((0, 1), dtype=torch.float64)
+            rows = rows * roots[..., None]
+        if self.A.dim() > 1:
+            return (slope is None or is_finite(slope)) and add_squares(self.A, rows)
+        self.A += rows.square().sum((0, 1), dtype=torch.float64)
+        return slope is None or is_finite(slope)
 
     def _add_lookups(self, module: nn.Module, indices: Tensor, slope: Tensor | None) -> bool:
         indices = indices.long().flatten()
@@ -141,7 +152,7 @@ class TableSums:
     def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> TableMoments:
         """Return the moments; ``sum_`` adds tensors over the ranks of a group, in place."""
         for matrix in (self.G, self.A):
-            if matrix is not None:
+            if matrix is not None and matrix.dim() > 1:
                 mirror_(matrix)
         matrices = [matrix for matrix in (self.G, self.A) if matrix is not None]
         sum_([
@@ -159,6 +170,6 @@ class TableSums:
             uses.append(Use(lookups, smoothed(rows), columns, smoothed(frequencies), None))
         if products := self.products.item():
             assert self.A is not None
-            columns = self.A[0] / max(self.weight.item(), 1e-300)
+            columns = (self.A[0] if self.A.dim() > 1 else self.A) / max(self.weight.item(), 1e-300)
             uses.append(Use(products, self.squares / products if self.gradients else None, columns, None, columns))
         return TableMoments(tuple(uses), sum(use.positions for use in uses))
