@@ -85,6 +85,9 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         activations: ``"int8"``: quantized linear layers round their inputs to 8 bits and multiply integers, which is
             faster from tens of rows on and adds about 1 % of error to each layer's output. Measured errors and times
             include this error, and predicted errors do not; see :class:`~panther.nn.QuantizedLinear`.
+        symmetric: Whether quantized weights have the middle code for zero in every group, as engines with signed codes
+            need it, instead of a zero point for each group. In 4 bits and groups of 128, the squared error of normal
+            weights is 1.16 times as large.
         include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
             module and its name, or a sequence of these.
         exclude: No layers that match.

@@ -17,7 +17,7 @@ from panther._settings import Settings
 from panther.compression.calibration.runner import Loss
 from panther.compression.calibration.targets import Selector
 from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, known_forms
-from panther.errors import ConfigError, check_size
+from panther.errors import ConfigError, check_flag, check_size
 from panther.nn.quantized.linear import check_activations
 from panther.train.config import TrainConfig
 
@@ -193,6 +193,7 @@ class CompressConfig:
     rank_multiple: int = 8
     group_size: int | None = 128
     activations: str | None = None
+    symmetric: bool = False
     include: Selector | Sequence[Selector] | None = None
     exclude: Selector | Sequence[Selector] | None = None
     method: str = "two_sided"
@@ -220,7 +221,9 @@ class CompressConfig:
     @cached_property
     def form_settings(self) -> FormSettings:
         """Return the forms to choose from, with the settings of their options."""
-        return form_settings(self.forms, self.rank_multiple, self.group_size, self.method, self.activations)
+        return form_settings(
+            self.forms, self.rank_multiple, self.group_size, self.method, self.activations, self.symmetric
+        )
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -340,7 +343,12 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def form_settings(
-    forms: Any, rank_multiple: int, group_size: int | None, method: str, activations: str | None
+    forms: Any,
+    rank_multiple: int,
+    group_size: int | None,
+    method: str,
+    activations: str | None,
+    symmetric: bool = False,
 ) -> FormSettings:
     """Return the forms to choose from (by default all forms that the method can make), or raise if there are none."""
     if forms is None:
@@ -361,7 +369,10 @@ def form_settings(
         raise ValueError(f"rank_multiple={rank_multiple} must be even, because a low-rank layer has two halves")
     if group_size is not None:
         check_size("group_size", group_size, least=1)
-    settings = FormSettings(tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations))
+    check_flag("symmetric", symmetric)
+    settings = FormSettings(
+        tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations), symmetric
+    )
     if activations is not None and not any(form.is_quantized for form in settings.forms):
         raise ValueError(
             f"activations={activations!r} is for quantized forms, and forms={names} has none: add one, such as 'int8', "

@@ -198,7 +198,9 @@ class _Weights:
     ) -> None:
         """Fit an embedding, and the heads that share its weight."""
         assert not isinstance(target_moments, Moments)
-        self.fits[target] = fit = fit_table(target, target_moments, widths, self.settings.group_size)
+        self.fits[target] = fit = fit_table(
+            target, target_moments, widths, self.settings.group_size, symmetric=self.settings.symmetric
+        )
         scale = self._scale_of(target_moments, energy)
         self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
 
@@ -228,7 +230,7 @@ class _Weights:
 
     def _round(self, group: Sequence["_Fitted"]) -> None:
         tasks = [fitted.rounding for fitted in group if fitted.rounding is not None]
-        self._add(group, fit_quantized(tasks, self.settings.group_size))
+        self._add(group, fit_quantized(tasks, self.settings.group_size, symmetric=self.settings.symmetric))
 
     def _add(self, group: Sequence["_Fitted"], codes: Sequence[Mapping[int, QuantizedFit]]) -> None:
         for fitted, target_codes in zip(group, codes, strict=True):

@@ -99,6 +99,7 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
         rank_multiple: As for :func:`panther.compress`, like all arguments up to ``statistics_memory_bytes``.
         group_size: Columns of a quantized weight that share a scale.
         activations: ``"int8"`` rounds the inputs of quantized linear layers.
+        symmetric: Whether the middle code of every group stands for zero.
         include: Only layers that match.
         exclude: No layers that match.
         forward_fn: How the model is called on a calibration batch.
@@ -214,7 +215,7 @@ class _CompressionTask:
             forms=" ".join(forms.names),
             layers=" ".join(target.name for target in survey.targets) or "none",
             settings=f"rank_multiple {forms.rank_multiple}, group_size {forms.group_size}, activations "
-            f"{forms.activations}",
+            f"{forms.activations}{', symmetric' if forms.symmetric else ''}",
         )  # fmt: skip
 
 

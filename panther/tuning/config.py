@@ -22,14 +22,14 @@ from panther.tuning.samplers import check_sampler
 _FIRST_BUDGET = 0.25
 # Arguments that have the same meaning in panther.compress.
 _OF_COMPRESS = (
-    "calibration", "exclude", "rank_multiple", "group_size", "activations", "forward_fn", "loss_fn", "mask_fn",
-    "statistics_memory_bytes", "progress",
+    "calibration", "exclude", "rank_multiple", "group_size", "activations", "symmetric", "forward_fn", "loss_fn",
+    "mask_fn", "statistics_memory_bytes", "progress",
 )  # fmt: skip
 # Arguments that need a trained model, with the values by which they are left out.
 _OF_TRAINED_MODELS: Mapping[str, Any] = {
     "calibration": None, "heal": None, "forms": None, "activations": None, "include": None, "exclude": None,
     "forward_fn": None, "loss_fn": None, "mask_fn": None, "statistics_memory_bytes": None, "rank_multiple": 8,
-    "group_size": 128,
+    "group_size": 128, "symmetric": False,
 }  # fmt: skip
 
 
@@ -67,6 +67,7 @@ class TuneConfig:
     rank_multiple: int = 8
     group_size: int | None = 128
     activations: str | None = None
+    symmetric: bool = False
     include: Selector | Sequence[Selector] | None = None
     exclude: Selector | Sequence[Selector] | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None

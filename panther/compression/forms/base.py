@@ -100,12 +100,14 @@ class FormSettings:
         rank_multiple: Ranks are multiples of this number; weights too small for eight such ranks have even ranks.
         group_size: Columns of a quantized weight that share a scale; None is the entire row.
         activations: How quantized linear layers round their inputs, None or "int8".
+        symmetric: Whether the middle code of every group stands for zero.
     """
 
     names: tuple[str, ...]
     rank_multiple: int = 8
     group_size: int | None = 128
     activations: str | None = None
+    symmetric: bool = False
 
     @property
     def forms(self) -> tuple["Form", ...]:

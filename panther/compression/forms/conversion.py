@@ -58,5 +58,7 @@ def _fit_option(target: Target, option: Option, metric: Metric, fits: Fits, seed
     if form.bits is None or not form.uses_rounding:
         components = factor(metric.source, metric, most=rank, seed=seed, dtype=dtype)
         return TargetFit(components, {}, {form.name: form.fit(metric, settings, seed)})
-    (codes,) = fit_quantized([RoundingTask(metric, [form.bits], rank, seed, dtype)], settings.group_size)
+    (codes,) = fit_quantized(
+        [RoundingTask(metric, [form.bits], rank, seed, dtype)], settings.group_size, symmetric=settings.symmetric
+    )
     return TargetFit(factor(metric.source, metric, most=0, seed=seed, dtype=dtype), codes)

@@ -102,7 +102,9 @@ class RoundingTask:
         return len(self.widths) * self.metric.source.numel()
 
 
-def fit_quantized(tasks: Sequence[RoundingTask], group_size: int | None) -> list[dict[int, QuantizedFit]]:
+def fit_quantized(
+    tasks: Sequence[RoundingTask], group_size: int | None, *, symmetric: bool = False
+) -> list[dict[int, QuantizedFit]]:
     """Round the weights of tasks of one kind to their widths, and split each rounding error into components.
 
     Cost: the cost of ``quantize_weights``, and an SVD for each width if there are components.
@@ -116,7 +118,7 @@ def fit_quantized(tasks: Sequence[RoundingTask], group_size: int | None) -> list
     fits = []
     matrices = [len(task.metric.source) for task in tasks]
     widths = [task.widths for task, count in zip(tasks, matrices, strict=True) for _ in range(count)]
-    quantized = iter(quantize_weights(W, A, G, widths, group_size))
+    quantized = iter(quantize_weights(W, A, G, widths, group_size, symmetric=symmetric))
     for task, count in zip(tasks, matrices, strict=True):
         weights = _joined([next(quantized) for _ in range(count)])
         fits.append({bits: QuantizedFit(weight, _residual(task, weight)) for bits, weight in weights.items()})
@@ -168,6 +170,8 @@ def quantize_weights(
     G: Tensor | None,  # (matrices, outer, outer)
     widths: Sequence[Sequence[int]],
     group_size: int,
+    *,
+    symmetric: bool = False,
 ) -> list[dict[int, QuantizedWeight]]:
     r"""Round each matrix to each of its widths, in bits, such that :math:`\operatorname{tr}(G E A E^T)` is small.
 
@@ -183,7 +187,7 @@ def quantize_weights(
     # In float32, rounding differs from float64 only within a few units of a tie, for at most 2^-20 of the entries, and
     # near a tie both directions are equally good.
     sorted_weights = W[each, rows, columns].to(torch.float32)
-    grids = _grids(W, widths, group_size)
+    grids = _grids(W, widths, group_size, symmetric)
     pairs = [(matrix, bits) for matrix in range(matrices) for bits in widths[matrix]]
     quantized: list[dict[int, QuantizedWeight]] = [{} for _ in range(matrices)]
     count = max(1, JOINT_ENTRIES // max(1, outer * inner))
@@ -200,13 +204,17 @@ def quantize_weights(
     return quantized
 
 
-def _grids(W: Tensor, widths: Sequence[Sequence[int]], group_size: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+def _grids(
+    W: Tensor, widths: Sequence[Sequence[int]], group_size: int, symmetric: bool
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """Return scales and zeros, (outer, groups) each, for each matrix and each of its widths."""
     grids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for bits in sorted({bits for matrix_widths in widths for bits in matrix_widths}):
         matrices = [matrix for matrix, matrix_widths in enumerate(widths) if bits in matrix_widths]
         weights = W if len(matrices) == len(W) else W[matrices]
-        scales, zeros = (x.split(W.shape[1]) for x in quantization_grid(weights.flatten(0, 1), bits, group_size))
+        scales, zeros = (
+            x.split(W.shape[1]) for x in quantization_grid(weights.flatten(0, 1), bits, group_size, symmetric=symmetric)
+        )
         pairs = zip(scales, zeros, strict=True)
         grids |= {(matrix, bits): grid for matrix, grid in zip(matrices, pairs, strict=True)}
     return grids

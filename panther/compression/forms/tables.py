@@ -23,7 +23,14 @@ _STRIP = 64  # Columns that are rounded before their errors go to all later colu
 _PLAIN = torch.float64
 
 
-def fit_table(target: Target, moments: TableMoments | None, widths: Sequence[int], group_size: int | None) -> TargetFit:
+def fit_table(
+    target: Target,
+    moments: TableMoments | None,
+    widths: Sequence[int],
+    group_size: int | None,
+    *,
+    symmetric: bool = False,
+) -> TargetFit:
     """Round the weight of a table to each of the widths, in bits; without moments, each entry to its nearest code.
 
     Cost: for each width ``rows columns^2`` flops, and the search of the grids.
@@ -35,7 +42,7 @@ def fit_table(target: Target, moments: TableMoments | None, widths: Sequence[int
     for rows, W in _blocks(target):
         losses[None] += _losses(W, moments, rows)
         for bits in widths:
-            grid = quantization_grid(W, bits, size)
+            grid = quantization_grid(W, bits, size, symmetric=symmetric)
             codes = (
                 quantize(W, *grid, size, bits)
                 if coefficients is None

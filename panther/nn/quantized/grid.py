@@ -33,6 +33,7 @@ def quantization_grid(
     *,
     importance: Tensor | None = None,  # (in,)
     candidates: int = _CANDIDATES,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:  # (out, groups) bfloat16, (out, groups) uint8
     r"""Return scales and zero points of least squared error when each weight goes to its nearest code.
 
@@ -47,6 +48,7 @@ def quantization_grid(
         importance: A weight of the squared error for each column, such as the mean square of its input; None is equal
             weights.
         candidates: Number of ranges to try; 1 takes the whole range.
+        symmetric: Whether every zero point is the middle code ``2^(bits - 1)``, as kernels for signed codes need it.
 
     Returns:
         Scales, positive, and zero points.
@@ -70,7 +72,9 @@ def quantization_grid(
     step = max(1, _BLOCK // max(1, groups * size))
     for start in range(0, rows, step):
         block = slice(start, start + step)
-        scales[block], zeros[block] = _searched(A[block].unflatten(1, (groups, size)), bits, counts, candidates)
+        scales[block], zeros[block] = _searched(
+            A[block].unflatten(1, (groups, size)), bits, counts, candidates, symmetric=symmetric
+        )
     if not scales.isfinite().all():
         raise ValueError("the weight has entries too large for bfloat16 (3.4e38), which holds the scales: scale it")
     return scales, zeros
@@ -81,9 +85,14 @@ def _searched(
     bits: int,
     counts: Tensor | None,  # (groups, group_size)
     candidates: int,
+    *,
+    symmetric: bool,
 ) -> tuple[Tensor, Tensor]:
-    top = 2**bits - 1
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
     low, high = A.amin(-1).clamp_max(0), A.amax(-1).clamp_min(0)
+    if symmetric:  # the range that has both ends and the middle code at zero
+        step = torch.maximum(-low / middle, high / max(middle - 1, 1))
+        low, high = -step * middle, step * (top - middle)
     # For a normal distribution, the best range at 2, 3, 4 and 8 bits is 0.5, 0.7, 0.85 and 1 of the range of a long
     # group.
     least = max(0.3, 1.0 - 2.0 ** (1 - bits)) if bits > 1 else 0.2
@@ -95,7 +104,7 @@ def _searched(
         is_empty = scale <= _SMALLEST_STEP  # a group that is zero, or nearly
         scale = torch.where(is_empty, 1.0, scale)
         s = scale.to(A.dtype)
-        zero = (-low * shrink / s).round_().clamp_(0, top)
+        zero = torch.full_like(s, middle) if symmetric else (-low * shrink / s).round_().clamp_(0, top)
         if bits == 8:
             zero = torch.where(is_empty, _MIDDLE, zero)
         codes = (A / s[..., None]).round_().add_(zero[..., None]).clamp_(0, top)
