@@ -158,9 +158,9 @@ def test_few_widths_are_rounded_and_the_error_is_that_of_all_widths(monkeypatch)
     rounded = []
     original = fitting.fit_quantized
 
-    def count(tasks, group_size):
+    def count(tasks, *settings, **options):
         rounded.extend(len(task.widths) for task in tasks)
-        return original(tasks, group_size)
+        return original(tasks, *settings, **options)
 
     monkeypatch.setattr("panther.compression.fitting.fit_quantized", count)
     few = pr.compress(Encoder().eval(), bits=4.5, calibration=batches, **quick)
