@@ -308,19 +308,26 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def put_child(parent: nn.Module, name: str, child: nn.Module) -> None:
+def put_child(parent: nn.Module, name: str, child: nn.Module | nn.Parameter) -> None:
     """Put a module in the place of a child, also of the module in torch.compile's wrapper.
+
+    Modules and parameters also take the places of each other.
 
     The wrapper binds the forward of its module when it is constructed, and would continue to call the old module. torch
     has no public function that binds it again. The fallback is to compile the new module, with options that are not
     known here.
     """
+    if isinstance(child, nn.Parameter):
+        children_of(parent).pop(name, None)
+        parameters_of(parent)[name] = child
+        return
+    parameters_of(parent).pop(name, None)
     children_of(parent)[name] = child
     if original_of_compiled(parent) is child:
         parent._initialize()  # type: ignore[operator]
 
 
-def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+def put_module(model: nn.Module, name: str, module: nn.Module | nn.Parameter) -> None:
     """Put a module in the place of the module with a dotted name; see :func:`put_child`."""
     parent, _, attribute = name.rpartition(".")
     put_child(model.get_submodule(parent), attribute, module)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import panther as pr
-from panther._torch import buffers_of, put_module
+from panther._torch import buffers_of
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
@@ -29,7 +29,10 @@ from panther.nn.base import CompressedModule, SketchedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
+from panther.nn.quantized.conversions import conversions_to_keep, keep_expert_names_
+from panther.nn.quantized.experts import QuantizedExperts
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.stacked import put_layer, stacked_layers
 from panther.nn.quantized.state import STORED_SCALES, inference_state
 from panther.nn.quantized.ties import declare_ties_
 from panther.nn.sketch_record import read_record
@@ -174,6 +177,10 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                 self.saved.check(model)
         return model
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Leave out conversions of the weights of experts that are compressed here: their tensors keep their names."""
+        return conversions_to_keep(super().update_weight_conversions(weight_conversions, model), model)
+
     def _modules_of_parts(self, model: Any) -> dict[str, Any]:
         """Return the records of parts by the layers' names in the entire model, which the weights files show."""
         modules: dict[str, Any] = {}
@@ -288,7 +295,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         """Replace compressed layers by dense layers with the effective weights."""
         for name, module in [*model.named_modules()]:
             if isinstance(module, CompressedModule):
-                put_module(model, name, _dense(module).to(dtype))
+                put_layer(model, name, _dense(module).to(dtype))
         note_in_config_(model)
         model.tie_weights()  # type: ignore[operator]
         return model
@@ -381,7 +388,7 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
     if isinstance(embeddings, CompressedModule):
         for name, module in [*model.named_modules(remove_duplicate=False)]:  # encoder and decoder share one table
             if module is not head and isinstance(module, CompressedModule) and _share_codes(module, embeddings):
-                put_module(model, name, _dense(module))
+                put_layer(model, name, _dense(module))
     if isinstance(head, CompressedModule) or isinstance(embeddings, CompressedModule):
         note_in_config_(model)
         model.tie_weights()
@@ -389,7 +396,9 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
 
 
 def _dense(module: Any) -> Any:
-    """Return the layer of torch.nn with a compressed layer's effective weight."""
+    """Return the layer of torch.nn with a compressed layer's effective weight, or the stacked weight of experts."""
+    if isinstance(module, QuantizedExperts):
+        return module._to_dense()
     convert = next(getattr(module, name) for name in ("to_conv", "to_embedding", "to_linear") if hasattr(module, name))
     return convert()
 
@@ -436,6 +445,7 @@ def set_quantization_config_(model: Any) -> Any:
     quantizer.quantization_config.modules = specs
     quantizer.quantization_config.parts = []
     model.config.quantization_config = quantizer.quantization_config
+    keep_expert_names_(model)
     return model
 
 
@@ -453,14 +463,17 @@ def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     specs = _specs_for(model, specs)
     layers, _ = convert_as_saved_(model, specs)
     for name, module in build_modules(layers, model, device="meta").items():
-        dtype = model.get_submodule(name).get_parameter("weight").dtype  # the dtype of from_pretrained(dtype=)
-        put_module(model, name, module.to(dtype))
+        if not isinstance(
+            module, QuantizedExperts
+        ):  # Stacked experts have the dtype of from_pretrained(dtype=) already.
+            module = module.to(model.get_submodule(name).get_parameter("weight").dtype)
+        put_layer(model, name, module)
     return specs
 
 
 def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the records by the layers' names in this class; the body may be loaded alone, or with a different head."""
-    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)} | stacked_layers(model).keys()
     # Layers that a class ignores by its own rules, as T5EncoderModel ignores the decoder and, with it, the head.
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     if left_out := {name for name in specs if any(re.search(pattern, name) for pattern in ignored)} - present:

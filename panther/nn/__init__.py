@@ -7,7 +7,13 @@ from .fusion import fuse_
 from .interpolative import InterpolativeLinear
 from .linear import SKLinear
 from .low_rank import LowRankConv2d, LowRankLinear
-from .quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
+from .quantized import (
+    QuantizedConv2d,
+    QuantizedEmbedding,
+    QuantizedEmbeddingBag,
+    QuantizedExperts,
+    QuantizedLinear,
+)
 
 __all__ = [
     "InterpolativeLinear",
@@ -17,6 +23,7 @@ __all__ = [
     "QuantizedConv2d",
     "QuantizedEmbedding",
     "QuantizedEmbeddingBag",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RandMultiHeadAttention",
     "SKConv1d",

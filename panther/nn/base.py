@@ -31,7 +31,7 @@ from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
-_MAKERS = ("from_linear", "from_conv", "from_embedding")
+_MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
 
 
 def keep_own_forward(module: nn.Module, args: Any) -> None:

@@ -24,7 +24,6 @@ from panther._torch import (
     buffers_of,
     original_of_compiled,
     parameters_of,
-    put_module,
     unsaved_buffers_of,
     without_inner_wrappers,
 )
@@ -37,6 +36,7 @@ from panther.files.writer import Draft
 from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.linears import expanded
+from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
 from panther.nn.specs import load_modules, model_config, module_names_of, module_specs, note_in_config_
 
@@ -225,7 +225,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             return expanded(built[""]) if expand else built[""]
 
         for name, module in built.items():
-            put_module(model, name, module)
+            put_layer(model, name, module)
         # strict=False: the sketched layers are already loaded, and the rest was checked above.
         placed = {
             key: value if model_state[key].is_meta else value.to(model_state[key].device)

@@ -11,20 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_table
-from panther._torch import buffers_of, parameters_of, put_module
+from panther._torch import buffers_of, parameters_of
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.conv.padded import dense_conv
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
-from panther.nn.quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
+from panther.nn.quantized import (
+    QuantizedConv2d,
+    QuantizedEmbedding,
+    QuantizedEmbeddingBag,
+    QuantizedExperts,
+    QuantizedLinear,
+)
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.stacked import StackedExperts, put_layer
 from panther.nn.specs import note_in_config_
 
 _CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
 _TABLES = (QuantizedEmbedding, QuantizedEmbeddingBag)
-_KNOWN = (*_CONVOLUTIONS, *_TABLES, SKLinear, LowRankLinear, QuantizedLinear, InterpolativeLinear)
+_KNOWN = (*_CONVOLUTIONS, *_TABLES, SKLinear, LowRankLinear, QuantizedLinear, QuantizedExperts, InterpolativeLinear)
 
 
 class ReplacedLayer(NamedTuple):
@@ -103,7 +110,8 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     convolution becomes a convolution to its inner channels and one of width 1. A :class:`~panther.nn.QuantizedLinear`
     becomes the nn.Linear of its weight, or the pair of its factors if it has no codes; a
     :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. A
-    :class:`~panther.nn.QuantizedEmbedding` becomes the nn.Embedding of its weight. An
+    :class:`~panther.nn.QuantizedEmbedding` becomes the nn.Embedding of its weight, and a
+    :class:`~panther.nn.QuantizedExperts` the parameter that it replaced. An
     :class:`~panther.nn.InterpolativeLinear` becomes two layers of its rank, which together take more numbers than it.
     Layers that shared their tensors, such as an embedding and a head, share their weight.
     Nothing else is changed, and outputs are equal up to rounding. A pair has no ``weight``: leave layers whose weight
@@ -162,7 +170,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     for name, module in layers:
         if module in reasons:
             continue
-        put_module(model, name, new[module])
+        put_layer(model, name, new[module])
         replaced.append(
             ReplacedLayer(name, type(module).__name__, _described(new[module]), _bytes(module), _bytes(new[module]))
         )
@@ -287,6 +295,8 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 
 
 def _described(module: nn.Module) -> str:
+    if isinstance(module, StackedExperts):
+        return f"Parameter({', '.join(map(str, module.weight.shape))})"
     layers = module if isinstance(module, nn.Sequential) else [module]
     sizes = ("in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim")
     sizes_by_layer = (

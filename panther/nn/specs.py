@@ -34,9 +34,17 @@ from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
-from panther.nn.quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
+from panther.nn.quantized import (
+    QuantizedConv2d,
+    QuantizedEmbedding,
+    QuantizedEmbeddingBag,
+    QuantizedExperts,
+    QuantizedLinear,
+)
+from panther.nn.quantized.conversions import keep_expert_names_
 from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.stacked import stacked_layers
 from panther.nn.quantized.ties import declare_ties_
 
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
@@ -44,7 +52,8 @@ _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
-        *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, InterpolativeLinear),
+        *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts),
+        InterpolativeLinear,
     )
 }
 
@@ -128,6 +137,7 @@ def note_in_config_(model: nn.Module) -> None:
     for owner in owners:
         _note_modules_(owner, model)
         declare_ties_(owner, _pretrained_class())
+        keep_expert_names_(owner)
     if not owners and _pretrained_class() is not None and hasattr(getattr(model, "config", None), "to_json_string"):
         _note_part_(model)
 
@@ -253,12 +263,16 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
 
 
 def module_names_of(key: str) -> Iterator[str]:
-    """Yield the names of the modules that contain an entry of a state_dict, beginning with the model's, ``""``."""
+    """Yield the names of the modules that contain an entry of a state_dict, beginning with the model's, ``""``.
+
+    The last name is that of the entry itself: a compressed layer can have the name of a parameter.
+    """
     yield ""
     position = key.find(".")
     while position >= 0:
         yield key[:position]
         position = key.find(".", position + 1)
+    yield key
 
 
 def _entries_of_modules(names: Collection[str], state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -300,7 +314,7 @@ def _build_each(
     specs: dict[str, Any], model: nn.Module, make: Callable[[str, dict[str, Any], nn.Module], CompressedModule]
 ) -> dict[str, CompressedModule]:
     """Build a module for each record. Aliases share the module of the name that they stand for."""
-    present = dict(model.named_modules(remove_duplicate=False))
+    present = dict(model.named_modules(remove_duplicate=False)) | stacked_layers(model)
     for name in specs:
         if name not in present:
             raise FormatError(

@@ -1,7 +1,8 @@
 """Layers whose weight is stored in few bits.
 
-``grid`` rounds, ``state`` saves and loads, ``matrix`` stores and fits a weight, ``linear``, ``conv`` and ``embedding``
-are the layers, and ``ties`` names the tensors that tied layers of transformers share. The products are
+``grid`` rounds, ``state`` saves and loads, ``matrix`` stores and fits a weight, ``linear``, ``conv``, ``embedding`` and
+``experts`` are the layers, ``stacked`` names the parameters that ``experts`` replaces, ``conversions`` keeps their
+names in files of transformers, and ``ties`` names the tensors that tied layers of transformers share. The products are
 :func:`panther.kernels.quantized_matmul` and :func:`~panther.kernels.quantized_weight`.
 """
 
@@ -9,10 +10,11 @@ from panther.kernels import pack_codes, unpack_codes
 
 from .conv import QuantizedConv2d
 from .embedding import QuantizedEmbedding, QuantizedEmbeddingBag
+from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .matrix import stored_bytes
 
 __all__ = [
-    "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedLinear", "pack_codes", "stored_bytes",
-    "unpack_codes",
+    "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedExperts", "QuantizedLinear",
+    "pack_codes", "stored_bytes", "unpack_codes",
 ]  # fmt: skip
