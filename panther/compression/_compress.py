@@ -42,7 +42,8 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     :class:`~panther.nn.LowRankConv2d`, or with ``forms`` :class:`~panther.nn.QuantizedLinear`,
     :class:`~panther.nn.QuantizedConv2d` and :class:`~panther.nn.InterpolativeLinear`. Weights of nn.Embedding and
     nn.EmbeddingBag become :class:`~panther.nn.QuantizedEmbedding` and :class:`~panther.nn.QuantizedEmbeddingBag`; a
-    head that shares such a weight shares the codes. A few unlabelled batches show
+    head that shares such a weight shares the codes. Stacked experts of transformers become
+    :class:`~panther.nn.QuantizedExperts`. A few unlabelled batches show
     which directions of each layer's input occur and how the model's output depends on each layer: with A the second
     moment of the inputs (about their mean, where there is a bias) and G the second moment of gradients of random
     directions of the output, W is approximated in the norm :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and bytes

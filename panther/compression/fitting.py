@@ -84,6 +84,7 @@ def fit_targets(
     )
     positions: dict[Target, float] = {}
     constant: set[Target] = set()
+    tokens: dict[Target, Sequence[float]] = {}
     inputs: list[tuple[Target, ...]] = []
     for number, targets in enumerate(passes):
         description = f"moments {number + 1}/{len(passes)}"
@@ -96,6 +97,11 @@ def fit_targets(
             target
             for target, target_moments in moments.items()
             if isinstance(target_moments, Moments) and target_moments.constant
+        }
+        tokens |= {
+            target: target_moments.tokens
+            for target, target_moments in moments.items()
+            if isinstance(target_moments, Moments) and target.is_stacked
         }
         shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
         # `fit` empties the dictionary and adds nothing to it.
@@ -110,7 +116,7 @@ def fit_targets(
         passes=len(passes),
         memory=peaks,
         comparable=weights.is_comparable,
-        calibration_notes=check_calibration(positions, constant),
+        calibration_notes=check_calibration(positions, constant, tokens),
         ridge=ridge,
         inputs=tuple(inputs),
     )

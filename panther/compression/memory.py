@@ -170,7 +170,7 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
     """
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
-        if target.is_table:
+        if target.is_table or target.is_stacked:
             return
         for rows in input_rows(call.module, call.x, target.groups):
             roots = None if slope is None else rows.new_ones(rows.shape[:2])

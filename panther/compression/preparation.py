@@ -186,6 +186,7 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
         seeded=config.method == "random",
         smallest=settings.smallest_bytes if has_small_forms else None,
         tables=settings.stores_tables,
+        experts=settings.stores_experts,
     ).check()
     if config.is_calibrated:
         survey = survey_targets(runner, survey, gradients=config.method == "two_sided").check()

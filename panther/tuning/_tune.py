@@ -208,7 +208,12 @@ class _CompressionTask:
         if self._heal is not None:
             space += f"; heal {dict(self._heal)}"
         survey = select_targets(
-            model, include, config.exclude, smallest=forms.smallest_bytes, tables=forms.stores_tables
+            model,
+            include,
+            config.exclude,
+            smallest=forms.smallest_bytes,
+            tables=forms.stores_tables,
+            experts=forms.stores_experts,
         )
         return describe_search(
             config, model, space,

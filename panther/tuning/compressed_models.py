@@ -30,6 +30,7 @@ from panther.compression.selection.convex_hull import Cost
 from panther.compression.selection.measurement import measure
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
+from panther.nn.quantized.stacked import StackedExperts
 from panther.nn.specs import note_in_config_
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
 from panther.tuning.plan import Plan, TrialError, copy_or_call_again
@@ -209,6 +210,8 @@ class CompressedModels:
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         modules = dict(zip(self.runner.model.modules(), model.modules(), strict=True))
+        stacked = [target.modules[0] for target in self.targets if target.is_stacked]
+        modules |= {layer: layer.twin(modules) for layer in stacked if isinstance(layer, StackedExperts)}
         new = {
             target: replace(target, modules=tuple(modules[old] for old in target.modules)) for target in self.targets
         }

@@ -21,6 +21,7 @@ from panther.compression.forms import Replacement
 from panther.compression.selection.allocation import model_bytes
 from panther.compression.selection.measurement import model_speed
 from panther.errors import TuningError
+from panther.nn.quantized.stacked import StackedExperts
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.guards import STILL_REFERENCED, Usage, difference, fingerprint, recording_usage
 from panther.tuning.plan import Models, Plan, TrialError
@@ -170,6 +171,8 @@ class Evaluator:
             replacement = models.trial_layers(plan)
         latency = self._latency(replacement)
         names = {module: name for name, module in self.runner.model.named_modules()}
+        stacked = [layer for layer in replacement if isinstance(layer, StackedExperts)]
+        names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in stacked if (place := layer.place)}
         with models.applied(plan, replacement, where) as model:
             size = model_bytes(model)
             before = fingerprint(model)

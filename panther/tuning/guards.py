@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from panther._torch import TorchDispatchMode, storage_key, version_of
 from panther.compression.forms import Replacement
+from panther.nn.quantized.stacked import StackedExperts
 
 STILL_REFERENCED = (
     "something else references the old layer, for example a forward that a library has stored: remove the reference, "
@@ -126,7 +127,9 @@ def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) ->
 
     with ExitStack() as stack:
         for layer, new in replacement.items():
-            stack.callback(new.register_forward_pre_hook(calls(layer)).remove)
+            # Modules of experts index their weights, and call them in grouped products only.
+            called = layer.place[0] if isinstance(layer, StackedExperts) and layer.place is not None else new
+            stack.callback(called.register_forward_pre_hook(calls(layer)).remove)
         if old:
             stack.enter_context(_WeightReads(old, usage.held))
         yield

@@ -30,8 +30,9 @@ from panther.compression.calibration.attribute_state import AttributeState, refi
 from panther.nn.base import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
-# torch derives from the parameters. Calibration changes them on purpose from one forward to the next.
-_OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
+# torch derives from the parameters. Calibration changes them on purpose from one forward to the next, as it does with
+# the forward of a module of experts.
+_OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS, "forward"}
 
 
 class _Contents:

@@ -24,10 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._torch import children_of, is_transformed, parameters_of, version_of
+from panther.compression.calibration.experts import routed_experts
+from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.targets import TABLES, SkippedLayer, Survey, Target, geometry_of
 from panther.errors import CompressionError, NumericalWarning
+from panther.nn.quantized.stacked import StackedExperts
 
 
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
@@ -72,7 +75,8 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
             )
         else:
             # Moments of a table are not those of its input, so that no target shares them.
-            inputs.setdefault((group, target) if target.is_table else group, []).append(target)
+            is_shared = not (target.is_table or target.is_stacked)
+            inputs.setdefault(group if is_shared else (group, target), []).append(target)
     return Survey(
         # `inputs` is in the order in which the layers run; layers that only other ranks call come last.
         targets=tuple(target for target in survey.targets if target not in reasons),
@@ -222,12 +226,13 @@ def watched(
     note: Callable[[Target, nn.Module, Tensor, Further], Receive | None],
     model: nn.Module | None = None,
     unreadable: dict[Target, str] | None = None,
+    masks_of: Callable[[], Masks | None] | None = None,
 ) -> Iterator[Watch]:
     """Call ``note`` with the arguments of every call of the targets, and its result with the gradient at the output.
 
     With ``model``, the outputs of its embeddings require gradients, as in training. Parameters do not require gradients
     here, and reentrant checkpointing computes no gradients for a block whose input does not require one. For
-    ``unreadable`` see :func:`hooked`.
+    ``unreadable`` and ``masks_of`` see :func:`hooked`.
     """
     watch = Watch()
 
@@ -251,7 +256,7 @@ def watched(
         return _Tap.apply(output, watch.anchor, _ignore) if tracked else None
 
     embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, TABLES)]
-    with hooked(targets, hook, unreadable), ExitStack() as hooks:
+    with hooked(targets, hook, unreadable, masks_of), ExitStack() as hooks:
         for embedding in embeddings:
             hooks.callback(embedding.register_forward_hook(start).remove)
         yield watch
@@ -262,15 +267,18 @@ def hooked(
     targets: Sequence[Target],
     hook: Callable[[Target, nn.Module, Tensor, Tensor, Further], Tensor | None],
     unreadable: dict[Target, str] | None = None,
+    masks_of: Callable[[], Masks | None] | None = None,
 ) -> Iterator[None]:
     """Call ``hook`` with target, layer, input, output and further arguments of every call.
 
     A tensor that ``hook`` returns is the new output.
 
     A target with a call that cannot be read is added to ``unreadable``, with the reason; without this argument such a
-    call is an error.
+    call is an error. ``masks_of`` returns the masks of the present batch: tokens of experts that do not count are not
+    read.
     """
     with ExitStack() as hooks:
+        hooks.enter_context(routed_experts(targets, masks_of, unreadable))
         for target in targets:
             for module in target.modules:
                 weight = parameters_of(module).get("weight")
@@ -373,6 +381,7 @@ def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module,
     wraps a stack, as in a Sequential of an encoder and a head, the stack's elements are blocks instead. A stack is a
     ModuleList or Sequential with at least two elements of one class that contain some of the layers.
     """
+    layers = layers | {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
     inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
     places: list[tuple[nn.Module, str]] = []
 

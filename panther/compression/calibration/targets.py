@@ -21,6 +21,7 @@ from panther._torch import buffers_of, children_of, has_hooks, has_packed_weight
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.conv.padding import only_pads, padding_of
+from panther.nn.quantized.stacked import StackedExperts, is_experts, stacked_names
 
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
@@ -50,10 +51,12 @@ class SkippedLayer(NamedTuple):
 class Target:
     """A weight to compress, which belongs to one layer or is shared by nn.Linear layers and embeddings.
 
+    The layer of the stacked weight of experts stands for a parameter, and is not a module of the model.
+
     Attributes:
         names: The names of all places of the layers in the model, in the model's order.
         modules: The layers, each once.
-        groups: Number of groups of a convolution; 1 for a linear layer.
+        groups: Number of groups of a convolution, or of experts; 1 for a linear layer.
         inner: Columns of a group's matrix, in / groups * kernel; embedding_dim of an embedding.
         outer: Rows of a group's matrix, out / groups; num_embeddings of an embedding.
         seeded: Whether the new layer is seeded, so that its sketches take no bytes.
@@ -73,8 +76,8 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """Return the name of the layers' class."""
-        return type(self.modules[0]).__name__
+        """Return the name of the layers' class, or of the class of the experts."""
+        return _kind_of(self.modules[0])
 
     @property
     def weight(self) -> Tensor:
@@ -104,6 +107,11 @@ class Target:
     def is_wide(self) -> bool:
         """Return whether only the diagonal of the moment of its inputs is kept."""
         return self.inner > _LARGEST_SIDE
+
+    @property
+    def is_stacked(self) -> bool:
+        """Return whether the weight is the stacked weight of experts."""
+        return isinstance(self.modules[0], StackedExperts)
 
     @property
     def is_multiplied(self) -> bool:
@@ -145,6 +153,8 @@ class Target:
     def matrices(self) -> Tensor:  # (groups, outer, inner), float64
         """Return the weight as one matrix for each group."""
         weight = self.weight.detach().to(torch.float64)
+        if isinstance(self.modules[0], StackedExperts):
+            return weight.mT.contiguous() if self.modules[0].transposed else weight
         if is_conv1d(self.modules[0]):
             weight = weight.mT
         return weight.flatten(1).unflatten(0, (self.groups, self.outer))
@@ -215,11 +225,13 @@ def select_targets(
     seeded: bool = False,
     smallest: Callable[[Target], int] | None = None,
     tables: bool = False,
+    experts: bool = False,
 ) -> Survey:
     """Find the layers that would shrink, and the reason why each further module with a matrix is kept dense.
 
     ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
-    layer of rank ``rank`` is smaller. ``tables`` is whether embeddings and large layers are layers to compress.
+    layer of rank ``rank`` is smaller. ``tables`` is whether embeddings and large layers are layers to compress, and
+    ``experts`` whether stacked weights of experts are.
     """
     included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
@@ -227,8 +239,14 @@ def select_targets(
         names.setdefault(module, []).append(name)
     # For each module with a matrix: the reason why it is kept dense, or None for a layer to compress.
     reasons: dict[nn.Module, str | None] = {}
-    for module, places in names.items():
-        if isinstance(module, CompressedModule):
+    for module, places in [*names.items()]:
+        if is_experts(module):
+            for parameter_name in stacked_names(module):
+                stacked = StackedExperts.at(module, parameter_name)
+                names[stacked] = [f"{place}.{parameter_name}".removeprefix(".") for place in places]
+                kinds = (StackedExperts,) if experts else ()
+                reasons[stacked] = _refusal(stacked, [*names[stacked], *places], included, excluded, kinds)
+        elif isinstance(module, CompressedModule):
             reasons[module] = _DONE
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, included, excluded, TABLES if tables else ())
@@ -237,7 +255,10 @@ def select_targets(
     # weight if their Parameters differ and use the same memory, as after `b.weight.data = a.weight.data`.
     owners: dict[Any, dict[nn.Module, None]] = {}
     for module in names:
-        for parameter in module.parameters(recurse=False):
+        stacked_weights = stacked_names(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in stacked_weights:
+                continue
             owners.setdefault(_memory_of(parameter), {})[module] = None
     targets = []
     weights = [module.get_parameter("weight") for module, reason in reasons.items() if reason is None]
@@ -263,7 +284,7 @@ def select_targets(
         else:
             reasons[sound[0]] = f"would not shrink: no form takes less than its {target.dense_bytes:,} bytes"
     skipped = [
-        SkippedLayer(names[module][0] or "(the model)", type(module).__name__, reason)
+        SkippedLayer(names[module][0] or "(the model)", _kind_of(module), reason)
         for module, reason in reasons.items()
         if reason is not None
     ]
@@ -287,6 +308,20 @@ def _can_share(modules: Sequence[nn.Module]) -> bool:
     has_table = any(isinstance(module, TABLES) for module in modules)
     is_uniform = has_table or len({type(module) for module in modules}) == 1
     return is_uniform and all(isinstance(module, (nn.Linear, *TABLES)) for module in modules)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module, which is none of torch's, holds more than one matrix in a parameter."""
+    is_foreign = not type(module).__module__.startswith("torch.") and not isinstance(module, (nn.Linear, nn.Conv2d))
+    return is_foreign and any(
+        not is_lazy(parameter) and parameter.dim() == 3 and len(parameter) > 1
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def _kind_of(module: nn.Module) -> str:
+    holder = module.place[0] if isinstance(module, StackedExperts) and module.place is not None else module
+    return type(holder).__name__
 
 
 def _memory_of(parameter: Tensor) -> Any:
@@ -331,13 +366,29 @@ def _refusal(
     names: Sequence[str],
     included: Sequence[Selector],
     excluded: Sequence[Selector],
-    tables: tuple[type[nn.Module], ...],
+    further_kinds: tuple[type[nn.Module], ...],
 ) -> str | None:
-    """Return why a module that holds a matrix is kept dense, or None if the module can be compressed."""
-    kind = type(module)
+    """Return why a module that holds a matrix is kept dense, or None if the module can be compressed.
+
+    For a stacked weight, ``names`` are the places of the parameter and of the module of experts, and the checks of a
+    forward, of hooks and of the class are those of the module of experts.
+    """
+    kind, holder = type(module), module
+    if isinstance(module, StackedExperts):
+        assert module.place is not None
+        holder = module.place[0]
+        if kind not in further_kinds:
+            return (
+                "holds the weights of experts, which only codes can store, as forms 'int8' and 'int4' of pr.compress do"
+            )
+    elif _is_stack(module):
+        return (
+            "holds a stack of matrices and is not a module of experts as transformers has them, so that nothing tells "
+            "what multiplies by it: kept as it is"
+        )
     if has_packed_weights(module):
         return "is quantized: compress first, then quantize"
-    if not (isinstance(module, (nn.Linear, nn.Conv2d, *tables)) or is_conv1d(module)):
+    if not (isinstance(module, (nn.Linear, nn.Conv2d, *further_kinds)) or is_conv1d(module)):
         return "not a Linear, Conv2d or Conv1D layer: kept as it is"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
@@ -345,7 +396,7 @@ def _refusal(
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     # A subclass is admitted only by a type in `include`, because a glob or function could match it by accident.
     is_named_type = any(isinstance(selector, type) and isinstance(module, selector) for selector in included)
-    if hasattr(module, "parametrizations"):
+    if hasattr(holder, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in parameters_of(module):
         held = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
@@ -359,25 +410,29 @@ def _refusal(
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if not weight.numel():
         return "has a weight without entries"
-    if isinstance(module, (nn.Linear, *tables)) and kind not in (nn.Linear, *tables) and not is_named_type:
+    if (
+        isinstance(module, (nn.Linear, *further_kinds))
+        and kind not in (nn.Linear, *further_kinds)
+        and not is_named_type
+    ):
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
     if isinstance(module, nn.Conv2d) and not is_named_type and not only_pads(module):
         return (
             "is a subclass, whose forward may do more than pad the input and convolve: name its type in include= if it "
             "does not"
         )
-    if not any(is_selected(selector, names, module) for selector in included):
+    if not any(is_selected(selector, names, holder) for selector in included):
         return "is not included"
-    if any(is_selected(selector, names, module) for selector in excluded):
+    if any(is_selected(selector, names, holder) for selector in excluded):
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"
     # Subclasses of Tensor, such as DTensor and quantized tensors, define different arithmetic.
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
-    if "forward" in vars(module):
+    if "forward" in vars(holder):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
-    if has_hooks(module):
+    if has_hooks(module):  # hooks of a module of experts stay
         return "has hooks, which would be lost: remove them first"
     if not weight.detach().isfinite().all():
         return "has a weight with NaN or infinite entries"
@@ -388,6 +443,8 @@ def _refusal(
 
 def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...], seeded: bool) -> Target:
     module = modules[0]
+    if isinstance(module, StackedExperts):
+        return Target(names, modules, module.num_experts, module.in_features, module.out_features, seeded)
     if isinstance(module, nn.Conv2d):
         groups, inner = module.groups, module.weight[0].numel()
         return Target(names, modules, groups, inner, module.out_channels // groups, seeded)
@@ -408,6 +465,13 @@ def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]
 def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
     """Replace the old modules, in all their places, by the new ones."""
     for parent in list(model.modules()):
-        for name, child in children_of(parent).items():
-            if child is not None and child in replacement:
-                put_child(parent, name, replacement[child])
+        for name, child in [*children_of(parent).items()]:
+            if child is None or (new := replacement.get(child)) is None:
+                continue
+            if isinstance(new, StackedExperts):
+                new.put_back()
+            else:
+                put_child(parent, name, new)
+    for old, new in replacement.items():
+        if isinstance(old, StackedExperts) and old.is_in_place and old.place is not None:
+            put_child(*old.place, new)

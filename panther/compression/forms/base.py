@@ -117,12 +117,18 @@ class FormSettings:
     def forms_of(self, target: Target) -> tuple["Form", ...]:
         """Return the forms that a weight can take, whatever its size."""
         forms = (form for form in self.forms if form.stores_tables or not target.is_table)
+        forms = (form for form in forms if form.stores_experts or not target.is_stacked)
         return tuple(form for form in forms if form.accepts(target))
 
     @property
     def stores_tables(self) -> bool:
         """Return whether embeddings can have one of the forms except for dense."""
         return any(form.stores_tables for form in self.forms if form.name != DENSE)
+
+    @property
+    def stores_experts(self) -> bool:
+        """Return whether stacked weights of experts can have one of the forms except for dense."""
+        return any(form.stores_experts for form in self.forms if form.name != DENSE)
 
     def options(self, target: Target) -> list[Option]:
         """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
@@ -167,6 +173,7 @@ class Form:
         is_quantized: Whether its layers can round their inputs (``activations``).
         stores_tables: Whether embeddings can have it, and heads that share their weight. Its codes are then those of
             :mod:`.tables`, and its layers have to share their buffers.
+        stores_experts: Whether stacked weights of experts can have it.
     """
 
     name: str
@@ -177,6 +184,7 @@ class Form:
     has_rank = False
     is_quantized = False
     stores_tables = False
+    stores_experts = False
 
     def accepts(self, target: Target) -> bool:
         """Return whether a weight can take the form, whatever its size."""

@@ -9,10 +9,11 @@ from panther.compression.forms.base import Form, FormSettings, Option, TargetFit
 from panther.compression.forms.metric import Fit
 from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.compression.forms.rounding import QuantizedWeight
-from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedLinear
+from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
 from panther.nn.quantized import stored_bytes
 from panther.nn.quantized.grid import round_factors
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.stacked import StackedExperts
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 
@@ -21,11 +22,12 @@ class Codes(Form):
     """Codes of one width, rounded with error feedback (:mod:`.rounding`)."""
 
     bits: int
-    layers = (QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag)
+    layers = (QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts)
     uses_rounding = True
     is_default = True
     is_quantized = True
     stores_tables = True
+    stores_experts = True
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits."""
@@ -97,6 +99,8 @@ def quantized_layer(target: Target, module: nn.Module, option: Option, settings:
     if isinstance(module, TABLES):
         kind = QuantizedEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingBag
         return kind._in_place_of(module, bits=option.bits, group_size=settings.group_size)
+    if isinstance(module, StackedExperts):
+        return QuantizedExperts._in_place_of(module, bits=option.bits, group_size=settings.group_size)
     if isinstance(module, nn.Conv2d):
         return QuantizedConv2d._in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
     layer = QuantizedLinear(

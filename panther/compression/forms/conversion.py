@@ -37,7 +37,8 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
         choices = [(target, option) for target in targets if (option := choice[target]).form != DENSE]
         if not choices:
             continue
-        if targets[0].is_table:  # indices do not change as layers are compressed
+        # Indices do not change as layers are compressed, and a router may send tokens to different experts.
+        if targets[0].is_table or targets[0].is_stacked:
             for target, option in choices:
                 new |= convert_target(target, fits, option, seeds[target])
             continue

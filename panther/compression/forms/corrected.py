@@ -30,6 +30,7 @@ class CorrectedCodes(Codes):
     is_default = False
     has_rank = True
     stores_tables = False
+    stores_experts = False
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits, and a correction."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from panther.compression.calibration.experts import expert_of
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
@@ -30,11 +31,13 @@ class Call(NamedTuple):
         place: The number of the batch, and the number of earlier calls in this batch.
         module: The layer.
         x: The input of the layer; for a linear layer or an embedding, only the rows that count.
+        expert: The expert whose weight multiplies the input; 0 for layers without experts.
     """
 
     place: tuple[int, int]
     module: nn.Module
     x: Tensor
+    expert: int = 0
 
 
 def run_batch(
@@ -76,7 +79,7 @@ def run_batch(
         # The model may write to its input before the gradients are known. Selected rows are a copy already.
         return rows.clone() if gradients and rows.data_ptr() == x.data_ptr() else rows
 
-    def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive | None:
+    def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive | None:
         index = next(indices)
         held = None
         if target in compared:
@@ -87,7 +90,7 @@ def run_batch(
             held = hold(target, module, x)
             if gradients and target in compared:
                 copies[key] = held
-        call = Call((number, index), module, held)
+        call = Call((number, index), module, held, expert_of(further) if target.is_stacked else 0)
         if not gradients:
             add(target, call, None)
             return None
@@ -99,7 +102,7 @@ def run_batch(
 
         return receive
 
-    with watched(targets, note, runner.model) as watch, torch.set_grad_enabled(gradients):
+    with watched(targets, note, runner.model, masks_of=lambda: masks) as watch, torch.set_grad_enabled(gradients):
         output = runner.output(batch)
         alive.clear()
         copies.clear()

@@ -31,6 +31,7 @@ from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
 from panther.compression.calibration.targets import TABLES, Target
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
+from panther.compression.moments.experts import ExpertSums
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
 from panther.compression.moments.tables import TableMoments, TableSums
 from panther.errors import CompressionError
@@ -55,6 +56,7 @@ class Moments:
         roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
             weights are equal.
         calls: How often the layer is called in each batch.
+        tokens: Number of tokens of each expert; empty for layers without experts.
     """
 
     A: Tensor
@@ -64,6 +66,7 @@ class Moments:
     cross: Tensor | None = None
     roots: Tensor | None = None
     calls: tuple[int, ...] = ()
+    tokens: tuple[float, ...] = ()
 
     @property
     def constant(self) -> bool:
@@ -72,11 +75,15 @@ class Moments:
         return bool((squares - self.mean.square() <= _CONSTANT * squares).all())
 
 
-def check_calibration(positions: Mapping[Target, float], constant: Collection[Target]) -> tuple[str, ...]:
+def check_calibration(
+    positions: Mapping[Target, float],
+    constant: Collection[Target],
+    tokens: Mapping[Target, Sequence[float]] | None = None,
+) -> tuple[str, ...]:
     """Return reasons why the batches do not suffice for some layers.
 
     ``positions`` is the number of positions at which each layer was applied. ``constant`` are the layers whose inputs
-    never varied.
+    never varied. ``tokens`` are the numbers of tokens of the experts of each stacked weight.
 
     Raises:
         CompressionError: If the inputs of all layers never varied.
@@ -95,6 +102,16 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
             f"layers that read the same input at all positions of the calibration batches (constants or zeros): "
             f"{len(constant)} of {len(positions)} ({names}): exclude them, or give batches like the data that the "
             "model will read"
+        )
+    unread = {
+        target: sum(not count for count in counts) for target, counts in (tokens or {}).items() if not all(counts)
+    }
+    if unread:
+        worst = max(unread, key=unread.__getitem__)
+        notes.append(
+            f"stacked weights with experts that no token of the calibration batches reaches: {len(unread)}, the most "
+            f"in {worst.name!r}, {unread[worst]} of {worst.groups} experts; they are fitted to the mean of the tokens "
+            "of all experts: give more varied batches"
         )
     few = [target for target, count in positions.items() if count < target.inner and target not in constant]
     if few:
@@ -171,15 +188,21 @@ def _gather_once(
     """Return moments and the output's squares, and whether each set of ``inputs`` is not shared in some batch."""
     sums: dict[Target, Sums] = {}
     tables: dict[Target, TableSums] = {}
+    stacks: dict[Target, ExpertSums] = {}
     for targets in inputs:
         if targets[0].is_table:
             tables |= {target: TableSums(target, gradients, runner.device) for target in targets}
+            continue
+        if targets[0].is_stacked:
+            stacks |= {target: ExpertSums(target, gradients, runner.device) for target in targets}
             continue
         for group in [[target] for target in targets] if gradients else [targets]:
             sums |= dict.fromkeys(group, Sums(group, gradients, runner.device, keep=keep))
     # The survey compared the inputs on one batch only.
     compared = {target for targets in inputs if len(targets) > 1 for target in targets}
-    levels = _gradient_levels(runner, [*sums, *(table for table in tables if table.is_multiplied)], seed, gradients)
+    levels = _gradient_levels(
+        runner, [*sums, *stacks, *(table for table in tables if table.is_multiplied)], seed, gradients
+    )
     energy = torch.zeros(1, dtype=torch.float64)
     separate = torch.zeros(len(inputs), dtype=torch.float64)
     calls = {target: [0] * len(runner.batches) for targets in inputs for target in targets}
@@ -187,7 +210,10 @@ def _gather_once(
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
         calls[target][call.place[0]] += 1
         roots: Tensor | float | None = _EVEN**0.5 if gradients else None
-        if target in tables:
+        if target in stacks:
+            even = _EVEN**0.5 if gradients else 1.0
+            is_sound = stacks[target].add(call.expert, call.x, slope, lambda slope: _roots(slope, levels[target]), even)
+        elif target in tables:
             level = levels.get(target, 1.0)
             is_sound = tables[target].add(call.module, call.x, slope, lambda slope: _roots(slope, level))
         else:
@@ -197,7 +223,7 @@ def _gather_once(
                 f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
                 "use method='activation', or a model in float32"
             )
-        if target in tables:
+        if target in tables or target in stacks:
             return
         if slope is not None:
             roots = _roots(slope, levels[target])
@@ -206,7 +232,14 @@ def _gather_once(
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
         size, input_keys = run_batch(
-            runner, batch, [*sums, *tables], compared, add, number=number, seed=seed + number, gradients=gradients
+            runner,
+            batch,
+            [*sums, *tables, *stacks],
+            compared,
+            add,
+            number=number,
+            seed=seed + number,
+            gradients=gradients,
         )
         energy += size
         for index, targets in enumerate(inputs):
@@ -222,6 +255,11 @@ def _gather_once(
         for target in targets:
             if target in tables:
                 result[target] = tables[target].moments(runner.sum_)
+                continue
+            if target in stacks:
+                stack = stacks[target].moments(runner.sum_)
+                positions = max(sum(stack.tokens), 1.0)
+                result[target] = Moments(stack.A, stack.mean, stack.G, positions, tokens=stack.tokens)
                 continue
             target_sums = sums[target]
             if target_sums.leader is not target:
@@ -280,7 +318,7 @@ def _add_gradient_levels(
 
         return receive
 
-    with watched(targets, note, runner.model) as watch:
+    with watched(targets, note, runner.model, masks_of=lambda: masks) as watch:
         output = runner.output(batch)
         if output.requires_grad and (watch.tapped or watch.untracked):
             send_gradients(runner, output, batch, watch, seed)

@@ -102,7 +102,7 @@ def _measure_layers(
             old_s, speedup = compare_speed(call, new_call, x.device)
             timings[target] = speedup, old_s / speedup
 
-    with hooked(targets, hook):
+    with hooked(targets, hook, masks_of=lambda: masks):
         for batch in runner.over(runner.held_out, "layers' errors"):
             masks = runner.mask(batch)
             runner.output(batch)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther.compression.calibration.experts import tokens_of
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
@@ -126,17 +127,26 @@ class Trials:
         products: dict[Target, Tensor] = {}
         num_samples = 0
 
+        def samples_of(further: Further) -> Tensor:
+            tokens, count = tokens_of(further)
+            return tokens // (count // num_samples)
+
         def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive:
             x, (args, kwargs) = x.clone(), further  # a clone, because the model may write to its inputs
 
             def receive(gradient: Tensor) -> None:
-                if (axis := _sample_axis(gradient, num_samples)) is None:
+                axis = 0 if target.is_stacked else _sample_axis(gradient, num_samples)
+                if axis is None or (target.is_stacked and tokens_of(further)[1] % max(num_samples, 1)):
                     return
+                num_rows = len(gradient) if target.is_stacked else num_samples
                 with torch.no_grad():
                     # `forward`, because calling the module would call this hook again.
                     change = new[module](x, *args, **kwargs) - module.forward(x, *args, **kwargs)
-                    product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(num_samples, -1)
-                products[target] = products.get(target, 0.0) + product.sum(1, dtype=torch.float64)
+                    product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(num_rows, -1)
+                    sums = product.sum(1, dtype=torch.float64)
+                    if target.is_stacked:
+                        sums = sums.new_zeros(num_samples).index_add_(0, samples_of(further), sums)
+                products[target] = products.get(target, 0.0) + sums
 
             return receive
 
