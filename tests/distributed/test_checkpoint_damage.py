@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import threading
 import zlib
 from itertools import product
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from panther.distributed import checkpoint, data_parallel
+from panther.distributed.checkpoint import folders
 from panther.distributed.checkpoint.manifest import _gap
 from panther.errors import CheckpointError, FormatError
 from panther.files.records import record_checksum
@@ -337,6 +339,22 @@ def test_runs_that_save_to_one_directory_leave_each_others_folders_alone(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in left)
     for path in left:
         checkpoint.load(path, build(5))
+
+
+def test_a_checkpoint_that_another_run_removes_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    model = build(1)
+    first, other = (checkpoint.save(tmp_path, model, step=step) for step in (1, 2))
+    original = folders.damage
+
+    def damage(folder, manifest):
+        if folder == first and folder.exists():  # while its files are looked at
+            shutil.rmtree(folder)
+            (folder / "rank-00000.safetensors").stat()
+        return original(folder, manifest)
+
+    monkeypatch.setattr(folders, "damage", damage)
+    again = checkpoint.save(tmp_path, model, step=1)
+    assert checkpoint.checkpoints(tmp_path) == [again, other]
 
 
 def test_an_export_removes_what_a_killed_one_left(tmp_path):

@@ -86,8 +86,8 @@ def test_entries_go_to_the_module_that_contains_them(tmp_path):
     saved, x = Outer(QuantizedLinear), torch.randn(3, 8)
     restored = pr.load_compressed(pr.save_compressed(saved, tmp_path), Outer(nn.Linear))
     assert torch.equal(restored(x), saved(x))
-    assert [*module_names_of("ab.1.codes")] == ["", "ab", "ab.1"]
-    assert [*module_names_of("codes")] == [""]
+    assert [*module_names_of("ab.1.codes")] == ["", "ab", "ab.1", "ab.1.codes"]
+    assert [*module_names_of("codes")] == ["", "codes"]
 
 
 def test_memory_that_was_shared_is_shared_again(tmp_path):

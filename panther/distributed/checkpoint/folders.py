@@ -177,7 +177,7 @@ def _is_sound(folder: Path) -> bool:
     """Return whether all files of a checkpoint exist, and no load has found damage in them."""
     try:
         return damage(folder, read_manifest(folder)) is None and not (folder / _NOTE).exists()
-    except FormatError:
+    except (FormatError, FileNotFoundError):  # damaged, or another process that saves to the directory has removed it
         return False
 
 
