@@ -96,6 +96,18 @@ def test_whole_files_shrink_with_the_bits(task):
         assert rows[2]["unseen"] > 0.9
 
 
+def test_files_of_other_tools_are_measured_where_the_tools_are_installed(capsys):
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_peers
+
+    rows = {row["method"]: row for row in trial_peers.run(quick=True)}
+    assert list(rows)[-2:] == ["GPTQ, 8 bits", "GPTQ, 4 bits"]
+    assert rows["GPTQ, 4 bits"]["file_mb"] < rows["GPTQ, 8 bits"]["file_mb"]
+    assert min(row["correlation"] for row in rows.values()) > 0.9
+    missing = capsys.readouterr().out
+    assert ("hqq, 4 bits" in rows) is ("hqq" not in missing)
+
+
 @pytest.mark.parametrize("task", ["digits", "retrieval"])
 def test_a_search_finds_what_is_good_enough(task):
     for module in ("sklearn", "optuna", *(["transformers"] if task == "retrieval" else [])):

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENCODER = "frontier-encoder-cpu-intel-xeon-threads-1"
+FILES = "files-encoder-cpu-intel-xeon-2.50ghz-threads-1"
+PEERS = "files-peers-encoder-cpu-intel-xeon-2.50ghz-threads-1"
 SPEED = "frontier-speed-encoder-cpu-amd-epyc-threads-1"
 TEXT = "scratch-text-transformer-cpu-amd-epyc-threads-1"
 RETRIEVAL = "tune-retrieval-cpu-amd-epyc-threads-1"
@@ -228,10 +230,15 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
         (page, *quoted)
         for page in (FIRST, README)
         for quoted in (
-            ("keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
-            ("and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
-            ("GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
-            ("nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
+            ("keeps {} in 11.2 MB", lambda: one(FILES, "correlation", method="panther, 3.7 bits"), 3),
+            ("keeps 0.990 in {} MB", lambda: one(FILES, "file_mb", method="panther, 3.7 bits"), 1),
+            ("{} in 13.4 and", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
+            ("and {} in 23.8", lambda: one(FILES, "correlation", method="panther, 8.3 bits"), 5),
+            ("bfloat16 {} in 45.4", lambda: one(FILES, "correlation", method="bfloat16"), 5),
+            ("GPTQ {} in 29.6", lambda: one(PEERS, "correlation", method="GPTQ, 4 bits"), 3),
+            ("hqq {} in 30.2", lambda: one(PEERS, "correlation", method="hqq, 4 bits"), 3),
+            ("hqq 0.975 in {},", lambda: one(PEERS, "file_mb", method="hqq, 4 bits"), 1),
+            ("torchao int8 {} in 34.8", lambda: one(PEERS, "correlation", method="torchao, int8"), 4),
             ("{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
             ("with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
         )
