@@ -2,7 +2,7 @@
 
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained. The
 error is the error of LowRankConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| /
-||A||. In the last cases the layer is no faster.
+||A||. In the last cases the layer does not run faster than the dense one.
 """
 
 __all__ = ["run"]
