@@ -287,9 +287,8 @@ def _gather_once(
 def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradients: bool) -> dict[Target, float]:
     """Return the mean square of the gradients at each target's output in the first batch that calls the target.
 
-    The level of a target without gradients is 1, and there are no levels if ``gradients`` is not set. Levels take a
-    separate run, because the weights of positions are relative to them, and gradients are not kept until all gradients
-    are known.
+    The level of a target without gradients is 1; without ``gradients`` every level is. Levels take a separate run,
+    because the weights of positions are relative to them, and gradients are not kept until all gradients are known.
     """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
