@@ -139,7 +139,7 @@ def test_other_ways_to_a_size(options):
 
 
 def test_slow_lookups():
-    """Embeddings are no reason to leave the fast forms, unless slower forms are forbidden."""
+    """Slower forms of embeddings do not make other layers take fast forms, unless slower forms are forbidden."""
     survey = select_targets(Language(tied=False), smallest=lambda target: 0, tables=True)
     option = Option("int4", 100, time_s=2.0)
     times = {target: Times(1.0, {}) for target in survey.targets}

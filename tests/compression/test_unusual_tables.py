@@ -127,7 +127,7 @@ def test_more_rows_than_tokens(tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_positions_that_are_never_read(tied):
-    """A table of positions of which calibration reads the first ones keeps the later ones."""
+    """Calibration reads only the first rows of a table of positions, and the later rows keep their values too."""
     model, original = Language(tied), None
     model.places = nn.Embedding(64, WIDTH)
     model, original, report = compressed(model, bits=5)
@@ -164,7 +164,7 @@ def test_memory_that_is_shared_otherwise(kind, tmp_path):
     original, model = sharing(kind), sharing(kind)
     report = pr.compress(model, bits=6.0, calibration=tokens(high=64), **QUIET)
     assert relative_error(model, original, tokens(high=64, seed=5)) < 0.1
-    if kind == "part":  # two weights, of which each has its codes
+    if kind == "part":  # two weights, and each has its own codes
         assert {("words",), ("head",)} <= {layer.names for layer in report.layers}
     else:
         assert_shared(*(getattr(model, name) for name in ("words", "head", "again") if hasattr(model, name)))
