@@ -17,7 +17,7 @@ from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
 from panther.compression.calibration.targets import Survey, Target, replace_modules
-from panther.compression.forms import Choice, Fits, Option, Options, Replacement
+from panther.compression.forms import Choice, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_target
 
 # Losses of single layers are means over this number of pairs of a sample and a direction, with a relative standard
@@ -74,7 +74,8 @@ class Trials:
         """
         if self._ratios is None:
             self._ratios = {}
-            for target, loss in self._losses({t: option for t, option in choice.items() if option.loss > 0}).items():
+            changed = {target: option for target, option in choice.items() if option.loss > 0}
+            for target, loss in self._losses(changed).items():
                 ratio = loss / choice[target].loss
                 self._ratios[target] = min(max(ratio, 1 / _LARGEST_RATIO), _LARGEST_RATIO)
         ratios = self._ratios
@@ -95,7 +96,7 @@ class Trials:
     def _replacement(self, choice: Choice) -> Replacement:
         return {module: layer for key in _keys(choice) for module, layer in self._layers[key].items()}
 
-    def _losses(self, changed: Mapping[Target, Option]) -> dict[Target, float]:
+    def _losses(self, choice: Choice) -> dict[Target, float]:
         r"""Return the squared effect of each weight alone on the output, as a share of the output's squared norm.
 
         To first order, a change :math:`\delta` of a layer's output changes the model's output by :math:`J \delta`.
@@ -104,7 +105,6 @@ class Trials:
         their number. Samples are the entries of the output's first dimension. Weights that no batch reaches, or whose
         outputs show no samples, are left out.
         """
-        choice = dict(changed)
         self._make([choice])
         new = self._replacement(choice)
         sums = torch.zeros(len(choice) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
