@@ -202,7 +202,7 @@ class _Weights:
     def _fit_table(
         self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
     ) -> None:
-        """Fit an embedding, and the heads that share its weight."""
+        """Fit a weight whose rows are rounded independently: of embeddings with their heads, and of large layers."""
         assert not isinstance(target_moments, Moments)
         self.fits[target] = fit = fit_table(
             target, target_moments, widths, self.settings.group_size, symmetric=self.settings.symmetric
