@@ -71,7 +71,7 @@ def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice
         if not (target.is_table or target.is_stacked)
     ] or [{option.form for option in target_options} - {DENSE} for target_options in options.values()]
     # A form is shared if all weights have it, apart from weights (small or grouped ones) that can only be low rank, and
-    # from embeddings, which are codes in any case.
+    # from embeddings, large layers and experts, which can only be codes.
     names = sorted({name for names_of_target in forms for name in names_of_target})
     shared = [
         name
