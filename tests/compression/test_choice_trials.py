@@ -109,23 +109,49 @@ def test_a_layer_whose_output_shows_no_samples_keeps_its_predicted_loss():
         def forward(self, x):  # (N, 32)
             return self.first(x) + self.shared(x.mean(0))
 
-    batches = list(torch.randn(160, 32, generator=torch.Generator().manual_seed(0)).split(16))
+    ratios = ratios_of(Pooled(), (32,))
+    assert ratios["shared"] == {1.0}
+    assert len(ratios["first"]) == 1
+    assert ratios["first"] != {1.0}
+
+
+def ratios_of(model, shape):
+    """Return measured over predicted losses of each layer, in batches of 16 samples."""
+    batches = list(torch.randn(160, *shape, generator=torch.Generator().manual_seed(0)).split(16))
     config = CompressConfig(bits=5.0, calibration=batches, forms=("int6", "int5", "int4"), measure_speed=False)
-    runner = make_runner(Pooled().eval(), config)
+    runner = make_runner(model.eval(), config)
     with runner.calibrating(0):
         prepared = prepare(runner, config, 0)
         trials = Trials(runner, prepared.survey, prepared.fits, 0)
         options = prepared.fits.options
         corrected = trials.corrected(options, prepared.allocation.choice)
-    ratios = {
+    return {
         target.name: {
             new.loss / old.loss for new, old in zip(corrected[target], options[target], strict=True) if old.loss
         }
         for target in options
     }
-    assert ratios["shared"] == {1.0}
-    assert len(ratios["first"]) == 1
-    assert ratios["first"] != {1.0}
+
+
+@pytest.mark.parametrize("length", [16, 32])
+@pytest.mark.parametrize("has_batch_dimension", [False, True])
+def test_positions_are_not_taken_for_samples(length, has_batch_dimension):
+    class Positioned(nn.Module):
+        """Tables that all samples share, with as many rows as a batch has samples, or twice as many."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.relation, self.up = nn.Embedding(length, 32), nn.Linear(32, 48), nn.Linear(32, 48)
+
+        def forward(self, x):  # (N, length, 32)
+            places = torch.arange(length)
+            states = self.table(places[None] if has_batch_dimension else places)
+            return (self.up(x + states) + self.relation(states)).tanh()
+
+    ratios = ratios_of(Positioned(), (length, 32))
+    assert ratios["table"] == ratios["relation"] == {1.0}
+    assert ratios["up"] != {1.0}
 
 
 def options_of_widths(losses, widths=(2, 3, 4, 5, 6, 8), size=1000):

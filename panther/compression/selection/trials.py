@@ -103,12 +103,13 @@ class Trials:
         With the gradient :math:`g = J^T r` of a normal direction r, the squares of :math:`g^T \delta` of the samples
         have the mean :math:`\lVert J \delta \rVert^2`. A backward pass measures all layers, so the cost is linear in
         their number. Samples are the entries of the output's first dimension. Weights that no batch reaches, or whose
-        outputs show no samples, are left out.
+        outputs in the first batch are not divided into samples, are left out.
         """
         self._make([choice])
         new = self._replacement(choice)
         sums = torch.zeros(len(choice) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
-        sums_of = dict(zip(choice, sums, strict=False))
+        undivided = self._undivided(list(choice))
+        sums_of = {target: row for target, row in zip(choice, sums, strict=False) if target not in undivided}
         passes = (batch for batch in self._runner.batches for _ in range(_DIRECTIONS))
         num_pairs = 0
         for index, batch in enumerate(islice(passes, _MOST_PASSES)):
@@ -119,6 +120,39 @@ class Trials:
         energy = sums[-1, 0].item()
         squares_and_calls = zip(choice, sums[:-1].tolist(), strict=True)
         return {target: total / energy for target, (total, calls) in squares_and_calls if calls and energy > 0}
+
+    def _undivided(self, targets: Sequence[Target]) -> set[Target]:
+        """Return the targets whose outputs in the first batch are not divided into samples.
+
+        Sizes alone do not tell: a table of positions can have as many rows as the batch has samples, or a multiple. The
+        output of one sample is therefore sent back, and no gradient may be outside of this sample.
+        """
+        undivided: set[Target] = set()
+        num_samples = sample = 0
+
+        def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive | None:
+            def receive(gradient: Tensor) -> None:
+                if (axis := _sample_axis(gradient, num_samples)) is None:
+                    undivided.add(target)
+                    return
+                is_reached = gradient.movedim(axis, 0).reshape(num_samples, -1).any(1)
+                is_reached[sample] = False
+                if is_reached.any():
+                    undivided.add(target)
+
+            return None if target.is_stacked else receive  # the calls of experts name the tokens
+
+        batch = self._runner.batches[0]
+        with watched(targets, note, self._runner.model) as watch, torch.enable_grad():
+            output = self._runner.output(batch)
+            if output.dim() and len(output) > 1 and output.requires_grad and (watch.tapped or watch.untracked):
+                num_samples, sample = len(output), len(output) // 2
+                is_sample = torch.arange(num_samples, device=output.device) == sample
+                output = torch.where(is_sample.view(-1, *[1] * (output.dim() - 1)), output, output.detach())
+                send_gradients(self._runner, output, batch, watch, self._seed)
+        flags = torch.tensor([target in undivided for target in targets], dtype=torch.float64)
+        self._runner.sum_([flags])
+        return {target for target, flag in zip(targets, flags.tolist(), strict=True) if flag}
 
     def _add_pass(
         self, batch: Any, seed: int, new: Replacement, sums_of: Mapping[Target, Tensor], energy: Tensor
@@ -165,7 +199,8 @@ class Trials:
 def _sample_axis(output: Tensor, num_samples: int) -> int | None:
     """Return the dimension of a layer's output that has the samples, alone or as the outer part; None if there is none.
 
-    The dimension is the first but the last one with the right size. Rows of all samples may also follow each other.
+    The dimension is the first but the last one with the right size. Rows of all samples may also follow each other. An
+    output that is not divided into samples can have such sizes by chance; ``Trials._undivided`` finds these.
     """
     sizes = output.shape[:-1]
     if num_samples in sizes:
