@@ -91,7 +91,7 @@ def test_torchao_refuses_a_sketched_layer_and_quantizes_plain_linears():
     expected = model(x)
     config = quantization.Int8WeightOnlyConfig()
     with pytest.raises(AttributeError, match="cannot be set"):
-        quantization.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, pr.nn.SKLinear))
+        quantization.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, pr.nn.LowRankLinear))
     assert torch.equal(model(x), expected)
     pr.to_linears_(model)
     quantization.quantize_(model, config)
