@@ -12,6 +12,7 @@ from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
 from panther.compression.forms.codes import code_bytes
+from panther.compression.forms.experts import fit_stack, stack_sensitivity
 from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.rounding import (
     JOINT_ENTRIES,
@@ -179,8 +180,8 @@ class _Weights:
         ordered_targets = list(moments)
         for target in targets:
             widths = planned_widths.get(target, ())
-            if target.is_table:
-                self._fit_table(target, moments.pop(target), energy, widths)
+            if target.is_table or target.is_stacked:
+                self._fit_alone(target, moments.pop(target), energy, widths)
                 continue
             fitted = self._fit_components(target, moments.pop(target), energy, widths)
             if fitted.rounding is None:
@@ -199,15 +200,20 @@ class _Weights:
             self.fits[target] = self.fits.pop(target)
             self.options_with_losses[target] = self.options_with_losses.pop(target)
 
-    def _fit_table(
+    def _fit_alone(
         self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
     ) -> None:
-        """Fit a weight whose rows are rounded independently: of embeddings with their heads, and of large layers."""
-        assert not isinstance(target_moments, Moments)
-        self.fits[target] = fit = fit_table(
-            target, target_moments, widths, self.settings.group_size, symmetric=self.settings.symmetric
-        )
-        scale = self._scale_of(target_moments, energy)
+        """Fit a weight that waits for no other weight: of embeddings with their heads, large layers, and experts."""
+        scale, group_size, symmetric = (
+            self._scale_of(target_moments, energy), self.settings.group_size, self.settings.symmetric,
+        )  # fmt: skip
+        if target.is_stacked:
+            assert not isinstance(target_moments, TableMoments)
+            fit = fit_stack(target, target_moments, widths, group_size, symmetric=symmetric, ridge=self.ridge)
+        else:
+            assert not isinstance(target_moments, Moments)
+            fit = fit_table(target, target_moments, widths, group_size, symmetric=symmetric)
+        self.fits[target] = fit
         self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
 
     def _scale_of(self, target_moments: Moments | TableMoments | None, energy: float) -> float:
@@ -257,7 +263,10 @@ class _Weights:
         estimated_options = {}
         for target in targets:
             target_moments = moments[target]
-            if isinstance(target_moments, TableMoments) or target.is_table:
+            if target.is_stacked:
+                assert not isinstance(target_moments, TableMoments)
+                loss = stack_sensitivity(target, target_moments, self.ridge)
+            elif isinstance(target_moments, TableMoments) or target.is_table:
                 assert not isinstance(target_moments, Moments)
                 loss = table_sensitivity(target, target_moments)
             else:

@@ -21,6 +21,7 @@ from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import FormSettings
+from panther.compression.forms.experts import num_joint_experts
 from panther.compression.forms.metric import wide_dtype
 from panther.compression.forms.tables import BLOCK_ENTRIES
 from panther.compression.moments.batch import Call, run_batch
@@ -100,7 +101,7 @@ def predict_peak_bytes(
     kept_bytes = keep * sum(
         _DOUBLE * target.groups * (target.inner**2 + target.outer**2)
         for target in num_components
-        if not target.is_table
+        if not (target.is_table or target.is_stacked)
     )
     backward = forward = hidden = 0
     stated: dict[str, int] = {}
@@ -134,14 +135,15 @@ def _stored_bytes(target: Target, num_components: int, num_widths: int, settings
     return components + num_widths * target.dense_numbers  # codes, a byte each
 
 
-def _work_bytes(target: Target, is_quantized: bool) -> int:
+def _work_bytes(target: Target, num_widths: int) -> int:
     """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
     if target.is_table:  # the moments, and twelve tensors of a block of rows
         return _DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
     # The number of matrices of each moment's size. Six products and factors have the weight's size.
-    squares = 4 if is_quantized else 3
-    return _DOUBLE * target.groups * (squares * (n**2 + m**2) + 6 * n * m)
+    squares = 4 if num_widths else 3
+    groups = num_joint_experts(target, num_widths) if target.is_stacked else target.groups
+    return _DOUBLE * groups * (squares * (n**2 + m**2) + 6 * n * m)
 
 
 def _fitting_bytes(
@@ -156,7 +158,7 @@ def _fitting_bytes(
     largest = 0
     for targets in inputs:
         for target in targets:
-            largest = max(largest, before + left + _work_bytes(target, bool(widths[target])))
+            largest = max(largest, before + left + _work_bytes(target, len(widths[target])))
             left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest

@@ -8,7 +8,7 @@ __all__ = [
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -29,7 +29,8 @@ Selector = type | str | Callable[[nn.Module, str], bool]
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Layers that look up rows of their weight."""
 
-# Largest number of inputs or outputs of a layer whose second moment is computed. It takes two gigabytes then.
+# Largest number of inputs or outputs of a layer whose second moment is computed. It takes two gigabytes then. If the
+# moments of all experts of a stacked weight took more together, the experts share one.
 _LARGEST_SIDE = 2**14
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
@@ -99,8 +100,8 @@ class Target:
 
     @property
     def is_large(self) -> bool:
-        """Return whether a moment over all outputs, or all inputs, of its nn.Linear would take gigabytes."""
-        is_linear = all(isinstance(module, nn.Linear) for module in self.modules)
+        """Return whether a moment over all outputs, or all inputs, of nn.Linear or an expert would take gigabytes."""
+        is_linear = all(isinstance(module, (nn.Linear, StackedExperts)) for module in self.modules)
         return is_linear and (self.is_wide or self.outer > _LARGEST_SIDE)
 
     @property
@@ -112,6 +113,10 @@ class Target:
     def is_stacked(self) -> bool:
         """Return whether the weight is the stacked weight of experts."""
         return isinstance(self.modules[0], StackedExperts)
+
+    def shares_moment(self, size: int) -> bool:
+        """Return whether its experts share one moment of this size, because their own would take gigabytes."""
+        return self.is_stacked and self.groups * size**2 > _LARGEST_SIDE**2
 
     @property
     def is_multiplied(self) -> bool:
@@ -149,6 +154,13 @@ class Target:
     def bytes(self, rank: int | None) -> int:
         """Return the bytes on disk at a rank; None is the dense weight."""
         return self.numbers(rank) * self.weight.itemsize
+
+    def experts(self, start: int, stop: int) -> Self:
+        """Return the target of the experts from ``start`` to before ``stop`` of a stacked weight."""
+        (layer,) = self.modules
+        assert isinstance(layer, StackedExperts)
+        part = layer.part(start, stop)
+        return replace(self, modules=(part,), groups=part.num_experts)
 
     def matrices(self) -> Tensor:  # (groups, outer, inner), float64
         """Return the weight as one matrix for each group."""

@@ -10,7 +10,7 @@ problem", 1986, doi:10.1007/BF02579403) in the Kronecker metric. With G the iden
 
 __all__ = [
     "JOINT_ENTRIES", "LOSS_PER_BIT", "QuantizedFit", "QuantizedWeight", "RoundingTask", "add_ridge_", "feedback",
-    "fit_quantized", "quantize_weights", "sensitivity",
+    "fit_quantized", "join_weights", "quantize_weights", "sensitivity",
 ]  # fmt: skip
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -120,7 +120,8 @@ def fit_quantized(
     widths = [task.widths for task, count in zip(tasks, matrices, strict=True) for _ in range(count)]
     quantized = iter(quantize_weights(W, A, G, widths, group_size, symmetric=symmetric))
     for task, count in zip(tasks, matrices, strict=True):
-        weights = _joined([next(quantized) for _ in range(count)])
+        matrix_weights = [next(quantized) for _ in range(count)]
+        weights = {bits: join_weights([weight[bits] for weight in matrix_weights]) for bits in task.widths}
         fits.append({bits: QuantizedFit(weight, _residual(task, weight)) for bits, weight in weights.items()})
     return fits
 
@@ -131,19 +132,13 @@ def _residual(task: RoundingTask, weight: QuantizedWeight) -> Fit:
     return factor(error, task.metric, most=task.most, seed=task.seed, dtype=task.dtype)
 
 
-def _joined(matrices: Sequence[dict[int, QuantizedWeight]]) -> dict[int, QuantizedWeight]:
-    """Return the weight whose rows are the rows of these matrices, at each width."""
-    if len(matrices) == 1:
-        return matrices[0]
-    return {
-        bits: QuantizedWeight(
-            torch.cat([matrix[bits].codes for matrix in matrices]),
-            torch.cat([matrix[bits].scales for matrix in matrices]),
-            torch.cat([matrix[bits].zeros for matrix in matrices]),
-            weight.group_size,
-        )
-        for bits, weight in matrices[0].items()
-    }
+def join_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return the weight whose rows are the rows of these weights."""
+    if len(weights) == 1:
+        return weights[0]
+    parts = ((weight.codes, weight.scales, weight.zeros) for weight in weights)
+    codes, scales, zeros = map(torch.cat, zip(*parts, strict=True))
+    return QuantizedWeight(codes, scales, zeros, weights[0].group_size)
 
 
 def add_ridge_(A: Tensor) -> Tensor:

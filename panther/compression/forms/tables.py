@@ -17,6 +17,7 @@ from panther.compression.forms.metric import Fit
 from panther.compression.forms.rounding import QuantizedFit, QuantizedWeight, add_ridge_, feedback
 from panther.compression.moments import TableMoments
 from panther.nn.quantized.grid import quantization_grid, quantize
+from panther.nn.quantized.stacked import StackedExperts
 
 BLOCK_ENTRIES = 2**20  # entries of a block of rows
 _STRIP = 64  # Columns that are rounded before their errors go to all later columns in one product.
@@ -76,10 +77,13 @@ def table_sensitivity(target: Target, moments: TableMoments | None) -> float:
 
 def _blocks(target: Target) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows of the weight, in float64."""
+    weight = target.weight.detach()
+    if isinstance(layer := target.modules[0], StackedExperts):  # of one expert
+        weight = weight[0].mT if layer.transposed else weight[0]
     count = max(1, BLOCK_ENTRIES // target.inner)
     for start in range(0, target.outer, count):
         rows = slice(start, start + count)
-        yield rows, target.weight.detach()[rows].to(_PLAIN)
+        yield rows, weight[rows].to(_PLAIN)
 
 
 def _feedback(target: Target, moments: TableMoments | None) -> tuple[Tensor, Tensor | None]:

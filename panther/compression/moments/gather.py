@@ -31,7 +31,7 @@ from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
 from panther.compression.calibration.targets import TABLES, Target
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
-from panther.compression.moments.experts import ExpertSums
+from panther.compression.moments.experts import ExpertSums, stack_bytes
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
 from panther.compression.moments.tables import TableMoments, TableSums
 from panther.errors import CompressionError
@@ -47,9 +47,10 @@ class Moments:
     """Moments of one target, in float64.
 
     Attributes:
-        A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients.
+        A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients. Large stacks of
+            experts have one for all experts, (1, inner, inner), or the diagonals alone, (groups, inner).
         mean: Mean of its inputs, (groups, inner), with the same weights.
-        G: Second moment of the gradients at its outputs, (groups, outer, outer), or None.
+        G: Second moment of the gradients at its outputs, (groups, outer, outer), or None; for experts as A.
         positions: How often the layer was applied, over all batches.
         cross: If the inputs are inputs in the compressed model: the cross moment of the original's inputs (rows) and
             these inputs (columns), (groups, inner, inner).
@@ -57,6 +58,7 @@ class Moments:
             weights are equal.
         calls: How often the layer is called in each batch.
         tokens: Number of tokens of each expert; empty for layers without experts.
+        shares: Share with which the error of each expert counts, (experts,); None for layers without experts.
     """
 
     A: Tensor
@@ -67,11 +69,12 @@ class Moments:
     roots: Tensor | None = None
     calls: tuple[int, ...] = ()
     tokens: tuple[float, ...] = ()
+    shares: Tensor | None = None
 
     @property
     def constant(self) -> bool:
         """Return whether every row of the inputs was the same, to rounding."""
-        squares = self.A.diagonal(dim1=-2, dim2=-1)
+        squares = self.A.diagonal(dim1=-2, dim2=-1) if self.A.dim() > 2 else self.A
         return bool((squares - self.mean.square() <= _CONSTANT * squares).all())
 
 
@@ -126,6 +129,8 @@ def check_calibration(
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
     """Return the bytes of the moments of targets that share one input; with gradients, they do not share A."""
+    if targets[0].is_stacked:  # which share nothing
+        return sum(stack_bytes(target, gradients) for target in targets)
     if targets[0].is_table:
         entries = 0
         for target in targets:
@@ -190,11 +195,11 @@ def _gather_once(
     tables: dict[Target, TableSums] = {}
     stacks: dict[Target, ExpertSums] = {}
     for targets in inputs:
-        if targets[0].is_table:
-            tables |= {target: TableSums(target, gradients, runner.device) for target in targets}
-            continue
         if targets[0].is_stacked:
             stacks |= {target: ExpertSums(target, gradients, runner.device) for target in targets}
+            continue
+        if targets[0].is_table:
+            tables |= {target: TableSums(target, gradients, runner.device) for target in targets}
             continue
         for group in [[target] for target in targets] if gradients else [targets]:
             sums |= dict.fromkeys(group, Sums(group, gradients, runner.device, keep=keep))
@@ -259,7 +264,9 @@ def _gather_once(
             if target in stacks:
                 stack = stacks[target].moments(runner.sum_)
                 positions = max(sum(stack.tokens), 1.0)
-                result[target] = Moments(stack.A, stack.mean, stack.G, positions, tokens=stack.tokens)
+                result[target] = Moments(
+                    stack.A, stack.mean, stack.G, positions, tokens=stack.tokens, shares=stack.shares
+                )
                 continue
             target_sums = sums[target]
             if target_sums.leader is not target:

@@ -82,6 +82,13 @@ class StackedExperts(nn.Module):
         experts, name = self.place
         return self.at(modules[experts], name)
 
+    def part(self, start: int, stop: int) -> Self:
+        """Return a layer of the experts from ``start`` to before ``stop``, which shares the memory of the weight."""
+        weight = self.weight.detach()[start:stop]
+        layer = type(self)(len(weight), self.in_features, self.out_features, self.transposed, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return layer
+
     @property
     def is_in_place(self) -> bool:
         """Whether the module of experts holds the parameter that this layer stands for."""
