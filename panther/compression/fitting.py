@@ -23,7 +23,7 @@ from panther.compression.forms.rounding import (
     sensitivity,
 )
 from panther.compression.forms.tables import fit_table, table_sensitivity
-from panther.compression.memory import predict_peak_bytes
+from panther.compression.memory import predict_peak_bytes, return_freed_memory
 from panther.compression.moments import (
     Moments,
     TableMoments,
@@ -92,6 +92,7 @@ def fit_targets(
         moments, energy, groups = gather_moments(
             runner, targets, gradients=survey.gradients, seed=seed, description=description, keep=keep
         )
+        return_freed_memory()  # of activations
         inputs += map(tuple, groups)
         positions |= {target: target_moments.positions for target, target_moments in moments.items()}
         constant |= {
@@ -107,6 +108,7 @@ def fit_targets(
         shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
         # `fit` empties the dictionary and adds nothing to it.
         weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
+        return_freed_memory()  # of moments and factors
     if not passes:  # without calibration there are no moments, and the metric is the identity
         weights.fit(dict.fromkeys(survey.targets), 0.0, runner.over(survey.targets, "fits"))
     return Fits(

@@ -1,6 +1,7 @@
 """The memory that pr.compress states beforehand, against what the process's memory rises by."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.compression.memory import LiveBytes
+from panther.compression.calibration.runner import resident_bytes
+from panther.compression.memory import LiveBytes, return_freed_memory
 
 # In a process of its own, and after a small model, because code is loaded by that.
 PROGRAM = """
@@ -102,6 +104,19 @@ def test_live_bytes_are_those_of_tensors_that_still_live():
         assert (live.now, live.peak) == (4000, 10400)
         del b
         assert (live.now, live.peak) == (0, 10400)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of other C libraries are their own")
+def test_freed_memory_between_tensors_that_live_is_returned():
+    torch.ones(2**22).sum()  # from here on, blocks of up to 16 MB are on the heap
+    before = resident_bytes()
+    pairs = [(torch.ones(2**18), torch.ones(100)) for _ in range(200)]  # 210 MB, and small tensors between them
+    assert resident_bytes() - before > 150e6
+    living = [small for _, small in pairs]
+    del pairs
+    return_freed_memory()
+    assert resident_bytes() - before < 50e6
+    assert len(living) == 200
 
 
 def test_larger_batches_and_healing_are_in_what_is_stated(monkeypatch):

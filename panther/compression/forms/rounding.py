@@ -109,11 +109,11 @@ def fit_quantized(
 
     Cost: the cost of ``quantize_weights``, and an SVD for each width if there are components.
     """
-    W = torch.cat([task.metric.source for task in tasks])
+    W = _joined([task.metric.source for task in tasks])
     lower = [task.metric.L for task in tasks if task.metric.L is not None]
     upper = [task.metric.R for task in tasks if task.metric.R is not None]
-    A = torch.cat([add_ridge_(L @ L.mT) for L in lower]) if lower else None
-    G = torch.cat([add_ridge_(R.mT @ R) for R in upper]) if upper else None
+    A = _joined([add_ridge_(L @ L.mT) for L in lower]) if lower else None
+    G = _joined([add_ridge_(R.mT @ R) for R in upper]) if upper else None
     group_size = W.shape[2] if group_size is None else min(group_size, W.shape[2])
     fits = []
     matrices = [len(task.metric.source) for task in tasks]
@@ -124,6 +124,10 @@ def fit_quantized(
         weights = {bits: join_weights([weight[bits] for weight in matrix_weights]) for bits in task.widths}
         fits.append({bits: QuantizedFit(weight, _residual(task, weight)) for bits, weight in weights.items()})
     return fits
+
+
+def _joined(matrices: Sequence[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))  # torch.cat copies a single tensor too
 
 
 def _residual(task: RoundingTask, weight: QuantizedWeight) -> Fit:
@@ -237,8 +241,9 @@ def feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor 
         return order, None
     order = M.diagonal(dim1=-2, dim2=-1).argsort(descending=True)
     last_first, each = order.flip(1), torch.arange(matrices, device=like.device)[:, None, None]
-    sorted_ = M[each, last_first[..., None], last_first[:, None]]
-    R = torch.linalg.cholesky(sorted_, upper=True).flip(1, 2)  # lower triangular
-    del sorted_
+    # Three matrices of the moment's size are alive at a time, the moment included.
+    R = M[each, last_first[..., None], last_first[:, None]]
+    R = torch.linalg.cholesky(R, upper=True)
+    R = R.flip(1, 2)  # lower triangular
     R /= R.diagonal(dim1=-2, dim2=-1)[..., None].clone()
     return order, R.to(torch.float32).tril_(-1)

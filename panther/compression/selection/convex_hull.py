@@ -91,10 +91,11 @@ def _uniform(options: Options, limit: float, name: str, cost: Cost) -> Choice:
         same = [option for option in target_options if option.form in (name, DENSE)]
         allowed[target] = same if any(option.form == name for option in same) else target_options
     costs = {target: [cost.of(option) for option in target_options] for target, target_options in allowed.items()}
+    dense_costs = {target: cost.dense(target) for target in allowed}
 
     def at(fraction: float) -> Choice:
         return {
-            target: target_options[max(bisect_right(costs[target], fraction * cost.dense(target)) - 1, 0)]
+            target: target_options[max(bisect_right(costs[target], fraction * dense_costs[target]) - 1, 0)]
             for target, target_options in allowed.items()
         }
 
