@@ -3,7 +3,7 @@
 __all__ = ["fit_targets"]
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,8 +64,12 @@ def fit_targets(
     num_components = {target: settings.num_components(target, share) for target in survey.targets}
     widths = {target: _widths_of(options[target]) for target in survey.targets}
     memory = runner.spare_bytes(_DEFAULT_MEMORY_BYTES) if memory is None else memory
-    passes = split_passes(survey.inputs, survey.gradients, memory)
-    peaks = predict_peak_bytes(runner, survey, settings, num_components, widths, passes, limit, keep=keep, heal=heal)
+    # The parts of a streamed model have their moments one after another in one pass, and share none.
+    parts = runner.divided(survey.inputs)
+    passes = [[group for part in parts for group in part]]
+    if not runner.is_streaming:
+        parts = passes = split_passes(survey.inputs, survey.gradients, memory)
+    peaks = predict_peak_bytes(runner, survey, settings, num_components, widths, parts, limit, keep=keep, heal=heal)
     _log.info(
         "number of weights: %d, passes: %d, batches: %d, predicted peak memory on top of the present use: %.0f MB (%s)",
         len(num_components), len(passes), len(runner.batches), max(peaks.values()) / 1e6,
@@ -79,6 +83,8 @@ def fit_targets(
         num_components=num_components,
         widths=widths,
         seeds=survey.seeds(seed),
+        stored=runner.kept,
+        is_partial=runner.is_streaming,
         is_comparable=survey.gradients and runner.loss_fn is None,
         keep=keep,
         ridge=ridge,
@@ -89,28 +95,30 @@ def fit_targets(
     inputs: list[tuple[Target, ...]] = []
     for number, targets in enumerate(passes):
         description = f"moments {number + 1}/{len(passes)}"
-        moments, energy, groups = gather_moments(
+        for moments, energy, groups in gather_moments(
             runner, targets, gradients=survey.gradients, seed=seed, description=description, keep=keep
-        )
-        return_freed_memory()  # of activations
-        inputs += map(tuple, groups)
-        positions |= {target: target_moments.positions for target, target_moments in moments.items()}
-        constant |= {
-            target
-            for target, target_moments in moments.items()
-            if isinstance(target_moments, Moments) and target_moments.constant
-        }
-        tokens |= {
-            target: target_moments.tokens
-            for target, target_moments in moments.items()
-            if isinstance(target_moments, Moments) and target.is_stacked
-        }
-        shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
-        # `fit` empties the dictionary and adds nothing to it.
-        weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
-        return_freed_memory()  # of moments and factors
+        ):
+            return_freed_memory()  # of activations
+            inputs += map(tuple, groups)
+            positions |= {target: target_moments.positions for target, target_moments in moments.items()}
+            constant |= {
+                target
+                for target, target_moments in moments.items()
+                if isinstance(target_moments, Moments) and target_moments.constant
+            }
+            tokens |= {
+                target: target_moments.tokens
+                for target, target_moments in moments.items()
+                if isinstance(target_moments, Moments) and target.is_stacked
+            }
+            shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
+            # `fit` empties the dictionary and adds nothing to it.
+            weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
+            return_freed_memory()  # of moments and factors
     if not passes:  # without calibration there are no moments, and the metric is the identity
         weights.fit(dict.fromkeys(survey.targets), 0.0, runner.over(survey.targets, "fits"))
+    if runner.is_streaming:
+        weights.finish([target for targets in survey.inputs for target in targets])
     return Fits(
         fits=weights.fits,
         options=weights.options_with_losses,
@@ -154,6 +162,9 @@ class _Weights:
         share: Share of their bytes that the weights keep; None if it is unknown.
         num_components: Components of each weight to store.
         widths: Widths of the codes of each weight, in bits.
+        stored: Returns a fit as it is kept.
+        is_partial: Whether weights are fitted part by part, so that a choice among all weights is possible only at the
+            end. All widths are then fitted, and :meth:`finish` drops those that would not have been.
     """
 
     survey: Survey
@@ -163,12 +174,15 @@ class _Weights:
     num_components: Mapping[Target, int]
     widths: Mapping[Target, tuple[int, ...]]
     seeds: Mapping[Target, int]
+    stored: Callable[[TargetFit], TargetFit]
+    is_partial: bool
     is_comparable: bool
     keep: bool
     ridge: float
     fits: dict[Target, TargetFit] = field(default_factory=dict)
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
     kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
+    losses_per_bit: dict[Target, float] = field(default_factory=dict)
 
     def fit(
         self, moments: dict[Target, Moments | TableMoments | None], energy: float, targets: Iterable[Target]
@@ -177,7 +191,13 @@ class _Weights:
 
         ``targets`` are the keys of ``moments``, which may show the progress.
         """
-        planned_widths = self._plan_widths(moments)
+        planned_widths = {target: self.widths[target] for target in moments}
+        if self.share is not None:
+            estimated = {
+                target: self._estimated_loss(target, moments[target]) for target in moments if self.widths[target]
+            }
+            self.losses_per_bit.update(estimated)
+            planned_widths |= {} if self.is_partial else self._plan_widths(estimated)
         waiting: dict[Hashable, list[_Fitted]] = {}
         ordered_targets = list(moments)
         for target in targets:
@@ -215,7 +235,7 @@ class _Weights:
         else:
             assert not isinstance(target_moments, Moments)
             fit = fit_table(target, target_moments, widths, group_size, symmetric=symmetric)
-        self.fits[target] = fit
+        self.fits[target] = self.stored(fit)
         self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
 
     def _scale_of(self, target_moments: Moments | TableMoments | None, energy: float) -> float:
@@ -249,33 +269,48 @@ class _Weights:
     def _add(self, group: Sequence["_Fitted"], codes: Sequence[Mapping[int, QuantizedFit]]) -> None:
         for fitted, target_codes in zip(group, codes, strict=True):
             target = fitted.target
-            self.fits[target] = fit = TargetFit(fitted.components, target_codes, fitted.special)
+            fit = TargetFit(fitted.components, target_codes, fitted.special)
+            self.fits[target] = self.stored(fit)
             self.options_with_losses[target] = _with_losses(self.options[target], fit, fitted.scale)
 
-    def _plan_widths(self, moments: Mapping[Target, Moments | TableMoments | None]) -> dict[Target, tuple[int, ...]]:
-        """Return the widths of each weight to fit, which are all widths if the share to keep is unknown.
+    def finish(self, targets: Sequence[Target]) -> None:
+        """Put the results in the order of ``targets``, and drop the options of widths that are not needed."""
+        estimated_losses = {target: self.losses_per_bit[target] for target in targets if target in self.losses_per_bit}
+        planned_widths = {} if self.share is None else self._plan_widths(estimated_losses)
+        for target in targets:
+            self.fits[target] = self.fits.pop(target)
+            options = self.options_with_losses.pop(target)
+            planned = planned_widths.get(target, self.widths[target])
+            self.options_with_losses[target] = [
+                option
+                for option in options
+                if not (option.bits and form_named(option.form).uses_rounding) or option.bits in planned
+            ]
+
+    def _estimated_loss(self, target: Target, target_moments: Moments | TableMoments | None) -> float:
+        """Return the estimated loss of a weight's codes, up to a factor that depends on their width alone."""
+        if target.is_stacked:
+            assert not isinstance(target_moments, TableMoments)
+            loss = stack_sensitivity(target, target_moments, self.ridge)
+        elif isinstance(target_moments, TableMoments) or target.is_table:
+            assert not isinstance(target_moments, Moments)
+            loss = table_sensitivity(target, target_moments)
+        else:
+            loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
+        if target_moments is not None and target_moments.positions and self.survey.gradients:
+            loss *= target_moments.positions
+        return loss
+
+    def _plan_widths(self, estimated_losses: Mapping[Target, float]) -> dict[Target, tuple[int, ...]]:
+        """Return the widths of each weight to fit, from the estimated losses of the weights that can have codes.
 
         Fitting a width takes as long as fitting the components. The losses are therefore estimated first, from the
         sensitivity of each weight and a factor of four for each bit. The widths to fit are the ones that the uniform
         choice takes by these estimates, and the ones that the global choice takes with losses near them.
         """
-        targets = [target for target in moments if self.widths[target]]
-        if self.share is None:
-            return {target: self.widths[target] for target in targets}
-        estimated_options = {}
-        for target in targets:
-            target_moments = moments[target]
-            if target.is_stacked:
-                assert not isinstance(target_moments, TableMoments)
-                loss = stack_sensitivity(target, target_moments, self.ridge)
-            elif isinstance(target_moments, TableMoments) or target.is_table:
-                assert not isinstance(target_moments, Moments)
-                loss = table_sensitivity(target, target_moments)
-            else:
-                loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
-            if target_moments is not None and target_moments.positions and self.survey.gradients:
-                loss *= target_moments.positions
-            estimated_options[target] = self._estimate(target, loss)
+        assert self.share is not None
+        targets = list(estimated_losses)
+        estimated_options = {target: self._estimate(target, loss) for target, loss in estimated_losses.items()}
         limit = int(self.share * sum(target.dense_bytes for target in targets))
         if least_bytes(estimated_options) > limit:  # then some weights take other forms, and leave bytes
             return {target: self.widths[target] for target in targets}

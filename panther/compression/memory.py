@@ -25,7 +25,7 @@ from panther.compression.forms import FormSettings
 from panther.compression.forms.experts import num_joint_experts
 from panther.compression.forms.metric import wide_dtype
 from panther.compression.forms.tables import BLOCK_ENTRIES
-from panther.compression.moments.batch import Call, run_batch
+from panther.compression.moments.batch import Call, run_step
 from panther.compression.moments.gather import moments_bytes
 from panther.compression.moments.sums import ShiftedSum, input_rows
 
@@ -113,6 +113,9 @@ def predict_peak_bytes(
     stored = {
         target: _stored_bytes(target, count, len(widths[target]), settings) for target, count in num_components.items()
     }
+    heap = _HEAP
+    if runner.is_streaming:  # fits and new layers are in files, and freed blocks are returned
+        new, stored, heap = 0, dict.fromkeys(stored, 0), 1.0
     kept_bytes = keep * sum(
         _DOUBLE * target.groups * (target.inner**2 + target.outer**2)
         for target in num_components
@@ -130,7 +133,7 @@ def predict_peak_bytes(
             )
         forward, hidden = _forward_bytes(runner, survey, heal)
     stated["fits"] = kept_bytes + max(
-        _fitting_bytes(inputs, stored, survey.gradients, widths) for inputs in passes or [[list(num_components)]]
+        _fitting_bytes(inputs, stored, survey.gradients, widths, heap) for inputs in passes or [[list(num_components)]]
     )
     # Up to three choices are compared, after a backward pass has measured single layers. While a quantized layer runs,
     # its dense weight is computed.
@@ -152,7 +155,7 @@ def _stored_bytes(target: Target, num_components: int, num_widths: int, settings
     return components + num_widths * target.dense_numbers  # codes, a byte each
 
 
-def _work_bytes(target: Target, num_widths: int) -> int:
+def _work_bytes(target: Target, num_widths: int, heap: float) -> int:
     """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
     n, m = target.inner, target.outer
     if target.is_table:  # the moments, and twelve tensors of a block of rows
@@ -161,7 +164,7 @@ def _work_bytes(target: Target, num_widths: int) -> int:
     squares = 4 if num_widths else 3
     groups = num_joint_experts(target, num_widths) if target.is_stacked else target.groups
     is_on_heap = target.weight.device.type == "cpu" and _DOUBLE * groups * max(n, m) ** 2 < _LARGEST_BLOCK
-    return int((_HEAP if is_on_heap else 1.0) * _DOUBLE * groups * (squares * (n**2 + m**2) + 6 * n * m))
+    return int((heap if is_on_heap else 1.0) * _DOUBLE * groups * (squares * (n**2 + m**2) + 6 * n * m))
 
 
 def _fitting_bytes(
@@ -169,6 +172,7 @@ def _fitting_bytes(
     stored: Mapping[Target, int],
     gradients: bool,
     widths: Mapping[Target, Sequence[int]],
+    heap: float,
 ) -> int:
     """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed."""
     before = sum(stored.values()) - sum(stored[target] for targets in inputs for target in targets)
@@ -176,7 +180,7 @@ def _fitting_bytes(
     largest = 0
     for targets in inputs:
         for target in targets:
-            largest = max(largest, before + left + _work_bytes(target, len(widths[target])))
+            largest = max(largest, before + left + _work_bytes(target, len(widths[target]), heap))
             left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest
@@ -198,10 +202,11 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
 
     targets = [target for group in inputs for target in group]
     compared = {target for group in inputs if len(group) > 1 for target in group}
-    number, batch = max(enumerate(runner.batches), key=lambda pair: entries_of(pair[1]))
+    batch = max(runner.batches, key=entries_of)
     return_freed_memory()  # otherwise the process would not grow while it uses this memory again
     with LiveBytes(runner.resident_bytes) as live:
-        run_batch(runner, batch, targets, compared, add, number=number, seed=0, gradients=gradients)
+        for step in runner.steps([(batch, 0)], targets, gradients=gradients):
+            run_step(runner, step, compared, add, gradients=gradients)
     return live.peak, live.grown if runner.device.type == "cpu" else 0
 
 

@@ -80,7 +80,7 @@ class Prepared:
         ``max_error``, the layers are fitted independently, and a note says so.
         """
         runner, choice = self.runner, self.allocation.choice
-        independent = convert_all(self.survey, self.fits, choice, self.seed)
+        independent = convert_all(self.survey, self.fits, choice, self.seed, stored=runner.kept)
         if not sequential:
             return independent, []
         replacement = convert_in_sequence(runner, self.survey, self.fits, choice, self.seed)

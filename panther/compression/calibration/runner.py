@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
@@ -48,6 +49,8 @@ from panther.compression.calibration.masks import (
 )
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.compression.calibration.scores import ScoreFill
+from panther.compression.calibration.steps import Step, Watch, send
+from panther.compression.calibration.targets import Target
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
@@ -122,11 +125,14 @@ class Runner:
         batches: Batches for the moments and for healing, on the model's device.
         held_out: Batches on which errors are measured.
         show: Whether progress is shown.
-        resident_bytes: Bytes of memory of the process before anything ran.
+        resident_bytes: Bytes of the process's own memory before anything ran.
         output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
+        is_streaming: Whether steps are parts of the model, and what is kept for long is kept in files.
         difference: Relative difference of two outputs of the model for one batch; None before an error is measured. It
             is not zero if the model draws from a generator that is not seeded here.
     """
+
+    is_streaming = False
 
     def __init__(
         self,
@@ -148,6 +154,7 @@ class Runner:
         self.held_out: list[Any] = []
         self.output_name = ""
         self.difference: float | None = None
+        self._num_samples: dict[int, int] = {}  # by the number of the batch
         self.seed = 0  # seed of the random numbers of forwards
         self._state: ModelState | None = None
         self._places: Places | None = None
@@ -248,12 +255,14 @@ class Runner:
 
     def output(self, batch: Any) -> Tensor:
         """Return the output of the model for a batch. The forward gets a copy of the batch."""
-        number = next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
+        number = self._number_of(batch)
         if self._state is not None:  # outside of a calibration the generators are the caller's
             self._seed_generators(self.seed + number)
             # The state is restored before a forward and not after it: backward reads what the forward has saved.
             self._state.restore_before_forward()
-        return self.plain_output(copy_batch(batch))
+        output = self.plain_output(copy_batch(batch))
+        self._num_samples[number] = len(output) if output.dim() else 1
+        return output
 
     def plain_output(self, batch: Any) -> Tensor:
         """Return the output for a batch, which forward may change, without seeding generators or restoring state."""
@@ -307,10 +316,70 @@ class Runner:
             pass
         return ""
 
-    def loss(self, output: Tensor, batch: Any) -> Any:
-        """Return the result of ``loss_fn``, which gets a copy of the batch."""
-        assert self.loss_fn is not None
-        return self.loss_fn(output, copy_batch(batch))
+    def kept(self, value: _Item) -> _Item:
+        """Return a value that is kept for long; a runner that streams returns it with its tensors in files."""
+        return value
+
+    def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
+        """Return the sets of targets of each part of the model; here the model is one part."""
+        return [list(inputs)]
+
+    def steps(
+        self, passes: Sequence[tuple[Any, int]], targets: Sequence[Target], *, gradients: bool, description: str = ""
+    ) -> Iterator[Step]:
+        """Yield the steps of passes: here one for each pass, and elsewhere one for each part of the model and pass.
+
+        Args:
+            passes: For each pass a batch, and the seed of the direction of its gradients.
+            targets: The targets whose calls are of interest.
+            gradients: Whether the steps are differentiated.
+            description: Text that is shown with the progress, if any.
+        """
+        for number, (batch, seed) in enumerate(self.over(passes, description) if description else passes):
+
+            def backward(output: Tensor | None, watch: Watch, batch: Any = batch, seed: int = seed) -> bool:
+                assert output is not None
+                if not output.requires_grad or not torch.is_grad_enabled():
+                    return False
+                if watch.tapped or watch.untracked:
+                    send(*self.differentiated(output, batch, seed), watch)
+                return True
+
+            completed = targets if number == len(passes) - 1 else ()
+            yield Step(number, batch, targets, partial(self.output, batch), backward, completed=completed)
+
+    def differentiated(self, output: Tensor, batch: Any, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Return the loss and None, or the output and a normal direction of it."""
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output, copy_batch(batch))
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+                raise CompressionError(
+                    "loss_fn must return one number as a tensor with a gradient to the output, and its result has "
+                    f"{kind}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with "
+                    ".mean(), and remove .detach() and .item() from it"
+                )
+            return loss, None
+        # Drawn on the CPU, so that every device gets the same directions.
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
+        rows = self.mask(batch).rows(output)
+        if rows is not None:
+            direction[~rows] = 0
+        fill = ScoreFill.of(output)
+        if fill.threshold is not None:
+            direction[output <= fill.threshold] = 0
+        return output, direction
+
+    def num_samples(self, batch: Any) -> int:
+        """Return the number of samples of a batch, the entries of the output's first dimension."""
+        if (number := self._number_of(batch)) not in self._num_samples:
+            with torch.no_grad():
+                self.output(batch)
+        return self._num_samples[number]
+
+    def _number_of(self, batch: Any) -> int:
+        """Return the place of a batch among all batches; 0 for a batch that is not among them."""
+        return next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
 
     def mask(self, batch: Any) -> Masks:
         """Return which positions of a batch count."""
@@ -474,12 +543,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process uses, or 0 if the system does not report it."""
+    """Return the bytes of memory of this process's own, or 0 if the system does not report it.
+
+    Pages of mapped files do not count: the system drops them where memory is short.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            _, resident, shared, *_ = map(int, file.read().split())
     except OSError:
         return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def squares(x: Tensor) -> float:

@@ -2,12 +2,9 @@
 
 __all__ = [
     "Further",
-    "Receive",
-    "Watch",
     "blocks_of",
     "hooked",
     "input_key",
-    "send_gradients",
     "survey_targets",
     "watched",
 ]
@@ -16,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from panther._torch import children_of, is_transformed, parameters_of, version_o
 from panther.compression.calibration.experts import routed_experts
 from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.scores import ScoreFill
+from panther.compression.calibration.steps import SKIPPED_CALL, Receive, Step, Tap, Watch, ignore
 from panther.compression.calibration.targets import TABLES, SkippedLayer, Survey, Target, geometry_of
 from panther.errors import CompressionError, NumericalWarning
 from panther.nn.quantized.stacked import StackedExperts
@@ -101,20 +97,28 @@ def _survey_batch(
     Targets with a gradient that is not zero are added to ``reached``, and targets with a call that cannot be read to
     ``unreadable``, with the reason.
     """
-    keys: dict[Target, list[Any]] = {}  # in the order of the first calls
+    parts: dict[int, dict[Target, list[Any]]] = {}  # for each part of the model, in the order of the first calls
     alive = []  # inputs, kept so that no address is used twice within a forward
+    has_gradient = False
+    for step in runner.steps([(batch, 0)], targets, gradients=gradients):
+        keys = parts.setdefault(step.part, {})
 
-    def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive:
-        alive.append(x)
-        keys.setdefault(target, []).append(input_key(module, x))
-        return lambda gradient: reached.update([target] if gradient.any() else [])
+        def note(
+            target: Target, module: nn.Module, x: Tensor, _: Further, step: Step = step, keys: dict[Target, Any] = keys
+        ) -> Receive:
+            alive.append(x)
+            keys.setdefault(target, []).append((step.part, *input_key(module, x)))
+            return lambda gradient: reached.update([target] if gradient.any() else [])
 
-    with watched(targets, note, runner.model, unreadable) as watch, torch.set_grad_enabled(gradients):
-        output = runner.output(batch)
-        alive.clear()
-        if gradients and output.requires_grad:
-            send_gradients(runner, output, batch, watch, 0)
-    return keys, output.requires_grad
+        with watched(step.targets, note, runner.model, unreadable) as watch, torch.set_grad_enabled(gradients):
+            output = step.forward()
+            alive.clear()
+            has_gradient |= step.backward(output, watch)
+    all_keys: dict[Target, list[Any]] = {}
+    for _, keys in sorted(parts.items()):
+        for target, target_keys in keys.items():
+            all_keys.setdefault(target, []).extend(target_keys)
+    return all_keys, has_gradient
 
 
 def _calls_any(runner: Runner, batch: Any, targets: Sequence[Target]) -> bool:
@@ -158,67 +162,6 @@ def _agreed_groups(
 Further = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a call after its input, such as the offsets of nn.EmbeddingBag."""
 
-Receive = Callable[[Tensor], None]
-"""A function that is called with the gradient at the output of one call of a layer, as soon as it is computed."""
-
-
-class _Tap(torch.autograd.Function):
-    """Copy a layer's output, and pass the gradient of the copy to a function ``receive`` too.
-
-    It is a copy, because the model may change the layer's output in place. ``anchor`` is a leaf of the graph that every
-    tap depends on: computing the gradient of the anchor alone reaches all taps, without references to them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, receive: Receive) -> Tensor:
-        ctx.receive = receive
-        ctx.set_materialize_grads(False)
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is not None:
-            ctx.receive(gradient)
-        return gradient, None, None
-
-
-@dataclass
-class Watch:
-    """The graph of one forward.
-
-    Attributes:
-        anchor: The leaf of the graph that all taps depend on.
-        tapped: Whether any gradient will be received.
-        is_backward: Whether the forward has ended; layers that run afterwards are recomputed by activation
-            checkpointing.
-        untracked: The calls that ran without gradients, with a copy of the input. Reentrant checkpointing runs a block
-            without gradients, and again with gradients in backward.
-    """
-
-    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
-    tapped: bool = False
-    is_backward: bool = False
-    untracked: list[tuple[nn.Module, Tensor, Receive]] = field(default_factory=list)
-
-    def after_forward(self, receive: Receive) -> Receive:
-        """Return what receives a gradient only after the forward.
-
-        A forward can compute gradients itself, as of an energy by positions, and these are not the output's gradients.
-        """
-        return lambda gradient: receive(gradient) if self.is_backward else None
-
-    def receive_again(self, module: nn.Module, x: Tensor) -> Receive:
-        """Return the receiver of the gradient of a recomputed call; nothing is received if the first call had one."""
-        for index, (called, first, receive) in enumerate(self.untracked):
-            if called is module and first.shape == x.shape and torch.equal(first, x):
-                del self.untracked[index]
-                return receive
-        return _ignore
-
-
-def _ignore(gradient: Tensor) -> None:
-    pass
-
 
 @contextmanager
 def watched(
@@ -241,7 +184,7 @@ def watched(
             # The same operations as in the first forward, because non-reentrant checkpointing counts saved tensors.
             if not torch.is_grad_enabled():
                 return None
-            return _Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
+            return Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
         receive = note(target, module, x.detach(), further)
         if receive is None:
             return None
@@ -249,11 +192,11 @@ def watched(
             watch.untracked.append((module, x.detach().clone(), receive))
             return None
         watch.tapped = True
-        return _Tap.apply(output, watch.anchor, watch.after_forward(receive))
+        return Tap.apply(output, watch.anchor, watch.after_forward(receive))
 
     def start(module: nn.Module, args: Any, output: Any) -> Tensor | None:
         tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
-        return _Tap.apply(output, watch.anchor, _ignore) if tracked else None
+        return Tap.apply(output, watch.anchor, ignore) if tracked else None
 
     embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, TABLES)]
     with hooked(targets, hook, unreadable, masks_of), ExitStack() as hooks:
@@ -291,6 +234,8 @@ def hooked(
                     target: Target = target,
                     weight: Tensor | None = weight,
                 ) -> Any:
+                    if SKIPPED_CALL in vars(module):
+                        return None
                     key = None if args or not kwargs else "input" if "input" in kwargs else next(iter(kwargs))
                     x = kwargs[key] if key is not None else next(iter(args), None)
                     if not isinstance(output, Tensor) or not isinstance(x, Tensor):
@@ -321,49 +266,6 @@ def _unreadable_reason(module: nn.Module, x: Tensor, weight: Tensor | None) -> s
     if parameters_of(module).get("weight") is not weight:
         return "is called with a weight that is not its own, as by torch.func.functional_call"
     return ""
-
-
-def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, seed: int) -> None:
-    """Run backward from the loss, or from the output times a normal vector, so that all taps receive gradients."""
-    watch.is_backward = True
-    if runner.loss_fn is not None:
-        loss = runner.loss(output, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise CompressionError(
-                "loss_fn must return one number as a tensor with a gradient to the output, and its result has "
-                f"{kind}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with .mean(), "
-                "and remove .detach() and .item() from it"
-            )
-        _send(loss, None, watch)
-        return
-    # Drawn on the CPU, so that every device gets the same directions.
-    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
-    rows = runner.mask(batch).rows(output)
-    if rows is not None:
-        direction[~rows] = 0
-    fill = ScoreFill.of(output)
-    if fill.threshold is not None:
-        direction[output <= fill.threshold] = 0
-    _send(output, direction, watch)
-
-
-def _send(output: Tensor, direction: Tensor | None, watch: Watch) -> None:
-    try:
-        if watch.untracked:
-            # Reentrant checkpointing refuses torch.autograd.grad. backward() accumulates nothing in parameters, because
-            # none of them requires a gradient here.
-            output.backward(direction)
-        else:
-            torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
-    except (CompressionError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        # Some models can compute gradients in training mode only: their forward writes in place what backward reads.
-        raise CompressionError(
-            f"{type(error).__name__}: {error}: the backward pass of the model raised this, in eval mode; "
-            "method='activation' needs no backward pass"
-        ) from error
 
 
 def input_key(module: nn.Module, x: Tensor) -> Any:

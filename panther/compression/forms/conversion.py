@@ -2,6 +2,7 @@
 
 __all__ = ["convert_all", "convert_in_sequence", "convert_target"]
 
+from collections.abc import Callable
 from functools import partial
 
 from panther.compression.calibration.runner import Runner
@@ -13,11 +14,20 @@ from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments, gather_drift
 
 
-def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
-    """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted."""
+def convert_all(
+    survey: Survey,
+    fits: Fits,
+    choice: Choice,
+    seed: int,
+    stored: Callable[[Replacement], Replacement] = lambda layers: layers,
+) -> Replacement:
+    """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted.
+
+    ``stored`` returns the layers of a weight as they are kept.
+    """
     new: Replacement = {}
     for target, target_seed in survey.seeds(seed).items():
-        new |= convert_target(target, fits, choice[target], target_seed)
+        new |= stored(convert_target(target, fits, choice[target], target_seed))
     return new
 
 

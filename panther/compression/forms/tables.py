@@ -72,7 +72,7 @@ def table_sensitivity(target: Target, moments: TableMoments | None) -> float:
             sum(use.positions * (target.outer if use.rows is None else use.rows.sum().item()) for use in moments.uses)
             / moments.positions
         )
-    return target.weight.detach().double().square().mean().item() * width
+    return sum(W.square().sum().item() for _, W in _blocks(target)) / target.dense_numbers * width
 
 
 def _blocks(target: Target) -> Iterator[tuple[slice, Tensor]]:

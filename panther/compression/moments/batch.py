@@ -1,12 +1,12 @@
-"""Run a batch forward and backward, and keep each layer's input until the gradient at the layer's output is known.
+"""Run a step forward and backward, and keep each layer's input until the gradient at the layer's output is known.
 
 Each gradient is used as soon as backward computes it, and then freed together with the input. Nearly all memory is
 therefore used by the model's own forward and by one copy of each input.
 """
 
-__all__ = ["Call", "gradient_rows", "run_batch"]
+__all__ = ["Call", "gradient_rows", "run_step"]
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import count
 from math import isfinite
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from panther.compression.calibration.experts import expert_of
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.survey import Further, Receive, input_key, send_gradients, watched
+from panther.compression.calibration.steps import Receive, Step
+from panther.compression.calibration.survey import Further, input_key, watched
 from panther.compression.calibration.targets import Target
 from panther.compression.moments.sums import is_finite
 from panther.errors import CompressionError
@@ -40,25 +41,21 @@ class Call(NamedTuple):
     expert: int = 0
 
 
-def run_batch(
+def run_step(
     runner: Runner,
-    batch: Any,
-    targets: Sequence[Target],
+    step: Step,
     compared: Collection[Target],
     add: Callable[[Target, Call, Tensor | None], None],
     *,
-    number: int,
-    seed: int,
     gradients: bool,
 ) -> tuple[float, dict[Target, list[Any]]]:
     """Call ``add`` with each call of the targets and the rows of the gradient at its output (None without a gradient).
 
-    ``number`` is the number of the batch.
-
     Returns:
-        The sum of squares of the output, and the keys of the inputs of each target in ``compared``.
+        The sum of squares of the output (zero if the step does not reach it), and the keys of the inputs of each target
+        in ``compared``.
     """
-    masks = runner.mask(batch)
+    masks, number = runner.mask(step.batch), step.number
     input_keys: dict[Target, list[Any]] = {}
     alive: list[Tensor] = []  # inputs, kept so that no address is used twice within a forward
     copies: dict[Any, Tensor] = {}  # copies of inputs that more than one target reads, by key
@@ -102,19 +99,20 @@ def run_batch(
 
         return receive
 
-    with watched(targets, note, runner.model, masks_of=lambda: masks) as watch, torch.set_grad_enabled(gradients):
-        output = runner.output(batch)
+    size = 0.0
+    with watched(step.targets, note, runner.model, masks_of=lambda: masks) as watch, torch.set_grad_enabled(gradients):
+        output = step.forward()
         alive.clear()
         copies.clear()
-        rows = counted(output.detach(), masks)
-        size = squares(ScoreFill.of(rows).scores(rows))
-        if not isfinite(size):
-            raise CompressionError(
-                f"the model's output is NaN or infinite in calibration batch {number}: check the batch and the model, "
-                "or return a finite part of the output in forward_fn"
-            )
-        if output.requires_grad and (watch.tapped or watch.untracked):
-            send_gradients(runner, output, batch, watch, seed)
+        if output is not None:
+            rows = counted(output.detach(), masks)
+            size = squares(ScoreFill.of(rows).scores(rows))
+            if not isfinite(size):
+                raise CompressionError(
+                    f"the model's output is NaN or infinite in calibration batch {number}: check the batch and the "
+                    "model, or return a finite part of the output in forward_fn"
+                )
+        step.backward(output, watch)
     # Calls without a gradient, such as those under no_grad.
     for target, call in waiting.values():
         add(target, call, None)

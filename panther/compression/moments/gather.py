@@ -17,7 +17,7 @@ Pitsianis, "Approximation with Kronecker products", 1993); c prevents that few p
 
 __all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
-from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
+from panther.compression.calibration.steps import Receive
+from panther.compression.calibration.survey import Further, watched
 from panther.compression.calibration.targets import TABLES, Target
-from panther.compression.moments.batch import Call, gradient_rows, run_batch
+from panther.compression.moments.batch import Call, gradient_rows, run_step
 from panther.compression.moments.experts import ExpertSums, stack_bytes
 from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
 from panther.compression.moments.tables import TableMoments, TableSums
@@ -167,128 +168,143 @@ def gather_moments(
     seed: int,
     description: str,
     keep: bool = False,
-) -> tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]:
-    """Pass over the batches once: return the moments, the output's squares, and the targets that share their inputs.
+) -> Iterator[tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]]:
+    """Pass over the batches once: yield moments, the output's squares, and the targets that share their inputs.
 
-    Without gradients, targets that share an input share its moments. With ``keep``, the moments contain the weights of
-    the positions. If the model branches, targets that shared an input in the survey may not share it in every batch:
-    the batches are then read again, with separate moments for these targets.
+    The moments of targets are yielded as soon as they are complete: all at the end, or those of one part of the model
+    after another, if the runner's steps are parts. Without gradients, targets that share an input share its moments.
+    With ``keep``, the moments contain the weights of the positions. If the model branches, targets that shared an input
+    in the survey may not share it in every batch: the batches are then read again, with separate moments for these
+    targets.
     """
-    while True:
-        result, energy, separate = _gather_once(
-            runner, inputs, gradients=gradients, seed=seed, description=description, keep=keep
-        )
-        if not any(separate):
-            return result, energy, inputs
-        inputs = [
-            group
-            for targets, is_separate in zip(inputs, separate, strict=True)
-            for group in ([[target] for target in targets] if is_separate else [targets])
-        ]
+    while inputs:
+        gathering = _Gathering(runner, inputs, gradients=gradients, seed=seed, keep=keep)
+        yield from gathering.run(description)
+        inputs = [group for targets in gathering.separate for group in [[target] for target in targets]]
 
 
-def _gather_once(
-    runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str, keep: bool
-) -> tuple[dict[Target, Moments | TableMoments], float, list[bool]]:
-    """Return moments and the output's squares, and whether each set of ``inputs`` is not shared in some batch."""
-    sums: dict[Target, Sums] = {}
-    tables: dict[Target, TableSums] = {}
-    stacks: dict[Target, ExpertSums] = {}
-    for targets in inputs:
-        if targets[0].is_stacked:
-            stacks |= {target: ExpertSums(target, gradients, runner.device) for target in targets}
-            continue
-        if targets[0].is_table:
-            tables |= {target: TableSums(target, gradients, runner.device) for target in targets}
-            continue
-        for group in [[target] for target in targets] if gradients else [targets]:
-            sums |= dict.fromkeys(group, Sums(group, gradients, runner.device, keep=keep))
-    # The survey compared the inputs on one batch only.
-    compared = {target for targets in inputs if len(targets) > 1 for target in targets}
-    levels = _gradient_levels(
-        runner, [*sums, *stacks, *(table for table in tables if table.is_multiplied)], seed, gradients
-    )
-    energy = torch.zeros(1, dtype=torch.float64)
-    separate = torch.zeros(len(inputs), dtype=torch.float64)
-    calls = {target: [0] * len(runner.batches) for targets in inputs for target in targets}
+class _Gathering:
+    """The sums of one pass over the batches.
 
-    def add(target: Target, call: Call, slope: Tensor | None) -> None:
-        calls[target][call.place[0]] += 1
-        roots: Tensor | float | None = _EVEN**0.5 if gradients else None
-        if target in stacks:
-            even = _EVEN**0.5 if gradients else 1.0
-            is_sound = stacks[target].add(call.expert, call.x, slope, lambda slope: _roots(slope, levels[target]), even)
-        elif target in tables:
-            level = levels.get(target, 1.0)
-            is_sound = tables[target].add(call.module, call.x, slope, lambda slope: _roots(slope, level))
+    Attributes:
+        separate: The sets of targets that did not share their input in some batch, and have no moments therefore.
+    """
+
+    def __init__(
+        self, runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, keep: bool
+    ) -> None:
+        self.runner, self.inputs, self.gradients, self.seed, self.keep = runner, inputs, gradients, seed, keep
+        self.separate: list[Sequence[Target]] = []
+        self._sums: dict[Target, Sums] = {}
+        self._tables: dict[Target, TableSums] = {}
+        self._stacks: dict[Target, ExpertSums] = {}
+        self._calls: dict[Target, list[int]] = {}
+        self._levels: dict[Target, float] = {}
+
+    def run(
+        self, description: str
+    ) -> Iterator[tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]]:
+        """Yield the moments of the sets of targets whose input is the same in each batch."""
+        runner = self.runner
+        targets = [target for group in self.inputs for target in group]
+        # The survey compared the inputs on one batch only.
+        compared = {target for group in self.inputs if len(group) > 1 for target in group}
+        is_separate = torch.zeros(len(self.inputs), dtype=torch.float64)
+        energy = torch.zeros(1, dtype=torch.float64)
+        leveled = [target for target in targets if not target.is_table or target.is_multiplied]
+        self._levels = _gradient_levels(runner, leveled, self.seed, self.gradients)
+        passes = [(batch, self.seed + number) for number, batch in enumerate(runner.batches)]
+        for step in runner.steps(passes, targets, gradients=self.gradients, description=description):
+            self._allocate(step.targets)
+            size, input_keys = run_step(runner, step, compared, self._add, gradients=self.gradients)
+            energy += size
+            for index, group in enumerate(self.inputs):
+                is_separate[index] += any(input_keys.get(group[0]) != input_keys.get(other) for other in group[1:])
+            if step.completed:
+                complete = set(step.completed)
+                numbers = [index for index, group in enumerate(self.inputs) if complete.issuperset(group)]
+                flags = is_separate[numbers]
+                runner.sum_([flags])
+                groups = [self.inputs[index] for index, flag in zip(numbers, flags.tolist(), strict=True) if not flag]
+                self.separate += [self.inputs[i] for i, flag in zip(numbers, flags.tolist(), strict=True) if flag]
+                total = energy.clone()
+                runner.sum_([total])
+                # The weights are fitted one after another, and their moments wait.
+                yield runner.kept(self._moments(groups)), total.item(), groups
+
+    def _allocate(self, targets: Sequence[Target]) -> None:
+        """Allocate the sums of targets: before the forward, because they are kept for long."""
+        runner, new = self.runner, set(targets) - self._calls.keys()
+        for group in self.inputs if new else ():
+            if new.isdisjoint(group):
+                continue
+            self._calls |= {target: [0] * len(runner.batches) for target in group}
+            if group[0].is_stacked:
+                self._stacks |= {target: ExpertSums(target, self.gradients, runner.device) for target in group}
+            elif group[0].is_table:
+                self._tables |= {target: TableSums(target, self.gradients, runner.device) for target in group}
+            else:
+                for shared in [[target] for target in group] if self.gradients else [group]:
+                    self._sums |= dict.fromkeys(shared, Sums(shared, self.gradients, runner.device, keep=self.keep))
+
+    def _add(self, target: Target, call: Call, slope: Tensor | None) -> None:
+        self._calls[target][call.place[0]] += 1
+        roots: Tensor | float | None = _EVEN**0.5 if self.gradients else None
+        if target in self._stacks:
+            even = _EVEN**0.5 if self.gradients else 1.0
+            level = self._levels.get(target, 1.0)
+            is_sound = self._stacks[target].add(call.expert, call.x, slope, lambda slope: _roots(slope, level), even)
+        elif target in self._tables:
+            level = self._levels.get(target, 1.0)
+            is_sound = self._tables[target].add(call.module, call.x, slope, lambda slope: _roots(slope, level))
         else:
-            is_sound = slope is None or add_squares(sums[target].G[target], slope)
+            is_sound = slope is None or add_squares(self._sums[target].G[target], slope)
         if not is_sound:
             raise CompressionError(
                 f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
                 "use method='activation', or a model in float32"
             )
-        if target in tables or target in stacks:
+        if target in self._tables or target in self._stacks:
             return
         if slope is not None:
-            roots = _roots(slope, levels[target])
-        if gradients or sums[target].leader is target:
-            sums[target].add(call.module, call.x, roots, call.place)
+            roots = _roots(slope, self._levels[target])
+        if self.gradients or self._sums[target].leader is target:
+            self._sums[target].add(call.module, call.x, roots, call.place)
 
-    for number, batch in enumerate(runner.over(runner.batches, description)):
-        size, input_keys = run_batch(
-            runner,
-            batch,
-            [*sums, *tables, *stacks],
-            compared,
-            add,
-            number=number,
-            seed=seed + number,
-            gradients=gradients,
-        )
-        energy += size
-        for index, targets in enumerate(inputs):
-            separate[index] += any(input_keys.get(targets[0]) != input_keys.get(other) for other in targets[1:])
-        if separate.any():
-            break
-    runner.sum_([separate])
-    if separate.any():
-        return {}, 0.0, (separate > 0).tolist()
-    runner.sum_([energy])
-    result: dict[Target, Moments | TableMoments] = {}
-    for targets in inputs:
-        for target in targets:
-            if target in tables:
-                result[target] = tables[target].moments(runner.sum_)
+    def _moments(self, groups: Sequence[Sequence[Target]]) -> dict[Target, Moments | TableMoments]:
+        """Return the moments of sets of targets, and forget their sums."""
+        runner = self.runner
+        result: dict[Target, Moments | TableMoments] = {}
+        for target in (target for group in groups for target in group):
+            if (table := self._tables.pop(target, None)) is not None:
+                result[target] = table.moments(runner.sum_)
                 continue
-            if target in stacks:
-                stack = stacks[target].moments(runner.sum_)
+            if (stack_sums := self._stacks.pop(target, None)) is not None:
+                stack = stack_sums.moments(runner.sum_)
                 positions = max(sum(stack.tokens), 1.0)
                 result[target] = Moments(
                     stack.A, stack.mean, stack.G, positions, tokens=stack.tokens, shares=stack.shares
                 )
                 continue
-            target_sums = sums[target]
-            if target_sums.leader is not target:
-                result[target] = result[target_sums.leader]
+            sums = self._sums.pop(target)
+            if sums.leader is not target:
+                result[target] = result[sums.leader]
                 continue
-            target_sums.finish_()
-            weight, mean = target_sums.inputs.weight, target_sums.inputs.total()
-            moments = [target_sums.A, mean, *target_sums.G.values()]
-            runner.sum_([*moments, weight, target_sums.positions])
-            positions = max(target_sums.positions.item(), 1.0)
+            sums.finish_()
+            weight, mean = sums.inputs.weight, sums.inputs.total()
+            runner.sum_([sums.A, mean, *sums.G.values(), weight, sums.positions])
+            positions = max(sums.positions.item(), 1.0)
             weight = torch.where(weight > 0, weight, 1.0)
-            target_sums.A /= weight[..., None]
+            sums.A /= weight[..., None]
             mean /= weight
-            for G in target_sums.G.values():
+            for G in sums.G.values():
                 G /= positions
             # Gradients arrive in the order of backward; the drift reads the calls in the order of the forward.
-            target_sums.roots.sort(key=lambda entry: entry[0])
-            roots = torch.cat([roots for _, roots in target_sums.roots], 1) if target_sums.roots else None
-            result[target] = Moments(
-                target_sums.A, mean, target_sums.G.get(target), positions, roots=roots, calls=tuple(calls[target])
-            )
-    return result, energy.item(), [False] * len(inputs)
+            sums.roots.sort(key=lambda entry: entry[0])
+            roots = torch.cat([roots for _, roots in sums.roots], 1) if sums.roots else None
+            calls = tuple(self._calls[target])
+            result[target] = Moments(sums.A, mean, sums.G.get(target), positions, roots=roots, calls=calls)
+        return result
 
 
 def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradients: bool) -> dict[Target, float]:
@@ -324,10 +340,9 @@ def _add_gradient_levels(
 
         return receive
 
-    with watched(targets, note, runner.model, masks_of=lambda: masks) as watch:
-        output = runner.output(batch)
-        if output.requires_grad and (watch.tapped or watch.untracked):
-            send_gradients(runner, output, batch, watch, seed)
+    for step in runner.steps([(batch, seed)], targets, gradients=True):
+        with watched(step.targets, note, runner.model, masks_of=lambda: masks) as watch:
+            step.backward(step.forward(), watch)
 
 
 def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) -> (groups, rows)

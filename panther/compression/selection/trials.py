@@ -2,10 +2,9 @@
 
 __all__ = ["Trials"]
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from panther.compression.calibration.experts import tokens_of
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.survey import Further, Receive, send_gradients, watched
+from panther.compression.calibration.steps import Receive, Step
+from panther.compression.calibration.survey import Further, watched
 from panther.compression.calibration.targets import Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_target
@@ -91,7 +91,8 @@ class Trials:
         for choice in choices:
             for key, (target, option) in zip(_keys(choice), choice.items(), strict=True):
                 if key not in self._layers:
-                    self._layers[key] = convert_target(target, self._fits, option, self._seeds[target])
+                    layers = convert_target(target, self._fits, option, self._seeds[target])
+                    self._layers[key] = self._runner.kept(layers)
 
     def _replacement(self, choice: Choice) -> Replacement:
         return {module: layer for key in _keys(choice) for module, layer in self._layers[key].items()}
@@ -110,12 +111,13 @@ class Trials:
         sums = torch.zeros(len(choice) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
         undivided = self._undivided(list(choice))
         sums_of = {target: row for target, row in zip(choice, sums, strict=False) if target not in undivided}
-        passes = (batch for batch in self._runner.batches for _ in range(_DIRECTIONS))
-        num_pairs = 0
-        for index, batch in enumerate(islice(passes, _MOST_PASSES)):
-            if num_pairs >= _PAIRS:
-                break
-            num_pairs += self._add_pass(batch, self._seed + index, new, sums_of, sums[-1])
+        passes = self._passes()
+        products: list[dict[Target, Tensor]] = [{} for _ in passes]
+        for step in self._runner.steps(passes, list(sums_of), gradients=True):
+            self._add_step(step, new, products[step.number], sums[-1])
+        for products_of_pass in products:
+            for target, product in products_of_pass.items():
+                sums_of[target] += torch.tensor([product.square().sum().item(), 1.0], dtype=torch.float64)
         self._runner.sum_([sums])
         energy = sums[-1, 0].item()
         squares_and_calls = zip(choice, sums[:-1].tolist(), strict=True)
@@ -142,24 +144,34 @@ class Trials:
 
             return None if target.is_stacked else receive  # the calls of experts name the tokens
 
-        batch = self._runner.batches[0]
-        with watched(targets, note, self._runner.model) as watch, torch.enable_grad():
-            output = self._runner.output(batch)
-            if output.dim() and len(output) > 1 and output.requires_grad and (watch.tapped or watch.untracked):
-                num_samples, sample = len(output), len(output) // 2
-                is_sample = torch.arange(num_samples, device=output.device) == sample
-                output = torch.where(is_sample.view(-1, *[1] * (output.dim() - 1)), output, output.detach())
-                send_gradients(self._runner, output, batch, watch, self._seed)
+        for step in self._runner.steps([(self._runner.batches[0], self._seed)], targets, gradients=True):
+            with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
+                output = step.forward()
+                if output is not None:
+                    if output.dim() == 0 or len(output) < 2:
+                        continue
+                    num_samples, sample = len(output), len(output) // 2
+                    is_sample = torch.arange(num_samples, device=output.device) == sample
+                    output = torch.where(is_sample.view(-1, *[1] * (output.dim() - 1)), output, output.detach())
+                step.backward(output, watch)
         flags = torch.tensor([target in undivided for target in targets], dtype=torch.float64)
         self._runner.sum_([flags])
         return {target for target, flag in zip(targets, flags.tolist(), strict=True) if flag}
 
-    def _add_pass(
-        self, batch: Any, seed: int, new: Replacement, sums_of: Mapping[Target, Tensor], energy: Tensor
-    ) -> int:
-        """Add the squares of one pass, and return its number of samples."""
-        products: dict[Target, Tensor] = {}
-        num_samples = 0
+    def _passes(self) -> list[tuple[Any, int]]:
+        """Return batches, each with the seed of a direction."""
+        passes: list[tuple[Any, int]] = []
+        num_pairs = 0
+        for batch in (batch for batch in self._runner.batches for _ in range(_DIRECTIONS)):
+            if num_pairs >= _PAIRS or len(passes) == _MOST_PASSES:
+                break
+            passes.append((batch, self._seed + len(passes)))
+            num_pairs += self._runner.num_samples(batch)
+        return passes
+
+    def _add_step(self, step: Step, new: Replacement, products: dict[Target, Tensor], energy: Tensor) -> None:
+        """Add to the products of a pass, one number for each sample and target, and to the output's squares."""
+        num_samples = self._runner.num_samples(step.batch)
 
         def samples_of(further: Further) -> Tensor:
             tokens, count = tokens_of(further)
@@ -184,16 +196,12 @@ class Trials:
 
             return receive
 
-        with watched(list(sums_of), note, self._runner.model) as watch, torch.enable_grad():
-            output = self._runner.output(batch)
-            num_samples = len(output) if output.dim() else 1
-            rows = counted(output.detach(), self._runner.mask(batch))
-            energy[0] += squares(ScoreFill.of(rows).scores(rows))
-            if output.requires_grad and (watch.tapped or watch.untracked):
-                send_gradients(self._runner, output, batch, watch, seed)
-        for target, product in products.items():
-            sums_of[target] += torch.tensor([product.square().sum().item(), 1.0], dtype=torch.float64)
-        return num_samples
+        with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
+            output = step.forward()
+            if output is not None:
+                rows = counted(output.detach(), self._runner.mask(step.batch))
+                energy[0] += squares(ScoreFill.of(rows).scores(rows))
+            step.backward(output, watch)
 
 
 def _sample_axis(output: Tensor, num_samples: int) -> int | None:

@@ -215,9 +215,10 @@ def init_corda_(
     for number, inputs in enumerate(passes):
         label = f"moments, pass {number + 1} of {len(passes)}"
         with runner.calibrating(seed):  # ends before the weights change, because it restores buffers
-            gathered, _, _ = gather_moments(runner, inputs, gradients=False, seed=seed, description=label)
+            gathered = [*gather_moments(runner, inputs, gradients=False, seed=seed, description=label)]
         # Embeddings are not among the targets, and only they have different moments.
-        moments = {target: moment for target, moment in gathered.items() if isinstance(moment, Moments)}
+        pairs = (pair for moments_of_inputs, _, _ in gathered for pair in moments_of_inputs.items())
+        moments = {target: moment for target, moment in pairs if isinstance(moment, Moments)}
         positions |= {target: moment.positions for target, moment in moments.items()}
         constant += [target for target, moment in moments.items() if moment.constant]
         check_calibration(positions, constant)  # before anything is changed
