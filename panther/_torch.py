@@ -76,9 +76,11 @@ __all__ = [
     "set_group_timeout",
     "storage_key",
     "sync_zero_groups",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "unreduced_positions",
     "unsafe_view",
     "unsaved_buffers_of",
@@ -132,7 +134,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_dispa
 
 # These functions work on nested lists, tuples and dictionaries of tensors. torch 2.11 to 2.14 have no public name for
 # them. The fallback is the package optree, which is not a dependency.
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
     import torch.distributed as dist

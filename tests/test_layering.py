@@ -43,12 +43,12 @@ LEVELS = {
         "": 6,
     },
     "compression": {
-        "calibration": 0, "moments": 1, "forms": 2,
+        "calibration": 0, "moments": 1, "streaming": 1, "forms": 2,
         "config": 3, "selection": 3,
         "memory": 4, "report": 4,
         "fitting": 5, "heal": 5, "install": 5,
         "linearization": 6, "preparation": 6,
-        "_compress": 7, "": 8,
+        "_compress": 7, "folder": 8, "": 9,
     },
     "tuning": {
         "goal": 0, "guards": 0, "plan": 0, "samplers": 0,

@@ -1,15 +1,12 @@
-"""Folders of transformers for ``panther compress``: load one without a network, split text into batches, copy the rest.
+"""Folders of transformers for ``panther compress``: load one without a network, and split text into batches.
 
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
 
-__all__ = ["copy_beside", "empty_model", "load_model", "quietly", "sample_inputs", "text_batches"]
+__all__ = ["empty_model", "load_model", "quietly", "sample_inputs", "text_batches"]
 
-import fnmatch
 import inspect
-import json
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,7 @@ from torch import Tensor, nn
 from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
-from panther.files import copy_file
-from panther.files.weights import PICKLES, check_weight_files
+from panther.files.weights import check_weight_files
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _MIN_SAMPLES = 5  # a fifth is held out
@@ -29,13 +25,6 @@ _VOCABULARIES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
-_NOT_COPIED = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".py")
-# Files that only training needs, which a compressed model does not continue, and weights in formats of other programs.
-_LEFT_OUT = (
-    ".*", "__pycache__", "trainer_state.json", "optimizer*", "scheduler*", "scaler*", "rng_state*", "events.out.*",
-    "latest", "checkpoint-*", "global_step*", "runs", "logs", "wandb", "onnx", "openvino", "coreml", "original",
-)  # fmt: skip
-_MODULES = "modules.json"  # sentence-transformers lists its modules here; each has a folder with weights
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -195,47 +184,6 @@ def _lines(path: Path) -> list[str]:
     if not lines:
         raise PantherError(f"{path} has no text in it: give one sample a line")
     return lines
-
-
-def copy_beside(folder: Path, out: Path) -> None:
-    """Copy the files that the model needs beside its weights, such as the tokenizer and chat templates.
-
-    Weights, config.json, code and files that only training reads are left out. The folders that sentence-transformers
-    puts beside the model are copied completely, because they contain further modules with weights. config.json is
-    written with the weights, so that a folder without weights does not look like a model.
-    """
-    _copy(folder, out, _module_folders(folder), out.resolve(), leave="config.json")
-
-
-def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path, leave: str = "") -> None:
-    """Copy the files of a folder and of its sub-folders, except for the folder ``unread``.
-
-    Sub-folders named in ``modules`` are copied completely. The file named ``leave`` is left out of this folder, but not
-    of its sub-folders.
-    """
-    for path in sorted(folder.iterdir()):
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() == unread:
-            continue
-        target = out / path.name
-        if path.is_dir() and not path.is_symlink():
-            if path.name in modules:
-                shutil.copytree(path, target, copy_function=copy_file, dirs_exist_ok=True)
-            else:
-                _copy(path, target, (), unread)
-            continue
-        is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and path.name != leave and not target.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            copy_file(path, target)
-
-
-def _module_folders(folder: Path) -> set[str]:
-    """Return the folders of the modules that follow the model, by the modules.json of sentence-transformers."""
-    try:
-        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
-        return {str(module["path"]).split("/")[0] for module in modules if module["path"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
 
 
 @contextmanager

@@ -67,6 +67,9 @@ def add_parser(commands: Any) -> None:
     for flag, rule in (("--include", "only"), ("--exclude", "not")):
         text = f"{rule} layers with such a name, as in '*.attention.*'"
         parser.add_argument(flag, nargs="+", action="extend", metavar="GLOB", help=text)
+    text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch; for a folder"
+    parser.add_argument("--stream", action="store_true", help=text)
+    add_option(parser, "--scratch", str, "with --stream: an existing folder for what is kept meanwhile", metavar="DIR")
     add_option(parser, "--seed", seed, "seed of random fits and of healing", 0)
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
     add_option(parser, "--batch-size", positive, "samples of a batch", 16)
@@ -83,16 +86,18 @@ def run(args: argparse.Namespace) -> int:
     with current_folder_importable():
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
-    _log.info("writing to %s", out)
     try:
-        if Path(args.model).is_dir():
-            from panther.cli._transformers import copy_beside
+        if not args.stream:
+            _log.info("writing to %s", out)
+        if Path(args.model).is_dir() and not args.stream:
+            from panther.integrations.folders.beside import copy_beside
             from panther.integrations.transformers import write_model_card
 
             out.mkdir(parents=True, exist_ok=True)
             write_model_card(model, report, out, settings=_settings(args))
             copy_beside(Path(args.model), out)
-        pr.save_compressed(model, out)  # last, so that a folder with a model also has its tokenizer
+        if not args.stream:
+            pr.save_compressed(model, out)  # last, so that a folder with a model also has its tokenizer
         if args.report:
             report.to_json(args.report)
         if args.plot:
@@ -115,6 +120,12 @@ def run(args: argparse.Namespace) -> int:
 def _check_inputs(args: argparse.Namespace) -> None:
     """Raise if the model or its calibration batches cannot be loaded; this takes no time, and loading takes seconds."""
     is_folder, calibration = Path(args.model).is_dir(), args.calibration
+    if args.scratch and not args.stream:
+        raise PantherError(
+            "--scratch is for --stream, which keeps what is large on disk: add --stream, or leave it out"
+        )
+    if args.stream:
+        _check_streamed(args)
     if not is_folder and not names_function(args.model):
         raise PantherError(
             f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
@@ -133,6 +144,17 @@ def _check_inputs(args: argparse.Namespace) -> None:
             f"--calibration {calibration} is a text, and only a folder of transformers comes with a tokenizer: give "
             "module:function, which returns batches"
         )
+
+
+def _check_streamed(args: argparse.Namespace) -> None:
+    """Raise if an option needs the whole model in memory."""
+    if not Path(args.model).is_dir():
+        raise PantherError(f"--stream reads the blocks of a folder of transformers, and {args.model} is not a folder")
+    names = ("max_error", "speedup", "max_latency_ms", "heal", "sequential")
+    if option := next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name)), None):
+        raise PantherError(f"{option} needs the whole model in memory: leave it out, or leave out --stream")
+    if args.method not in _CALIBRATED:
+        raise PantherError(f"--method {args.method} needs no batches, and so no blocks: leave out --stream")
 
 
 def _check_calibrated(args: argparse.Namespace, calibration: Any) -> None:
@@ -177,7 +199,7 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
     if folder.is_dir():
         from panther.cli import _transformers
 
-        model = _transformers.load_model(folder)
+        model = (_transformers.empty_model if args.stream else _transformers.load_model)(folder)
         imports, load = "", f"pr.from_pretrained({str(Path(args.out))!r})"
     else:
         returned = call(args.model)
@@ -202,9 +224,21 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
 
 
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
-    """Compress the model in place, and print each warning as a note of one line."""
+    """Compress the model in place, or its folder, and print each warning as a note of one line."""
     sizes = ("bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-    names = (*sizes, "activations", "allow_slower", "include", "exclude", "method", "allocate", "sequential", "seed")
+    names: tuple[str, ...] = (
+        *sizes,
+        "activations",
+        "allow_slower",
+        "include",
+        "exclude",
+        "method",
+        "allocate",
+        "sequential",
+        "seed",
+    )
+    if args.stream:
+        names = ("bits", "max_bytes", "activations", "include", "exclude", "method", "allocate", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.forms is not None:
         options["forms"] = args.forms
@@ -214,6 +248,9 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
         warnings.simplefilter("ignore", NumericalWarning)  # the report contains these
         warnings.showwarning = lambda message, *_, **__: note(message)
         try:
+            if args.stream:
+                options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
+                return pr.compress_folder(args.model, args.out, **options)
             return pr.compress(model, args.budget, calibration, heal=heal, **options)
         except PantherError:
             raise

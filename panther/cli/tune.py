@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             import panther as pr
 
             if isinstance(model := settings.get("model"), str) and Path(model).is_dir():
-                from panther.cli._transformers import copy_beside
+                from panther.integrations.folders.beside import copy_beside
 
                 copy_beside(Path(model), out)
             pr.save_compressed(result.model, out)  # last, so that a folder with a model also has its tokenizer

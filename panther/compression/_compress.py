@@ -1,6 +1,6 @@
 """Compress a trained model to a budget, or sketch the layers of a model that will be trained."""
 
-__all__ = ["compress", "sketch_layers_"]
+__all__ = ["compress", "compress_with", "plain_tensors", "sketch_layers_"]
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -165,37 +165,41 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     """
     check_model(model)
     check_adapters(model)
+    with plain_tensors() as forward_device, without_compiled_blocks(model):
+        return compress_with(make_runner(model, config, forward_device=forward_device), config)
+
+
+def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
+    """Compress the model of a runner, as :func:`compress` does with a runner in memory."""
     if config.heal is not None:
         from panther.compression.heal import (
             healing,
         )  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(config.group)
-    with _plain_tensors() as forward_device, without_compiled_blocks(model):
-        runner = make_runner(model, config, forward_device=forward_device)
-        seed = runner.shared_seed(check_seed(config.seed))
-        with runner.calibrating(seed):
-            prepared = prepare(runner, config, seed)
-            replacement, notes = prepared.convert(config.sequential, config.max_error)
-            measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
-            outcome = Outcome(
-                prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
-                allow_slower=config.allow_slower, output=runner.output_name,
-            )  # fmt: skip
-            notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
-            if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):
-                warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=3)
-        healed, write_ = None, None
-        outcome = outcome.without_fits()  # healing needs the memory
-        del prepared
-        if config.heal is not None and replacement:
-            healed, write_ = healing.heal(runner, replacement, config.heal, seed=seed)
-        notes += calibration_notes + _healing_notes(config.heal, healed)
-        return install_layers(model, replace(outcome, healed=healed, write_=write_, notes=notes))
+    seed = runner.shared_seed(check_seed(config.seed))
+    with runner.calibrating(seed):
+        prepared = prepare(runner, config, seed)
+        replacement, notes = prepared.convert(config.sequential, config.max_error)
+        measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
+        outcome = Outcome(
+            prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
+            allow_slower=config.allow_slower, output=runner.output_name,
+        )  # fmt: skip
+        notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
+        if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):
+            warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=4)
+    healed, write_ = None, None
+    outcome = outcome.without_fits()  # healing needs the memory
+    del prepared
+    if config.heal is not None and replacement:
+        healed, write_ = healing.heal(runner, replacement, config.heal, seed=seed)
+    notes += calibration_notes + _healing_notes(config.heal, healed)
+    return install_layers(runner.model, replace(outcome, healed=healed, write_=write_, notes=notes))
 
 
 @contextmanager
-def _plain_tensors() -> Iterator[torch.device | None]:
+def plain_tensors() -> Iterator[torch.device | None]:
     """Use plain tensors with gradients, and small ones on the CPU, whatever the caller's modes are.
 
     Yields the default device that the caller has set for the model's forward, or None for the CPU.

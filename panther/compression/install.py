@@ -99,7 +99,7 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
             f"{', ...' if len(slow) > 5 else ''}), the slowest at {slow[names[0]]:.2f} of their speed: "
             "allow_slower=False keeps such layers dense, and allow_slower=True accepts them",
             PerformanceWarning,
-            stacklevel=4,  # the caller of pr.compress, behind install_layers, compress and the decorator of compress
+            stacklevel=5,  # the caller of pr.compress, behind install_layers, compress_with, compress and its decorator
         )
     # The model is changed last, and only by assignments, so that any earlier failure (including a warning turned into
     # an error) leaves it unchanged.

@@ -195,6 +195,33 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     assert "--out small is not empty" in capsys.readouterr().err
 
 
+def test_a_folder_block_by_block(bert, here, transformers, capsys):
+    command = ["compress", str(bert), "--budget", "0.5", "--calibration", "text.txt", "--max-length", "64"]
+    command += ["--forms", "low_rank", "--out"]
+    (here / "scratch").mkdir()
+    assert main([*command, "streamed", "--stream", "--scratch", "scratch", "--report", "report.json"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("whole model")
+    assert out.rstrip().endswith("model = pr.from_pretrained('streamed')")
+    assert not list((here / "scratch").iterdir())
+    assert main([*command, "small", "--allow-slower"]) == 0
+    capsys.readouterr()
+    streamed, small = (
+        transformers.AutoModel.from_pretrained(here / name).state_dict() for name in ("streamed", "small")
+    )
+    assert streamed.keys() == small.keys()
+    for name, tensor in small.items():
+        torch.testing.assert_close(streamed[name], tensor, rtol=1e-3, atol=1e-4)
+    names = {path.name for path in (here / "small").iterdir()}
+    assert {path.name for path in (here / "streamed").iterdir()} == names
+    options = [str(bert), "--budget", "0.5", "--calibration", "text.txt", "--out", "more"]
+    assert "--heal needs the whole model in memory" in refusal(capsys, *options, "--stream", "--heal", "2")
+    assert "--method svd needs no batches" in refusal(capsys, *options, "--stream", "--method", "svd")
+    assert "--scratch is for --stream" in refusal(capsys, *options, "--scratch", "scratch")
+    assert "is not a folder" in refusal(capsys, "module:function", *options[1:], "--stream")
+    assert not (here / "more").exists()
+
+
 @pytest.mark.extra
 def test_an_interruption_leaves_no_model_without_its_tokenizer(bert, here, monkeypatch):
     def interrupted(model, out):

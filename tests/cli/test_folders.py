@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 import panther as pr
-from panther.cli._transformers import copy_beside
 from panther.errors import FormatError, PantherError
 from panther.files.weights import check_weight_files
+from panther.integrations.folders.beside import copy_beside
 
 KEPT = (
     "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modules.json",

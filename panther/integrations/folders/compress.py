@@ -1,0 +1,144 @@
+"""``panther.compress_folder``: a folder of transformers is compressed part by part. The call imports transformers."""
+
+__all__ = ["compress_folder"]
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from panther.compression import CompressionReport
+from panther.compression.folder import CompressConfig, compress_streamed
+from panther.errors import CompressionError, require_extra
+from panther.files.writer import hold_lock, unlocked_file
+from panther.integrations.folders.beside import copy_beside
+from panther.integrations.pretrained import from_pretrained
+from panther.nn.io import save_compressed
+
+# Settings of pr.compress that need the whole model in memory, or its speed there.
+_IN_MEMORY = (
+    "max_error", "speedup", "max_latency_ms", "sequential", "heal", "statistics_memory_bytes", "measure_speed",
+    "allow_slower",
+)  # fmt: skip
+
+_PREFIX = ".panther-"  # of the names of folders that are there during a run
+_LOCK = "lock"
+
+
+def compress_folder(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    calibration: Any,
+    budget: float | None = None,
+    bits: float | None = None,
+    max_bytes: int | None = None,
+    scratch_dir: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> CompressionReport:
+    """Compress the model of a folder into another folder, with one part of the model in memory at a time.
+
+    The result is that of :func:`panther.compress` with the same arguments: in float64 equal codes, in shorter dtypes
+    equal up to rounding. All batches run through one block of the model before they run through the next one. Their
+    hidden states at the boundaries of the blocks are kept on disk; backward, each block is run again from there, its
+    weights are fitted, and the fits are kept on disk too, until one choice is made for the whole model. The weights of
+    the folder are mapped into memory and not copied.
+
+    Blocks are the elements of the model's lists of layers, and layers outside of them. Each is run by the model's own
+    forward, in which all blocks before it return what they returned when they ran; so masks, rotary tables, an
+    encoder's output and shared layers need nothing of yours. A model whose blocks pass each other something beside
+    arguments and results is refused.
+
+    Args:
+        source: A folder that ``save_pretrained`` of transformers wrote, of one file of safetensors or several.
+        target: The folder for the result, new or empty. The tokenizer and other files are copied there.
+        calibration: Batches, as for :func:`panther.compress`; they are held in memory.
+        budget: Bytes of the eligible layers' weights to keep, as a fraction. Exactly one of ``budget``, ``bits`` and
+            ``max_bytes`` must be given.
+        bits: The size as an average number of bits for each eligible weight.
+        max_bytes: Bytes that all tensors of the model may take when saved.
+        scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
+        **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
+            ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
+            ``measure_speed`` and ``allow_slower``.
+
+    Returns:
+        The report of :func:`panther.compress`.
+
+    Raises:
+        CompressionError: As for :func:`panther.compress`; and if the model cannot be run part by part, the disk is
+            full, or the target is not empty.
+        FormatError: If the source has no model of transformers, or a file of it is damaged or missing.
+        MissingExtraError: Without transformers.
+
+    Cost: the time of :func:`panther.compress`, and of all widths of codes where it fits two or three. Memory: the
+    moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a forward and backward of one block for one
+    batch, and a few matrices of the size of the largest weight in float64. Weights that transformers converts as it
+    loads them (of experts that the file holds one by one, or in another ``dtype``) are in memory as well. Disk: the
+    hidden states of all batches at all boundaries, and for each weight about seven bytes and the factors of low rank.
+
+    Example:
+        >>> import tempfile, torch, transformers, panther as pr
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+        ... )
+        >>> source, target = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> transformers.LlamaForCausalLM(config).save_pretrained(source)
+        >>> batches = [{"input_ids": torch.randint(100, (4, 32))} for _ in range(5)]
+        >>> report = pr.compress_folder(source, target, bits=4.5, calibration=batches, forms="int4", seed=0)
+        >>> type(pr.from_pretrained(target).model.layers[0].mlp.up_proj).__name__
+        'QuantizedLinear'
+    """
+    transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")
+    if refused := [name for name in _IN_MEMORY if name in options]:
+        raise ValueError(f"{refused[0]} needs the whole model in memory: leave it out, or use pr.compress")
+    config = CompressConfig(
+        budget, calibration, bits=bits, max_bytes=max_bytes, measure_speed=False, allow_slower=True, **options
+    )
+    if not config.is_calibrated:
+        raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
+    folder = Path(target)
+    with _scratch(folder, None if scratch_dir is None else Path(scratch_dir)) as scratch:
+        model = from_pretrained(source)
+        report = compress_streamed(model, config, scratch)
+        transformers_adapter.write_model_card(model, report, folder, settings=_size(config))
+        copy_beside(Path(source), folder)
+        save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
+    return report
+
+
+def _size(config: CompressConfig) -> str:
+    return ", ".join(f"{name}={value}" for name, value in config.sizes.items() if value is not None)
+
+
+@contextmanager
+def _scratch(target: Path, scratch_dir: Path | None) -> Iterator[Path]:
+    """Make the target and a folder for files of the run, which is removed at the end, as the target is on an error."""
+    if scratch_dir is not None and not scratch_dir.is_dir():
+        raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
+    if target.exists() and (not target.is_dir() or any(not _is_scratch(path) for path in target.iterdir())):
+        raise CompressionError(f"{target} is not empty, and might hold another model: give a new folder, or clear it")
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    parent = target if scratch_dir is None else scratch_dir
+    for path in filter(_is_scratch, [*parent.iterdir()]):
+        with unlocked_file(path / _LOCK) as is_abandoned:  # by a run that was killed
+            if is_abandoned:
+                shutil.rmtree(path, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        with (scratch / _LOCK).open("wb") as lock:
+            hold_lock(lock.fileno())
+            yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it holds a model now
+                target.rmdir()
+
+
+def _is_scratch(path: Path) -> bool:
+    return path.name.startswith(_PREFIX) and path.is_dir()

@@ -1,0 +1,332 @@
+"""Compression part by part: the same result as in memory, whatever the parts pass to each other."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import panther as pr
+from panther.compression.config import CompressConfig
+from panther.compression.folder import compress_streamed
+from panther.compression.streaming import spool
+from panther.compression.streaming.spool import Spool
+from panther.errors import CompressionError
+from panther.files.tensors import bytes_of
+
+
+class Block(nn.Module):
+    """A residual block of the model's width."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks, and layers before and after them; sub-classes run them in their own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.end = nn.Linear(16, 24), nn.Linear(24, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+
+class Skips(Model):
+    """Results that several later parts read, in both directions."""
+
+    def forward(self, x):
+        results = [self.start(x)]
+        for block in self.blocks:
+            results.append(block(sum(results)))
+        return self.end(results[-1] * results[0].sigmoid())
+
+
+class Shared(Model):
+    """A block and a layer that are called more than once."""
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2], self.blocks[0]):
+            x = block(x)
+        return self.end(self.blocks[0](self.blocks[0](x)))
+
+
+class Writing(Model):
+    """A block that writes to its input, and glue that writes to a block's output."""
+
+    def forward(self, x):
+        x = self.start(x)
+        first = x
+        for block in self.blocks:
+            y = self.write(block, x)
+            y += 0.1
+            x = y * 1.5
+        return self.end(x + first)
+
+    def write(self, block, x):
+        return block(x)
+
+
+class Adding(Block):
+    def forward(self, x):
+        x += self.down(torch.relu(self.up(x)))
+        return {"hidden": x, "name": "block", "none": None}
+
+
+class WritingInput(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding() for _ in range(3))
+
+    def forward(self, x):
+        x = self.start(x) * 1.0
+        for block in self.blocks:
+            block(x)  # the result is the input, which the block has changed
+        return self.end(x)
+
+
+class Noisy(Block):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn(x.shape).to(x))
+
+
+class Drawing(Model):
+    """Blocks that draw random numbers, and a forward that draws between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noisy() for _ in range(3))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x) + 0.1 * torch.randn(x.shape).to(x)
+        return self.end(x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3, 2), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x.view(-1, 3, 9, 9))
+
+
+class Tables(nn.Module):
+    """A table that is also the head, and one that no batch reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.idle = nn.Embedding(40, 24), nn.Embedding(30, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = self.table((x.abs() * 20).long().clamp(max=39))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batches(width=16, count=6):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(5 + i % 2, 7, width, generator=generator).double() for i in range(count)]
+
+
+def compress_both(model, folder, **options):
+    """Return the model compressed in memory and part by part, with both reports."""
+    options = {"calibration": batches(), "seed": 0, "measure_speed": False} | options
+    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    report = pr.compress(whole, **options)
+    return whole, parts, report, compress_streamed(parts, CompressConfig(**options), folder)
+
+
+OPTIONS = {
+    "bits": {"bits": 4.5},
+    "low rank": {"budget": 0.6, "forms": "low_rank"},
+    "inputs alone": {"bits": 5, "method": "activation", "allocate": "uniform"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", [Model, Skips, Shared, Writing, WritingInput, Drawing, Tables])
+def test_the_result_is_that_in_memory(kind, options, tmp_path):
+    torch.manual_seed(0)
+    model = kind().double()
+    before = copy.deepcopy(model.state_dict())
+    whole, parts, report, streamed = compress_both(model, tmp_path, **options)
+    assert [(layer.names, layer.form, layer.rank) for layer in streamed.layers] == [
+        (layer.names, layer.form, layer.rank) for layer in report.layers
+    ]
+    assert streamed.measured_error == pytest.approx(report.measured_error, rel=1e-9)
+    assert streamed.skipped == report.skipped
+    expected, state = whole.state_dict(), parts.state_dict()
+    assert expected.keys() == state.keys()
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
+        else:
+            assert torch.equal(state[name], tensor), name
+    x = batches()[0]
+    torch.manual_seed(1)
+    y = parts(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(y, whole(x), rtol=1e-7, atol=1e-9)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not list(tmp_path.glob("kept-*"))
+
+
+def test_convolutions_and_a_target_in_a_sequential(tmp_path):
+    torch.manual_seed(0)
+    inputs = [torch.randn(8, 243).double() for _ in range(6)]
+    whole, parts, _, _ = compress_both(Convolutions().double(), tmp_path, bits=5, calibration=inputs)
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
+
+
+class Telling(Block):
+    def forward(self, x, notes):
+        notes.append(x.mean())
+        return super().forward(x)
+
+
+class Listening(Model):
+    """Blocks that write to a list that they all get."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Telling() for _ in range(3))
+
+    def forward(self, x):
+        x, notes = self.start(x), []
+        for block in self.blocks:
+            x = block(x, notes)
+        return self.end(x) * (1 + sum(notes))
+
+
+class Branching(Model):
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks if len(x) == 5 else reversed(self.blocks):
+            x = block(x)
+        return self.end(x)
+
+
+class Stopping(Model):
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks[: 3 if len(x) == 5 else 2]:
+            x = block(x)
+        return self.end(x)
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+class Wrapping(Block):
+    def forward(self, x):
+        return Opaque(super().forward(x))
+
+
+class Unwrapping(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapping() for _ in range(3))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x).x
+        return self.end(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Listening, "changes by .* if its 5 parts, from 'start' to 'end', run one by one"),
+        (Branching, "in a different order for batch 1, where 'blocks.0' was expected"),
+        (Stopping, "in a different order for batch 1, where 'blocks.2' was expected"),
+        (Unwrapping, "'blocks.0' returns a Opaque, which cannot be kept on disk"),
+    ],
+)
+def test_a_model_without_such_parts_is_refused_and_unchanged(kind, message, tmp_path):
+    torch.manual_seed(0)
+    model = kind().double()
+    before = copy.deepcopy(model.state_dict())
+    config = CompressConfig(calibration=batches(), bits=5, seed=0, measure_speed=False)
+    with pytest.raises(CompressionError, match=message):
+        compress_streamed(model, config, tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_full_disk_is_an_error_and_the_model_is_unchanged(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = Model().double()
+    before = copy.deepcopy(model.state_dict())
+    number = iter(range(100))
+
+    def limited(tensor):
+        if next(number) >= 7:
+            raise OSError(28, "No space left on device")
+        return bytes_of(tensor)
+
+    monkeypatch.setattr(spool, "bytes_of", limited)
+    config = CompressConfig(calibration=batches(), bits=5, seed=0, measure_speed=False)
+    with pytest.raises(CompressionError, match=r"cannot take what is kept on disk \(No space left on device; .* GB"):
+        compress_streamed(model, config, tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
+def test_tensors_of_a_spool(dtype, tmp_path):
+    kept = Spool(tmp_path)
+    values = [
+        (torch.arange(n) % 5).to(dtype).view(shape) for n, shape in ((6, (2, 3)), (0, (0, 4)), (1, ()), (1, (1,)))
+    ]
+    kept.write("a", values)
+    tensors = kept.read("a")
+    for value, tensor in zip(values, tensors, strict=True):
+        assert tensor.dtype is value.dtype
+        assert tensor.shape == value.shape
+        assert torch.equal(tensor, value)
+    tensors[0].zero_()  # not in the file
+    assert torch.equal(kept.read("a")[0], values[0])
+    kept.remove("a")
+    gc.collect()
+    assert torch.equal(tensors[2], values[2])  # still mapped
+    assert "a" not in kept
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_that_are_kept(tmp_path):
+    layer = nn.Linear(3, 2)
+    layer.register_buffer("shared", torch.arange(4.0))
+    other = torch.arange(4.0).view(2, 2).mT  # not contiguous
+    value = {"layer": layer, 3: (other, None, "text"), "list": [layer.shared, other]}
+    weight = layer.weight
+    kept = Spool(tmp_path).kept(value)
+    assert kept["layer"] is layer
+    assert layer.weight is weight
+    assert torch.equal(kept[3][0], other)
+    assert kept[3][1:] == (None, "text")
+    assert kept["list"][0].data_ptr() == layer.shared.data_ptr()
+    assert kept["list"][1].data_ptr() == kept[3][0].data_ptr()
