@@ -46,17 +46,18 @@ class StreamingRunner(Runner):
         self, passes: Sequence[tuple[Any, int]], targets: Sequence[Target], *, gradients: bool, description: str = ""
     ) -> Iterator[Step]:
         """Yield the steps of one part after another: with gradients backward, and otherwise forward."""
-        parts = self._cut(targets)
+        parts = self._divide(targets)
         numbers = [self._number_of(batch) for batch, _ in passes]
         places_of = {target: self._places_of(parts, target) for target in targets}
+        places = range(len(parts.calls))
         if not gradients:
-            for place in range(len(parts.calls)):
+            for place in self.over(places, description) if description else places:
                 yield from self._forward_steps(parts, passes, numbers, place, places_of)
             return
         self._record(parts, passes, numbers, description)
         slopes = _Slopes(self._spool)
         try:
-            for place in reversed(range(len(parts.calls))):
+            for place in self.over(places[::-1], description) if description else places[::-1]:
                 yield from self._backward_steps(parts, passes, numbers, place, places_of, slopes)
         finally:
             slopes.remove()
@@ -125,13 +126,14 @@ class StreamingRunner(Runner):
     ) -> None:
         """Run the batches forward, part by part, where the results of a part are not kept yet."""
         batches = dict(zip(numbers, (batch for batch, _ in passes), strict=True))
+        places = range(len(parts.calls) - 1)
         with torch.no_grad():
-            for place in range(len(parts.calls) - 1):
+            for place in self.over(places, f"forward before {description}") if description else places:
                 for number, batch in batches.items():
                     if not parts.is_recorded(place, number):
                         parts.run(partial(self.output, batch), place, number, record=True)
 
-    def _cut(self, targets: Sequence[Target]) -> Parts:
+    def _divide(self, targets: Sequence[Target]) -> Parts:
         """Return the parts of the model, which are found at the first call."""
         if self._parts is None:
             layers = {module for target in targets for module in target.modules}
@@ -196,7 +198,7 @@ class StreamingRunner(Runner):
     def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
         """Return the targets of each part, which have their moments at the same time."""
         targets = [target for group in inputs for target in group]
-        parts = self._cut(targets)
+        parts = self._divide(targets)
         divided: dict[int, list[Sequence[Target]]] = {}
         for target in targets:
             divided.setdefault(min(self._places_of(parts, target), default=0), []).append([target])
