@@ -63,7 +63,7 @@ def compress_folder(
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
             ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
-            ``measure_speed`` and ``allow_slower``.
+            ``measure_speed`` and ``allow_slower``; and for ``group``, because one process compresses a folder.
 
     Returns:
         The report of :func:`panther.compress`.
@@ -95,6 +95,8 @@ def compress_folder(
     transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")
     if refused := [name for name in _IN_MEMORY if name in options]:
         raise ValueError(f"{refused[0]} needs the whole model in memory: leave it out, or use pr.compress")
+    if options.get("group") is not None:
+        raise ValueError("one process compresses a folder: leave out group, and give all batches to this process")
     config = CompressConfig(
         budget, calibration, bits=bits, max_bytes=max_bytes, measure_speed=False, allow_slower=True, **options
     )
