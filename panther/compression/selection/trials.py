@@ -2,7 +2,7 @@
 
 __all__ = ["Trials"]
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -108,19 +108,20 @@ class Trials:
         """
         self._make([choice])
         new = self._replacement(choice)
-        sums = torch.zeros(len(choice) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
         undivided = self._undivided(list(choice))
-        sums_of = {target: row for target, row in zip(choice, sums, strict=False) if target not in undivided}
+        targets = [target for target in choice if target not in undivided]
         passes = self._passes()
-        products: list[dict[Target, Tensor]] = [{} for _ in passes]
-        for step in self._runner.steps(passes, list(sums_of), gradients=True):
-            self._add_step(step, new, products[step.number], sums[-1])
-        for products_of_pass in products:
-            for target, product in products_of_pass.items():
-                sums_of[target] += torch.tensor([product.square().sum().item(), 1.0], dtype=torch.float64)
+        most = max((self._runner.num_samples(batch) for batch, _ in passes), default=0)
+        # Allocated now: small tensors that live between activations would keep malloc from joining freed blocks.
+        products = torch.zeros(len(targets), len(passes), most, dtype=torch.float64)
+        sums = torch.zeros(len(targets) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
+        rows = dict(zip(targets, zip(products, sums, strict=False), strict=True))
+        for step in self._runner.steps(passes, targets, gradients=True):
+            self._add_step(step, new, rows, sums[-1])
+        sums[:-1, 0] = products.square().sum((1, 2))
         self._runner.sum_([sums])
         energy = sums[-1, 0].item()
-        squares_and_calls = zip(choice, sums[:-1].tolist(), strict=True)
+        squares_and_calls = zip(targets, sums[:-1].tolist(), strict=True)
         return {target: total / energy for target, (total, calls) in squares_and_calls if calls and energy > 0}
 
     def _undivided(self, targets: Sequence[Target]) -> set[Target]:
@@ -169,8 +170,10 @@ class Trials:
             num_pairs += self._runner.num_samples(batch)
         return passes
 
-    def _add_step(self, step: Step, new: Replacement, products: dict[Target, Tensor], energy: Tensor) -> None:
-        """Add to the products of a pass, one number for each sample and target, and to the output's squares."""
+    def _add_step(
+        self, step: Step, new: Replacement, rows: Mapping[Target, tuple[Tensor, Tensor]], energy: Tensor
+    ) -> None:
+        """Add to each target's products, (passes, samples), and its number of calls, and to the output's squares."""
         num_samples = self._runner.num_samples(step.batch)
 
         def samples_of(further: Further) -> Tensor:
@@ -192,15 +195,17 @@ class Trials:
                     sums = product.sum(1, dtype=torch.float64)
                     if target.is_stacked:
                         sums = sums.new_zeros(num_samples).index_add_(0, samples_of(further), sums)
-                products[target] = products.get(target, 0.0) + sums
+                products, sums_and_calls = rows[target]
+                products[step.number, :num_samples] += sums.cpu()
+                sums_and_calls[1] += 1
 
             return receive
 
         with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
             output = step.forward()
             if output is not None:
-                rows = counted(output.detach(), self._runner.mask(step.batch))
-                energy[0] += squares(ScoreFill.of(rows).scores(rows))
+                counted_output = counted(output.detach(), self._runner.mask(step.batch))
+                energy[0] += squares(ScoreFill.of(counted_output).scores(counted_output))
             step.backward(output, watch)
 
 
