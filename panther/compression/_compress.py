@@ -165,18 +165,18 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     """
     check_model(model)
     check_adapters(model)
-    with plain_tensors() as forward_device, without_compiled_blocks(model):
-        return compress_with(make_runner(model, config, forward_device=forward_device), config)
-
-
-def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
-    """Compress the model of a runner, as :func:`compress` does with a runner in memory."""
     if config.heal is not None:
         from panther.compression.heal import (
             healing,
         )  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(config.group)
+    with plain_tensors() as forward_device, without_compiled_blocks(model):
+        return compress_with(make_runner(model, config, forward_device=forward_device), config)
+
+
+def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
+    """Compress the model of a runner, as :func:`compress` does with a runner in memory."""
     seed = runner.shared_seed(check_seed(config.seed))
     with runner.calibrating(seed):
         prepared = prepare(runner, config, seed)
@@ -193,6 +193,8 @@ def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
     outcome = outcome.without_fits()  # healing needs the memory
     del prepared
     if config.heal is not None and replacement:
+        from panther.compression.heal import healing
+
         healed, write_ = healing.heal(runner, replacement, config.heal, seed=seed)
     notes += calibration_notes + _healing_notes(config.heal, healed)
     return install_layers(runner.model, replace(outcome, healed=healed, write_=write_, notes=notes))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import panther as pr
 from panther import kernels
-from panther.compression.calibration import survey
+from panther.compression.calibration import steps
 from panther.compression.memory import LiveBytes
 from panther.distributed.advisor.cost.model import Layout, estimate
 from panther.distributed.advisor.statistics.model_stats import ModelStats
@@ -92,7 +92,7 @@ def sketch():
 
 def tap():
     anchor = torch.zeros((), requires_grad=True)
-    return lambda x: survey._Tap.apply(x, anchor, lambda gradient: None)
+    return lambda x: steps.Tap.apply(x, anchor, lambda gradient: None)
 
 
 def extremum():
@@ -106,7 +106,7 @@ FUNCTIONS = {
     "InnerProduct and OuterProduct": halves,
     "_FrozenProduct": quantized,
     "_Product": sketch,
-    "_Tap": tap,
+    "Tap": tap,
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
     "_SumTogether": lambda: lambda x: collectives._SumTogether.apply(None, x)[0],
     "_Extremum": extremum,
