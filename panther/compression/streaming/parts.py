@@ -109,7 +109,7 @@ class Parts:
         if not call.is_done:
             raise CompressionError(
                 f"the model did not call {self.name(place)} for batch {batch_number}, and called it for another: its "
-                "blocks depend on the batch, and cannot be run one by one: name other blocks, or compress in memory"
+                "blocks depend on the batch, and cannot be run one by one: compress it in memory, with pr.compress"
             )
         return run
 
@@ -149,7 +149,7 @@ class _Calls:
             expected = self._parts.name(place) if place < len(calls) else "the end of the model"
             raise CompressionError(
                 f"the model called its blocks in a different order for batch {self._batch}, where {expected} was "
-                "expected: they cannot be run one by one: name other blocks, or compress in memory"
+                "expected: they cannot be run one by one: compress it in memory, with pr.compress"
             )
         if place < self._place:
             vars(module)[SKIPPED_CALL] = True
@@ -182,7 +182,7 @@ class _Calls:
                 if not isinstance(entry, (type(None), bool, int, float, str)):
                     raise CompressionError(
                         f"{self._parts.name(self._place)} returns a {type(entry).__name__}, which cannot be kept on "
-                        "disk: turn it off (as use_cache=False for a cache), or name other blocks"
+                        "disk: turn it off (as use_cache=False for a cache), or compress it in memory, with pr.compress"
                     )
             after = torch.get_rng_state()
             draws = not torch.equal(after, rng_state)
