@@ -342,7 +342,7 @@ class Runner:
                 if not output.requires_grad or not torch.is_grad_enabled():
                     return False
                 if watch.tapped or watch.untracked:
-                    send(*self.differentiated(output, batch, seed), watch)
+                    send([self.differentiated(output, batch, seed)], watch)
                 return True
 
             completed = targets if number == len(passes) - 1 else ()

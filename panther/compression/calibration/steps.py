@@ -2,7 +2,7 @@
 
 __all__ = ["SKIPPED_CALL", "Receive", "Step", "Tap", "Watch", "ignore", "send"]
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,16 +103,18 @@ def ignore(gradient: Tensor) -> None:
     """Receive a gradient that nothing is made of."""
 
 
-def send(output: Tensor, direction: Tensor | None, watch: Watch) -> None:
-    """Run backward from a loss (without a direction), or from the output times a direction, so that taps receive it."""
+def send(outputs: Sequence[tuple[Tensor, Tensor | None]], watch: Watch, leaves: Iterable[Tensor] = ()) -> None:
+    """Run backward from outputs with their gradients (None for a loss), so that taps receive them.
+
+    The gradients of ``leaves`` are then in their ``grad``.
+    """
     watch.is_backward = True
+    tensors, gradients = [output for output, _ in outputs], [gradient for _, gradient in outputs]
+    # Reentrant checkpointing refuses a choice of inputs. Without one, nothing accumulates in parameters either, because
+    # none of them requires a gradient here.
+    inputs = None if watch.untracked else [*leaves, watch.anchor]
     try:
-        if watch.untracked:
-            # Reentrant checkpointing refuses torch.autograd.grad. backward() accumulates nothing in parameters, because
-            # none of them requires a gradient here.
-            output.backward(direction)
-        else:
-            torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
+        torch.autograd.backward(tensors, gradients, inputs=inputs)
     except (CompressionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

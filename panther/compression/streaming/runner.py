@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, relative_error, squares
 from panther.compression.calibration.scores import ScoreFill
-from panther.compression.calibration.steps import Step, Watch
+from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Target
 from panther.compression.streaming.parts import PartRun, Parts, dispatched
@@ -105,7 +105,6 @@ class StreamingRunner(Runner):
                 output: Tensor | None, watch: Watch, batch: Any = batch, seed: int = seed, number: int = number
             ) -> bool:
                 nonlocal run
-                watch.is_backward = True
                 if output is not None:
                     if not output.requires_grad:
                         return False
@@ -114,7 +113,7 @@ class StreamingRunner(Runner):
                     outputs = slopes.take(number, place, run.results)
                 leaves, run = run.leaves, PartRun()
                 if outputs:
-                    _send(outputs, [*leaves.values(), watch.anchor], watch)
+                    send(outputs, watch, leaves.values())
                     slopes.add(number, leaves)
                 return bool(outputs)
 
@@ -255,18 +254,3 @@ class _Slopes:
 
     def _name(self, number: int, place: int) -> str:
         return f"gradients-{place}-{number}"
-
-
-def _send(outputs: Sequence[tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], watch: Watch) -> None:
-    """Run backward from outputs with their gradients; the gradients of the inputs are then in their ``grad``."""
-    tensors, gradients = [output for output, _ in outputs], [gradient for _, gradient in outputs]
-    try:
-        # Reentrant checkpointing refuses a choice of inputs. Without one, only leaves get gradients, and these are all.
-        torch.autograd.backward(tensors, gradients, inputs=None if watch.untracked else list(inputs))
-    except (CompressionError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise CompressionError(
-            f"{type(error).__name__}: {error}: the backward pass of the model raised this, in eval mode; "
-            "method='activation' needs no backward pass"
-        ) from error
