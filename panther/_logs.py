@@ -38,7 +38,12 @@ def logs_shown(message_format: str = "%(message)s", *, always: bool = False) -> 
 
 
 def logged_items(
-    items: Collection[_Item], description: str, logger: logging.Logger, *, announce: bool = True
+    items: Collection[_Item],
+    description: str,
+    logger: logging.Logger,
+    *,
+    announce: bool = True,
+    every_s: float = _EVERY_S,
 ) -> Iterator[_Item]:
     """Yield items, and log at level INFO how many there are and, every ten seconds, how many are left and for how long.
 
@@ -47,13 +52,14 @@ def logged_items(
         description: The phase.
         logger: Where to log.
         announce: Whether to log the number of items before the first one.
+        every_s: Least number of seconds between two messages.
     """
     if announce:
         logger.info("%s: %d to do", description, len(items))
     begin = logged = time.monotonic()
     for number, item in enumerate(items):
         now = time.monotonic()
-        if number and now - logged >= _EVERY_S:
+        if number and now - logged >= every_s:
             left = datetime.timedelta(seconds=round((now - begin) / number * (len(items) - number)))
             logger.info("%s: %d of %d, %s left", description, number, len(items), left)
             logged = now

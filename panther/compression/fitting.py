@@ -3,9 +3,10 @@
 __all__ = ["fit_targets"]
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey, Target
@@ -25,6 +26,7 @@ from panther.compression.forms.rounding import (
 from panther.compression.forms.tables import fit_table, table_sensitivity
 from panther.compression.memory import predict_peak_bytes, return_freed_memory
 from panther.compression.moments import (
+    Gathered,
     Moments,
     TableMoments,
     check_calibration,
@@ -61,6 +63,7 @@ def fit_targets(
         ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
     """
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
+    numbers = {target: number for number, target in enumerate(survey.targets)}
     num_components = {target: settings.num_components(target, share) for target in survey.targets}
     widths = {target: _widths_of(options[target]) for target in survey.targets}
     memory = runner.spare_bytes(_DEFAULT_MEMORY_BYTES) if memory is None else memory
@@ -75,6 +78,14 @@ def fit_targets(
         len(num_components), len(passes), len(runner.batches), max(peaks.values()) / 1e6,
         ", ".join(f"{phase} {size / 1e6:.0f}" for phase, size in peaks.items()),
     )  # fmt: skip
+
+    def stored(target: Target, fit: TargetFit | None) -> TargetFit:
+        def made() -> TargetFit:
+            assert fit is not None
+            return fit
+
+        return runner.remembered(f"fit-{ridge:g}-{numbers[target]}", made)
+
     weights = _Weights(
         survey=survey,
         settings=settings,
@@ -83,42 +94,47 @@ def fit_targets(
         num_components=num_components,
         widths=widths,
         seeds=survey.seeds(seed),
-        stored=runner.kept,
+        stored=stored,
         is_partial=runner.is_streaming,
         is_comparable=survey.gradients and runner.loss_fn is None,
         keep=keep,
         ridge=ridge,
     )
-    positions: dict[Target, float] = {}
-    constant: set[Target] = set()
-    tokens: dict[Target, Sequence[float]] = {}
-    inputs: list[tuple[Target, ...]] = []
-    for number, targets in enumerate(passes):
-        description = f"moments {number + 1}/{len(passes)}"
-        for moments, energy, groups in gather_moments(
-            runner, targets, gradients=survey.gradients, seed=seed, description=description, keep=keep
-        ):
-            return_freed_memory()  # of activations
-            inputs += map(tuple, groups)
-            positions |= {target: target_moments.positions for target, target_moments in moments.items()}
-            constant |= {
-                target
-                for target, target_moments in moments.items()
-                if isinstance(target_moments, Moments) and target_moments.constant
-            }
-            tokens |= {
-                target: target_moments.tokens
-                for target, target_moments in moments.items()
-                if isinstance(target_moments, Moments) and target.is_stacked
-            }
-            shown_targets = runner.over(list(moments), f"fits {number + 1}/{len(passes)}")
-            # `fit` empties the dictionary and adds nothing to it.
-            weights.fit(moments, energy, shown_targets)  # type: ignore[arg-type]
-            return_freed_memory()  # of moments and factors
+
+    def gather(state: Mapping[str, Any] | None) -> Iterator[Gathered]:
+        for number, inputs in enumerate(passes):
+            description = f"moments {number + 1}/{len(passes)}"
+            yield from gather_moments(
+                runner, inputs, gradients=survey.gradients, seed=seed, description=description, keep=keep, state=state
+            )
+
+    gathering: Iterator[Gathered] | None = None
+    fitted: list[_FittedPart] = []
+
+    def fit_next() -> _FittedPart | None:
+        nonlocal gathering
+        if gathering is None:
+            gathering = gather(fitted[-1].state if fitted else None)
+        gathered = next(gathering, None)
+        return_freed_memory()  # of activations
+        if gathered is None:
+            return None
+        return weights.fit_part(
+            gathered, partial(runner.over, description=f"fits {min(len(fitted) + 1, len(parts))}/{len(parts)}")
+        )
+
+    while (part := runner.remembered(f"fits-{ridge:g}-{len(fitted)}", fit_next)) is not None:
+        weights.add(part)
+        fitted.append(part)
+        return_freed_memory()  # of moments and factors
     if not passes:  # without calibration there are no moments, and the metric is the identity
         weights.fit(dict.fromkeys(survey.targets), 0.0, runner.over(survey.targets, "fits"))
     if runner.is_streaming:
         weights.finish([target for targets in survey.inputs for target in targets])
+    summaries = {target: summary for part in fitted for target, summary in part.summaries.items()}
+    positions = {target: summary.positions for target, summary in summaries.items()}
+    constant = [target for target, summary in summaries.items() if summary.is_constant]
+    tokens = {target: summary.tokens for target, summary in summaries.items() if target.is_stacked}
     return Fits(
         fits=weights.fits,
         options=weights.options_with_losses,
@@ -129,12 +145,45 @@ def fit_targets(
         comparable=weights.is_comparable,
         calibration_notes=check_calibration(positions, constant, tokens),
         ridge=ridge,
-        inputs=tuple(inputs),
+        inputs=tuple(tuple(targets) for part in fitted for targets in part.inputs),
     )
 
 
 # Weights of equal shapes are rounded jointly, and wait for each other until their metrics take this number of bytes.
 _WAITING_BYTES = 2**24
+
+
+class _Summary(NamedTuple):
+    """What is left of the moments of a weight after the fit.
+
+    Attributes:
+        positions: How often the layer was applied.
+        is_constant: Whether every row of its inputs was the same.
+        tokens: Number of tokens of each expert.
+    """
+
+    positions: float
+    is_constant: bool
+    tokens: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _FittedPart:
+    """The results for weights whose moments were complete at the same time, except for the fits themselves.
+
+    Attributes:
+        inputs: The weights, in sets that share an input.
+        summaries: What is left of their moments.
+        options: Their options, with losses.
+        losses_per_bit: Their estimated losses, if the choice of widths needs them.
+        state: What the passes over the batches need to continue.
+    """
+
+    inputs: Sequence[Sequence[Target]]
+    summaries: Mapping[Target, _Summary]
+    options: Mapping[Target, Sequence[Option]]
+    losses_per_bit: Mapping[Target, float]
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -162,7 +211,8 @@ class _Weights:
         share: Share of their bytes that the weights keep; None if it is unknown.
         num_components: Components of each weight to store.
         widths: Widths of the codes of each weight, in bits.
-        stored: Returns a fit as it is kept.
+        stored: Takes a target and its fit, and returns the fit as it is kept; without reading it, if it is kept from a
+            process that was killed.
         is_partial: Whether weights are fitted part by part, so that a choice among all weights is possible only at the
             end. All widths are then fitted, and :meth:`finish` drops those that would not have been.
     """
@@ -174,7 +224,7 @@ class _Weights:
     num_components: Mapping[Target, int]
     widths: Mapping[Target, tuple[int, ...]]
     seeds: Mapping[Target, int]
-    stored: Callable[[TargetFit], TargetFit]
+    stored: Callable[[Target, TargetFit | None], TargetFit]
     is_partial: bool
     is_comparable: bool
     keep: bool
@@ -183,6 +233,33 @@ class _Weights:
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
     kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
     losses_per_bit: dict[Target, float] = field(default_factory=dict)
+
+    def fit_part(self, gathered: Gathered, over: Callable[[Sequence[Target]], Iterable[Target]]) -> _FittedPart:
+        """Fit the weights of moments that are complete; ``over`` shows the progress through targets."""
+        moments = gathered.moments
+        summaries = {
+            target: _Summary(each.positions, each.constant, each.tokens)
+            if isinstance(each, Moments)
+            else _Summary(each.positions, False, ())
+            for target, each in moments.items()
+        }
+        # `fit` empties the dictionary and adds nothing to it.
+        self.fit(moments, gathered.energy, over(list(moments)))  # type: ignore[arg-type]
+        return _FittedPart(
+            gathered.inputs,
+            summaries,
+            {target: self.options_with_losses[target] for target in summaries},
+            {target: self.losses_per_bit[target] for target in summaries if target in self.losses_per_bit},
+            gathered.state,
+        )
+
+    def add(self, part: _FittedPart) -> None:
+        """Add the results of a part, which another process may have fitted."""
+        for target in part.summaries:
+            if target not in self.fits:
+                self.fits[target] = self.stored(target, None)
+        self.options_with_losses.update(part.options)
+        self.losses_per_bit.update(part.losses_per_bit)
 
     def fit(
         self, moments: dict[Target, Moments | TableMoments | None], energy: float, targets: Iterable[Target]
@@ -235,7 +312,7 @@ class _Weights:
         else:
             assert not isinstance(target_moments, Moments)
             fit = fit_table(target, target_moments, widths, group_size, symmetric=symmetric)
-        self.fits[target] = self.stored(fit)
+        self.fits[target] = self.stored(target, fit)
         self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
 
     def _scale_of(self, target_moments: Moments | TableMoments | None, energy: float) -> float:
@@ -270,7 +347,7 @@ class _Weights:
         for fitted, target_codes in zip(group, codes, strict=True):
             target = fitted.target
             fit = TargetFit(fitted.components, target_codes, fitted.special)
-            self.fits[target] = self.stored(fit)
+            self.fits[target] = self.stored(target, fit)
             self.options_with_losses[target] = _with_losses(self.options[target], fit, fitted.scale)
 
     def finish(self, targets: Sequence[Target]) -> None:

@@ -2,29 +2,81 @@
 
 __all__ = ["CompressConfig", "compress_streamed"]
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
+from panther._version import __version__
 from panther.compression._compress import compress_with, plain_tensors
 from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.descriptions import described_batches, described_function, shortened
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport
 from panther.compression.streaming.runner import StreamingRunner
 from panther.compression.streaming.spool import Spool, freed_blocks_returned
+from panther.errors import CompressionError
+from panther.sketch import check_seed
+
+_NOT_COMPARED = ("calibration", "group", "progress", "seed")  # fields of the settings
 
 
-def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path) -> CompressionReport:
+def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path, source: str = "") -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 
-    The new layers of the model are mapped from files that are removed already.
+    If ``scratch`` has files of a process that was killed, their contents are used. The new layers of the model are
+    mapped from files that are removed already.
+
+    Args:
+        model: The model.
+        config: The settings.
+        scratch: The folder, which belongs to this call.
+        source: A description of the weights, which differs if they have changed.
+
+    Raises:
+        CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; and if ``scratch``
+            has files of a run with other arguments.
     """
     check_model(model)
     check_adapters(model)
     with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
+        spool = Spool(scratch)
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
-            config.loss_fn, forward_device, spool=Spool(scratch),
+            config.loss_fn, forward_device, spool=spool,
         )  # fmt: skip
-        return compress_with(runner, config)
+        description = {"source": source, **_described(config, runner)}
+        before = spool.notes.setdefault("description", description)
+        seed = spool.notes.setdefault("seed", check_seed(config.seed))
+        if config.seed not in (None, seed):
+            description, before = description | {"seed": str(config.seed)}, before | {"seed": str(seed)}
+        for name in description:
+            if description[name] != before[name]:
+                raise CompressionError(
+                    f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
+                    f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
+                )
+        spool.commit()
+        return compress_with(runner, replace(config, seed=seed))
+
+
+def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str]:
+    """Return what must not change if a run is continued."""
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_COMPARED}
+    return {
+        "panther": __version__,
+        "torch": torch.__version__,
+        "calibration": described_batches([*runner.batches, *runner.held_out]),
+        **{name: shortened(_described_setting(value)) for name, value in settings.items()},
+    }
+
+
+def _described_setting(value: Any) -> str:
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_described_setting, value))
+    return described_function(value) if callable(value) else f"{value}"

@@ -188,9 +188,12 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
         tables=settings.stores_tables,
         experts=settings.stores_experts,
     ).check()
-    if config.is_calibrated:
-        survey = survey_targets(runner, survey, gradients=config.method == "two_sided").check()
-    return survey
+    if not config.is_calibrated:
+        return survey
+    runner.register(survey.targets)
+    return runner.remembered(
+        "survey", lambda: survey_targets(runner, survey, gradients=config.method == "two_sided").check()
+    )
 
 
 def _kind_of_choice(survey: Survey, allocate: str | None = None) -> str:

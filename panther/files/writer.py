@@ -11,6 +11,7 @@ __all__ = [
     "new_file",
     "remove_abandoned",
     "sync_folder",
+    "take_lock",
     "unlocked_file",
     "write_json",
     "write_text",
@@ -209,6 +210,21 @@ def hold_lock(descriptor: int) -> None:
     if fcntl is not None:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def take_lock(descriptor: int) -> bool:
+    """Take the lock of an open file unless another process holds it; return False if one does.
+
+    Without locks in the system or the file system, the result is True.
+    """
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # some network file systems have no locks
+            pass
+    return True
 
 
 def _mode_of(target: Path) -> int | None:

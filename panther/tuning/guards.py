@@ -4,20 +4,18 @@ A list in the model, or a forward that a library has stored, can reference a rep
 still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
 """
 
-__all__ = ["STILL_REFERENCED", "Usage", "checksum", "difference", "fingerprint", "recording_usage"]
+__all__ = ["STILL_REFERENCED", "Usage", "difference", "fingerprint", "recording_usage"]
 
-import functools
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from panther._torch import TorchDispatchMode, storage_key, version_of
+from panther._torch import TorchDispatchMode, storage_key
+from panther.compression.calibration.descriptions import hash_of
 from panther.compression.forms import Replacement
 from panther.nn.quantized.stacked import StackedExperts
 
@@ -25,8 +23,6 @@ STILL_REFERENCED = (
     "something else references the old layer, for example a forward that a library has stored: remove the reference, "
     "or exclude the layer from the search"
 )
-_BLOCK = 1 << 20  # bytes that are hashed at once on a device
-_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -45,54 +41,14 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
             (key, *table) for key, table in attributes.items() if key.endswith("_hooks") and isinstance(table, Mapping)
         ]
     for name, parameter in model.named_parameters():
-        entries[f"parameter {name!r}"] = _hash(parameter)
+        entries[f"parameter {name!r}"] = hash_of(parameter)
         entries[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
-    return entries | {f"buffer {name!r}": _hash(buffer) for name, buffer in model.named_buffers()}
+    return entries | {f"buffer {name!r}": hash_of(buffer) for name, buffer in model.named_buffers()}
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the first name in which two fingerprints differ, or "" if they are equal."""
     return next((name for name in {**after, **before} if before.get(name) != after.get(name)), "")
-
-
-def checksum(entries: Iterable[tuple[Any, Any]]) -> int:
-    """Return a CRC-32 of names and values, and of hashes of tensors."""
-    crc = 0
-    for name, value in entries:
-        content = _hash(value) if isinstance(value, Tensor) else value
-        crc = zlib.crc32(f"{name} {content}".encode(), crc)
-    return crc
-
-
-def _hash(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype, device and a hash of the memory."""
-    if is_lazy(tensor):
-        return (str(tensor.dtype), str(tensor.device))
-    value = tensor.detach()
-    about = tuple(value.shape), str(value.dtype), str(value.device)
-    if not value.numel() or value.is_meta:
-        return about
-    try:
-        bits = value.contiguous().view(-1).view(torch.uint8)
-        memory: Any = bits.numpy() if bits.is_cpu else None
-        return *about, _hash_on_device(bits) if memory is None else zlib.crc32(memory)
-    except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor with another kind of memory
-        return *about, version_of(tensor)
-
-
-def _hash_on_device(bits: Tensor) -> int:  # (n) uint8
-    """Return a hash of bytes, computed on their device: a sum of products with weights that depend on the position."""
-    weights = _position_weights(bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for block in bits.split(_BLOCK):
-        total = total * _ODD + (block * weights[: len(block)]).sum()
-    return int(total.item())
-
-
-@functools.cache
-def _position_weights(device: torch.device) -> Tensor:
-    x = torch.arange(1, _BLOCK + 1, device=device) * _ODD
-    return (x ^ (x >> 32)) * _ODD | 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def run(model, batches, gradients=True, **kwargs):
         found = survey_targets(runner, selection, gradients=True)
         options = {"gradients": gradients, "seed": 5, "description": "", "keep": gradients}
         parts = [*gather_moments(runner, found.inputs, **options)]
-        moments, energy = {target: each for part, _, _ in parts for target, each in part.items()}, parts[0][1]
+        moments = {target: each for part in parts for target, each in part.moments.items()}
+        energy = parts[0].energy
     return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
@@ -146,7 +147,8 @@ def test_a_layer_used_twice_and_layers_never_used():
     runner = Runner(model, [x, x, x], None, None, None, False)
     with runner.calibrating(0):
         found = survey_targets(runner, select_targets(model), gradients=True)
-        ((moments, _, _),) = gather_moments(runner, found.inputs, gradients=True, seed=0, description="")
+        (gathered,) = gather_moments(runner, found.inputs, gradients=True, seed=0, description="")
+        moments = gathered.moments
     reasons = {entry.name: entry.reason for entry in found.skipped}
     assert reasons["idle"] == "is not called on any calibration batch"
     assert reasons["blind"].startswith("has no gradient")

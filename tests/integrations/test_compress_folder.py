@@ -1,18 +1,26 @@
 """A folder of transformers that is compressed part by part: the same folder as from memory, within its memory."""
 
 import copy
+import errno
+import importlib
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import panther as pr
+from panther.compression.streaming import spool
+from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError, FormatError
 from panther.files.writer import hold_lock
+from panther.nn.io import save_compressed
 
 transformers = pytest.importorskip("transformers")
+compress_module = importlib.import_module("panther.integrations.folders.compress")
 
 SIZES = {
     "vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
@@ -111,17 +119,99 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     assert (full / "model.safetensors").read_text() == "another model"
 
 
-def test_what_a_killed_run_has_left_is_removed_and_what_another_run_holds_is_not(tmp_path):
+class Killed(BaseException):
+    """The end of a process; what it has written stays as it is."""
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_in_the_middle_continues(tmp_path, monkeypatch):
+    source, target, expected = tmp_path / "source", tmp_path / "target", tmp_path / "expected"
+    saved_model("bert", source)
+    options = {"bits": 5, "calibration": token_batches("bert"), "forms": "int4", "seed": 0}
+    pr.compress_folder(source, expected, **options)
+    write, errors = Spool.write, [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), Killed()]
+    for error in errors:
+
+        def failing(self, name, value, error=error):
+            if name.startswith("fit-") and name.endswith("-3"):
+                if not isinstance(error, OSError):
+                    raise error
+                with monkeypatch.context() as patch:
+                    patch.setattr(spool, "bytes_of", lambda tensor: raising(error))
+                    write(self, name, value)
+            write(self, name, value)
+
+        monkeypatch.setattr(Spool, "write", failing)
+        with pytest.raises((CompressionError, KeyboardInterrupt, Killed)):
+            pr.compress_folder(source, target, **options)
+        assert [path.name[:9] for path in target.iterdir()] == [".panther-"]
+    monkeypatch.setattr(Spool, "write", write)
+    (scratch,) = target.iterdir()
+    with (scratch / "lock").open("wb") as lock:
+        hold_lock(lock.fileno())
+        with pytest.raises(CompressionError, match=f"another process compresses a model to {target}"):
+            pr.compress_folder(source, target, **options)
+    with pytest.raises(CompressionError, match=r"with bits 5, and now it is 6: give what that run had, or remove"):
+        pr.compress_folder(source, target, **{**options, "bits": 6})
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "save_compressed", lambda *args: (save_compressed(*args), raising(Killed())))
+        with pytest.raises(Killed):  # at the end, when the target has its files
+            pr.compress_folder(source, target, **options)
+    assert (target / "config.json").exists()
+    times = (source / "config.json").stat()
+    os.utime(source / "config.json")
+    with pytest.raises(CompressionError, match=rf"with source {source} with files .*, and now it is {source} with"):
+        pr.compress_folder(source, target, **options)
+    os.utime(source / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
+    pr.compress_folder(source, target, **options)
+    assert contents(target) == contents(expected)
+
+
+def test_an_error_of_the_call_leaves_nothing(tmp_path, monkeypatch):
+    source, target, scratch = tmp_path / "source", tmp_path / "target", tmp_path / "scratch"
+    saved_model("bert", source)
+    scratch.mkdir()
+    options = {"bits": 5, "calibration": token_batches("bert"), "forms": "int4", "seed": 0, "scratch_dir": scratch}
+    with pytest.raises(CompressionError, match="ValueError: no"):
+        pr.compress_folder(source, target, forward_fn=lambda model, batch: raising(ValueError("no")), **options)
+    assert not target.exists()
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="the system has no owners of files")
+def test_a_folder_that_others_can_write_to_is_not_read(tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "target"
     saved_model("bert", source)
-    for name in ("killed", "running"):
-        (target / f".panther-{name}").mkdir(parents=True)
-        (target / f".panther-{name}" / "lock").touch()
-    with (target / ".panther-running" / "lock").open("wb") as lock:
-        hold_lock(lock.fileno())
-        pr.compress_folder(source, target, bits=5, calibration=token_batches("bert"), forms="int4", seed=0)
-    assert [path.name for path in target.glob(".*")] == [".panther-running"]
-    assert isinstance(pr.from_pretrained(target), transformers.BertModel)
+    options = {"bits": 5, "calibration": token_batches("bert"), "forms": "int4", "seed": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "from_pretrained", lambda source: raising(Killed()))
+        with pytest.raises(Killed):
+            pr.compress_folder(source, target, **options)
+    (scratch,) = target.iterdir()
+    scratch.chmod(0o777)
+    with pytest.raises(CompressionError, match="a folder of yours that nobody else can write to"):
+        pr.compress_folder(source, target, **options)
+    scratch.chmod(0o700)
+    pr.compress_folder(source, target, **options)
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.torture)]
+)
+def test_runs_that_are_killed_at_random_moments(count, tmp_path):
+    script = Path(__file__).parents[1] / "support" / "folder_kills.py"
+    command = [sys.executable, str(script), str(tmp_path), str(count), "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not result.returncode, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["kills"] >= count
+
+
+def raising(error):
+    raise error
 
 
 MEMORY = """

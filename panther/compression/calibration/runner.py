@@ -320,12 +320,35 @@ class Runner:
         """Return a value that is kept for long; a runner that streams returns it with its tensors in files."""
         return value
 
+    def register(self, targets: Sequence[Target]) -> None:
+        """Tell the runner of the weights that values can contain which are kept or remembered."""
+
+    def remembered(self, name: str, make: Callable[[], _Item]) -> _Item:
+        """Return ``make()``; a runner that streams returns what it returned in a process that was killed.
+
+        ``name`` says for which weights, options and batches the value holds.
+        """
+        return make()
+
+    def progress_of(self, name: str) -> tuple[int, Any] | None:
+        """Return the part after which the work on a remembered value was saved last, and what was saved."""
+        return None
+
+    def save_progress(self, name: str, part: int, value: Any) -> None:
+        """Save the work on a remembered value, after all steps of a part; only a runner that streams does so."""
+
     def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
         """Return the sets of targets of each part of the model; here the model is one part."""
         return [list(inputs)]
 
     def steps(
-        self, passes: Sequence[tuple[Any, int]], targets: Sequence[Target], *, gradients: bool, description: str = ""
+        self,
+        passes: Sequence[tuple[Any, int]],
+        targets: Sequence[Target],
+        *,
+        gradients: bool,
+        description: str = "",
+        after: int | None = None,
     ) -> Iterator[Step]:
         """Yield the steps of passes: here one for each pass, and elsewhere one for each part of the model and pass.
 
@@ -334,7 +357,9 @@ class Runner:
             targets: The targets whose calls are of interest.
             gradients: Whether the steps are differentiated.
             description: Text that is shown with the progress, if any.
+            after: The part after whose steps to continue; None is the beginning.
         """
+        assert after is None, "only parts are steps to continue after"
         for number, (batch, seed) in enumerate(self.over(passes, description) if description else passes):
 
             def backward(output: Tensor | None, watch: Watch, batch: Any = batch, seed: int = seed) -> bool:
@@ -419,15 +444,15 @@ class Runner:
                 handle.remove()
         return shapes
 
-    def over(self, batches: Collection[_Item], description: str) -> Iterable[_Item]:
+    def over(self, batches: Collection[_Item], description: str, every_s: float = 10.0) -> Iterable[_Item]:
         """Return batches or other items, under a progress bar if progress is shown and tqdm is installed.
 
-        Where it is not shown, the phase is logged: when it begins for the first time, and every ten seconds.
+        Where it is not shown, the phase is logged: when it begins for the first time, and every ``every_s`` seconds.
         """
         if not self.show:
             is_new = description not in self._logged_phases
             self._logged_phases.add(description)
-            return logged_items(batches, description, _log, announce=is_new)
+            return logged_items(batches, description, _log, announce=is_new, every_s=every_s)
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:

@@ -1,6 +1,7 @@
 """Second moments of the layers' inputs and gradients: the sums, and the passes over the batches that fill them."""
 
 from panther.compression.moments.gather import (
+    Gathered,
     Moments,
     check_calibration,
     gather_drift,
@@ -11,5 +12,6 @@ from panther.compression.moments.gather import (
 from panther.compression.moments.tables import TableMoments
 
 __all__ = [
-    "Moments", "TableMoments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
+    "Gathered", "Moments", "TableMoments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes",
+    "split_passes",
 ]  # fmt: skip

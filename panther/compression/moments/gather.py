@@ -15,7 +15,9 @@ from the identity towards the product nearest to :math:`\operatorname{E} x x^T \
 Pitsianis, "Approximation with Kronecker products", 1993); c prevents that few positions dominate the mean.
 """
 
-__all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
+__all__ = [
+    "Gathered", "Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
+]  # fmt: skip
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -160,6 +162,23 @@ def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int
     return split
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """The moments of some targets, as soon as they are complete.
+
+    Attributes:
+        moments: The moments of each target.
+        energy: The sum of the output's squares over all batches.
+        inputs: The targets, in sets that share an input.
+        state: What :func:`gather_moments` needs to continue after this in another process.
+    """
+
+    moments: dict[Target, Moments | TableMoments]
+    energy: float
+    inputs: Sequence[Sequence[Target]]
+    state: Mapping[str, Any]
+
+
 def gather_moments(
     runner: Runner,
     inputs: Sequence[Sequence[Target]],
@@ -168,17 +187,19 @@ def gather_moments(
     seed: int,
     description: str,
     keep: bool = False,
-) -> Iterator[tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]]:
-    """Pass over the batches once: yield moments, the output's squares, and the targets that share their inputs.
+    state: Mapping[str, Any] | None = None,
+) -> Iterator[Gathered]:
+    """Pass over the batches once, and yield moments.
 
     The moments of targets are yielded as soon as they are complete: all at the end, or those of one part of the model
     after another, if the runner's steps are parts. Without gradients, targets that share an input share its moments.
     With ``keep``, the moments contain the weights of the positions. If the model branches, targets that shared an input
     in the survey may not share it in every batch: the batches are then read again, with separate moments for these
-    targets.
+    targets. With the ``state`` of a yielded part of the moments, the pass continues after this part.
     """
     while inputs:
-        gathering = _Gathering(runner, inputs, gradients=gradients, seed=seed, keep=keep)
+        gathering = _Gathering(runner, inputs, gradients=gradients, seed=seed, keep=keep, state=state or {})
+        state = None
         yield from gathering.run(description)
         inputs = [group for targets in gathering.separate for group in [[target] for target in targets]]
 
@@ -186,38 +207,53 @@ def gather_moments(
 class _Gathering:
     """The sums of one pass over the batches.
 
+    ``state`` has the attributes of the pass that this one continues.
+
     Attributes:
         separate: The sets of targets that did not share their input in some batch, and have no moments therefore.
     """
 
     def __init__(
-        self, runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, keep: bool
+        self,
+        runner: Runner,
+        inputs: Sequence[Sequence[Target]],
+        *,
+        gradients: bool,
+        seed: int,
+        keep: bool,
+        state: Mapping[str, Any],
     ) -> None:
         self.runner, self.inputs, self.gradients, self.seed, self.keep = runner, inputs, gradients, seed, keep
         self.separate: list[Sequence[Target]] = []
-        self._sums: dict[Target, Sums] = {}
-        self._tables: dict[Target, TableSums] = {}
-        self._stacks: dict[Target, ExpertSums] = {}
-        self._calls: dict[Target, list[int]] = {}
-        self._levels: dict[Target, float] = {}
+        self._sums: dict[Target, Sums] = state.get("sums", {})
+        self._tables: dict[Target, TableSums] = state.get("tables", {})
+        self._stacks: dict[Target, ExpertSums] = state.get("stacks", {})
+        self._calls: dict[Target, list[int]] = state.get("calls", {})
+        self._levels: dict[Target, float] = state.get("levels", {})
+        self._energy = state.get("energy", torch.zeros(1, dtype=torch.float64))
+        self._part: int | None = state.get("part")
 
-    def run(
-        self, description: str
-    ) -> Iterator[tuple[dict[Target, Moments | TableMoments], float, Sequence[Sequence[Target]]]]:
+    def _state(self) -> dict[str, Any]:
+        return {
+            "sums": self._sums, "tables": self._tables, "stacks": self._stacks, "calls": self._calls,
+            "levels": self._levels, "energy": self._energy, "part": self._part,
+        }  # fmt: skip
+
+    def run(self, description: str) -> Iterator[Gathered]:
         """Yield the moments of the sets of targets whose input is the same in each batch."""
         runner = self.runner
         targets = [target for group in self.inputs for target in group]
         # The survey compared the inputs on one batch only.
         compared = {target for group in self.inputs if len(group) > 1 for target in group}
         is_separate = torch.zeros(len(self.inputs), dtype=torch.float64)
-        energy = torch.zeros(1, dtype=torch.float64)
-        leveled = [target for target in targets if not target.is_table or target.is_multiplied]
-        self._levels = _gradient_levels(runner, leveled, self.seed, self.gradients)
+        if not self._levels:
+            leveled = [target for target in targets if not target.is_table or target.is_multiplied]
+            self._levels = _gradient_levels(runner, leveled, self.seed, self.gradients)
         passes = [(batch, self.seed + number) for number, batch in enumerate(runner.batches)]
-        for step in runner.steps(passes, targets, gradients=self.gradients, description=description):
+        for step in runner.steps(passes, targets, gradients=self.gradients, description=description, after=self._part):
             self._allocate(step.targets)
             size, input_keys = run_step(runner, step, compared, self._add, gradients=self.gradients)
-            energy += size
+            self._energy += size
             for index, group in enumerate(self.inputs):
                 is_separate[index] += any(input_keys.get(group[0]) != input_keys.get(other) for other in group[1:])
             if step.completed:
@@ -227,10 +263,10 @@ class _Gathering:
                 runner.sum_([flags])
                 groups = [self.inputs[index] for index, flag in zip(numbers, flags.tolist(), strict=True) if not flag]
                 self.separate += [self.inputs[i] for i, flag in zip(numbers, flags.tolist(), strict=True) if flag]
-                total = energy.clone()
-                runner.sum_([total])
+                energy, self._part = self._energy.clone(), step.part
+                runner.sum_([energy])
                 # The weights are fitted one after another, and their moments wait.
-                yield runner.kept(self._moments(groups)), total.item(), groups
+                yield Gathered(runner.kept(self._moments(groups)), energy.item(), groups, self._state())
 
     def _allocate(self, targets: Sequence[Target]) -> None:
         """Allocate the sums of targets: before the forward, because they are kept for long."""

@@ -2,7 +2,8 @@
 
 __all__ = ["Trials"]
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +62,10 @@ class Trials:
             variants = [
                 partial(replace_modules, self._runner.model, self._replacement(choice)) for choice in new.values()
             ]
-            self._errors |= zip(new, self._runner.errors(variants, description), strict=True)
+            errors = self._runner.remembered(
+                self._name_of("errors", new.values()), lambda: self._runner.errors(variants, description)
+            )
+            self._errors |= zip(new, errors, strict=True)
         return [self._errors[key] for key in keys]
 
     def corrected(self, options: Options, choice: Choice) -> Options:
@@ -75,7 +79,9 @@ class Trials:
         if self._ratios is None:
             self._ratios = {}
             changed = {target: option for target, option in choice.items() if option.loss > 0}
-            for target, loss in self._losses(changed).items():
+            name = self._name_of("losses", [changed])
+            losses = self._runner.remembered(name, lambda: self._losses(changed, name))
+            for target, loss in losses.items():
                 ratio = loss / choice[target].loss
                 self._ratios[target] = min(max(ratio, 1 / _LARGEST_RATIO), _LARGEST_RATIO)
         ratios = self._ratios
@@ -83,6 +89,12 @@ class Trials:
             target: [replace(option, loss=option.loss * ratios.get(target, 1.0)) for option in target_options]
             for target, target_options in options.items()
         }
+
+    def _name_of(self, kind: str, choices: Iterable[Choice]) -> str:
+        """Return a name of measurements of choices, which other choices or fits do not have."""
+        keys = [[(target.name, *option) for target, *option in _keys(choice)] for choice in choices]
+        digest = hashlib.blake2b(repr((self._fits.ridge, keys)).encode(), digest_size=16)
+        return f"{kind}-{digest.hexdigest()}"
 
     def _make(self, choices: Collection[Choice]) -> None:
         """Make the layers of the choices, and drop all others."""
@@ -97,7 +109,7 @@ class Trials:
     def _replacement(self, choice: Choice) -> Replacement:
         return {module: layer for key in _keys(choice) for module, layer in self._layers[key].items()}
 
-    def _losses(self, choice: Choice) -> dict[Target, float]:
+    def _losses(self, choice: Choice, name: str) -> dict[Target, float]:
         r"""Return the squared effect of each weight alone on the output, as a share of the output's squared norm.
 
         To first order, a change :math:`\delta` of a layer's output changes the model's output by :math:`J \delta`.
@@ -107,17 +119,22 @@ class Trials:
         outputs in the first batch are not divided into samples, are left out.
         """
         self._make([choice])
-        new = self._replacement(choice)
-        undivided = self._undivided(list(choice))
-        targets = [target for target in choice if target not in undivided]
-        passes = self._passes()
-        most = max((self._runner.num_samples(batch) for batch, _ in passes), default=0)
-        # Allocated now: small tensors that live between activations would keep malloc from joining freed blocks.
-        products = torch.zeros(len(targets), len(passes), most, dtype=torch.float64)
-        sums = torch.zeros(len(targets) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
+        new, passes = self._replacement(choice), self._passes()
+        after, saved = self._runner.progress_of(name) or (None, None)
+        if saved is None:
+            undivided = self._undivided(list(choice))
+            targets = [target for target in choice if target not in undivided]
+            most = max((self._runner.num_samples(batch) for batch, _ in passes), default=0)
+            # Allocated now: small tensors that live between activations would keep malloc from joining freed blocks.
+            products = torch.zeros(len(targets), len(passes), most, dtype=torch.float64)
+            # Squares and numbers of calls; last, those of the output.
+            saved = targets, products, torch.zeros(len(targets) + 1, 2, dtype=torch.float64)
+        targets, products, sums = saved
         rows = dict(zip(targets, zip(products, sums, strict=False), strict=True))
-        for step in self._runner.steps(passes, targets, gradients=True):
+        for step in self._runner.steps(passes, targets, gradients=True, description="losses of layers", after=after):
             self._add_step(step, new, rows, sums[-1])
+            if step.number == len(passes) - 1:
+                self._runner.save_progress(name, step.part, saved)
         sums[:-1, 0] = products.square().sum((1, 2))
         self._runner.sum_([sums])
         energy = sums[-1, 0].item()

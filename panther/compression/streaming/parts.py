@@ -40,22 +40,17 @@ class _Alias(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Record:
-    """What a call returned, without its tensors.
+    """What a call returned.
 
     Attributes:
-        structure: The structure of the output.
-        entries: Its entries that are not tensors; None in the place of a tensor.
-        is_tensor: Which entries are tensors.
-        written: Indices of the tensors among the arguments that the call wrote to. Their values after the call follow
-            the tensors of the output in the file.
-        draws: Whether the call drew random numbers. The state of the generator after the call is the last tensor.
+        output: The output.
+        written: The values after the call of the tensors among the arguments that it wrote to, by their index.
+        rng_state: The state of the generator after the call, if the call drew random numbers.
     """
 
-    structure: Any
-    entries: list[Any]
-    is_tensor: list[bool]
-    written: list[int]
-    draws: bool
+    output: Any
+    written: dict[int, Tensor]
+    rng_state: Tensor | None
 
 
 @dataclass
@@ -84,11 +79,10 @@ class Parts:
 
     def __init__(self, calls: Sequence[nn.Module], names: dict[nn.Module, str], spool: Spool) -> None:
         self.calls, self._names, self._spool = list(calls), names, spool
-        self._records: dict[tuple[int, int], _Record] = {}  # by place and number of the batch
 
     def is_recorded(self, place: int, batch_number: int) -> bool:
         """Return whether the results of a part for a batch are kept."""
-        return (place, batch_number) in self._records
+        return _file_name(place, batch_number) in self._spool
 
     def run(self, forward: Callable[[], Tensor], place: int, batch_number: int, *, record: bool = False) -> PartRun:
         """Run the model to the end of a part, or to its end if the part is the last one.
@@ -117,9 +111,18 @@ class Parts:
         """Return the quoted name of a part's module."""
         return repr(self._names[self.calls[place]])
 
-    def file_name(self, place: int, batch_number: int) -> str:
-        """Return the name of the file of the results of a part for a batch."""
-        return f"results-{place}-{batch_number}"
+    def record(self, place: int, batch_number: int, record: _Record) -> None:
+        """Keep the results of a part for a batch."""
+        self._spool.write(_file_name(place, batch_number), record)
+
+    def recorded(self, place: int, batch_number: int) -> _Record:
+        """Return the results of a part for a batch, with mapped tensors."""
+        record: _Record = self._spool.read(_file_name(place, batch_number))
+        return record
+
+
+def _file_name(place: int, batch_number: int) -> str:
+    return f"results-{place}-{batch_number}"
 
 
 class _Calls:
@@ -172,47 +175,45 @@ class _Calls:
             i for i, (tensor, old) in enumerate(zip(tensors, versions, strict=True)) if version_of(tensor) != old
         ]
         leaves, structure = tree_flatten(output)
-        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self._run.results = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [tensors[i] for i in written]
         if self._place == len(self._parts.calls) - 1:
             return
         if self._record:
-            entries = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            for entry in entries:
-                if not isinstance(entry, (type(None), bool, int, float, str)):
+            for entry in leaves:
+                if not isinstance(entry, (type(None), bool, int, float, str, Tensor)):
                     raise CompressionError(
                         f"{self._parts.name(self._place)} returns a {type(entry).__name__}, which cannot be kept on "
                         "disk: turn it off (as use_cache=False for a cache), or compress it in memory, with pr.compress"
                     )
             after = torch.get_rng_state()
-            draws = not torch.equal(after, rng_state)
-            tensors = [*self._run.results, *([after] if draws else [])]
-            self._parts._spool.write(self._parts.file_name(self._place, self._batch), tensors)
-            key = self._place, self._batch
-            self._parts._records[key] = _Record(structure, entries, is_tensor, written, draws)
+            detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            record = _Record(
+                tree_unflatten(detached, structure),
+                {index: tensors[index].detach() for index in written},
+                None if torch.equal(after, rng_state) else after,
+            )
+            self._parts.record(self._place, self._batch, record)
         raise _End
 
     def _restored(self, place: int, args: Any, kwargs: Any) -> Any:
         """Return what a call returned when it ran, and write to its arguments what it wrote."""
-        record = self._parts._records[place, self._batch]
-        tensors = self._parts._spool.read(self._parts.file_name(place, self._batch))
-        if record.draws:
-            torch.set_rng_state(tensors.pop())
+        record = self._parts.recorded(place, self._batch)
+        if record.rng_state is not None:
+            torch.set_rng_state(record.rng_state)
+        leaves, structure = tree_flatten(record.output)
+        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        results = [leaves[position] for position in positions] + [*record.written.values()]
         if torch.is_grad_enabled():
-            for index, tensor in enumerate(tensors):
+            for index, tensor in enumerate(results):
                 if tensor.is_floating_point():
                     leaf = self._run.leaves[place, index] = tensor.requires_grad_()
-                    tensors[index] = _Alias.apply(leaf)
-        num_outputs = sum(record.is_tensor)
+                    results[index] = _Alias.apply(leaf)
+        for position, result in zip(positions, results, strict=False):  # the values of arguments follow
+            leaves[position] = result
         arguments = _tensors_of((args, kwargs)) if record.written else []
-        for index, value in zip(record.written, tensors[num_outputs:], strict=True):
+        for index, value in zip(record.written, results[len(positions) :], strict=True):
             arguments[index].copy_(value)
-        of_output = iter(tensors[:num_outputs])
-        leaves = [
-            next(of_output) if is_tensor else entry
-            for is_tensor, entry in zip(record.is_tensor, record.entries, strict=True)
-        ]
-        return tree_unflatten(leaves, record.structure)
+        return tree_unflatten(leaves, structure)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 __all__ = ["StreamingRunner"]
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,15 @@ from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Target
+from panther.compression.streaming.gradients import ResultGradients
 from panther.compression.streaming.parts import PartRun, Parts, dispatched
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 from panther.nn.quantized.stacked import StackedExperts
 
+_Value = TypeVar("_Value")
+
+_AFTER = "-after-"  # in the names of files, between the name of a value and the part after which its work was saved
 _SAME = 1e-3  # largest relative difference of outputs of the whole model and of its parts, also in 16 bits
 
 
@@ -37,30 +41,88 @@ class StreamingRunner(Runner):
         super().__init__(*args, **kwargs)
         self._spool = spool
         self._parts: Parts | None = None
+        self._is_within = False
+        modules = {f"module {name}": module for name, module in self.model.named_modules()}
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        spool.references |= modules | {f"tensor {name}": tensor for name, tensor in tensors}
+        self.output_name = spool.notes.get("output_name", "")
+        self.difference = spool.notes.get("difference")
+        self._num_samples = {int(number): count for number, count in spool.notes.get("num_samples", {}).items()}
 
-    def kept(self, value: Any) -> Any:
+    def kept(self, value: _Value) -> _Value:
         """Return the same value, with its tensors in files."""
         return self._spool.kept(value)
 
+    def register(self, targets: Sequence[Target]) -> None:
+        """Let files refer to targets, and to the layers that stand for stacked weights."""
+        for target in targets:
+            self._spool.references[f"target {target.name}"] = target
+            if target.is_stacked:
+                self._spool.references[f"layer {target.name}"] = target.modules[0]
+
+    def remembered(self, name: str, make: Callable[[], _Value]) -> _Value:
+        """Return the value of a name, which is in a file. It is made where no process before this one has done so.
+
+        Values that are made within the call of ``make`` for another value are safe with that value.
+        """
+        if name not in self._spool:
+            is_outermost, self._is_within = not self._is_within, True
+            try:
+                self._spool.write(name, make())
+            finally:
+                self._is_within = not is_outermost
+            for saved in self._spool.names(f"{name}{_AFTER}"):
+                self._spool.remove(saved)
+            if is_outermost:
+                self._commit()
+        value: _Value = self._spool.read(name)
+        return value
+
+    def progress_of(self, name: str) -> tuple[int, Any] | None:
+        """Return the part after which the work on a remembered value was saved last, and what was saved."""
+        for saved in self._spool.names(f"{name}{_AFTER}"):
+            return int(saved.rpartition(_AFTER)[2]), self._spool.read(saved)
+        return None
+
+    def save_progress(self, name: str, part: int, value: Any) -> None:
+        """Save the work on a remembered value, after all steps of a part."""
+        before = self._spool.names(f"{name}{_AFTER}")
+        self._spool.write(f"{name}{_AFTER}{part}", value)
+        for saved in before:
+            self._spool.remove(saved)
+        self._commit()
+
+    def _commit(self) -> None:
+        self._spool.notes |= {
+            "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
+        }  # fmt: skip
+        self._spool.commit()
+
     def steps(
-        self, passes: Sequence[tuple[Any, int]], targets: Sequence[Target], *, gradients: bool, description: str = ""
+        self,
+        passes: Sequence[tuple[Any, int]],
+        targets: Sequence[Target],
+        *,
+        gradients: bool,
+        description: str = "",
+        after: int | None = None,
     ) -> Iterator[Step]:
         """Yield the steps of one part after another: with gradients backward, and otherwise forward."""
         parts = self._divide(targets)
         numbers = [self._number_of(batch) for batch, _ in passes]
         places_of = {target: self._places_of(parts, target) for target in targets}
         places = range(len(parts.calls))
+        if after is not None:
+            places = places[:after] if gradients else places[after + 1 :]
         if not gradients:
-            for place in self.over(places, description) if description else places:
+            for place in self.over(places, description, 0.0) if description else places:
                 yield from self._forward_steps(parts, passes, numbers, place, places_of)
             return
         self._record(parts, passes, numbers, description)
-        slopes = _Slopes(self._spool)
-        try:
-            for place in self.over(places[::-1], description) if description else places[::-1]:
-                yield from self._backward_steps(parts, passes, numbers, place, places_of, slopes)
-        finally:
-            slopes.remove()
+        result_gradients = ResultGradients(self._spool, description or "other", is_new=after is None)
+        for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
+            yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
+        result_gradients.remove()
 
     def _forward_steps(
         self,
@@ -89,7 +151,7 @@ class StreamingRunner(Runner):
         numbers: Sequence[int],
         place: int,
         places_of: dict[Target, list[int]],
-        slopes: "_Slopes",
+        result_gradients: ResultGradients,
     ) -> Iterator[Step]:
         called = [target for target, places in places_of.items() if place in places]
         completed = [target for target, places in places_of.items() if min(places, default=0) == place]
@@ -110,11 +172,11 @@ class StreamingRunner(Runner):
                         return False
                     outputs = [self.differentiated(output, batch, seed)]
                 else:
-                    outputs = slopes.take(number, place, run.results)
+                    outputs = result_gradients.take(number, place, run.results)
                 leaves, run = run.leaves, PartRun()
                 if outputs:
                     send(outputs, watch, leaves.values())
-                    slopes.add(number, leaves)
+                    result_gradients.add(number, place, leaves)
                 return bool(outputs)
 
             completed_now = completed if number == len(passes) - 1 else ()
@@ -127,30 +189,37 @@ class StreamingRunner(Runner):
         batches = dict(zip(numbers, (batch for batch, _ in passes), strict=True))
         places = range(len(parts.calls) - 1)
         with torch.no_grad():
-            for place in self.over(places, f"forward before {description}") if description else places:
-                for number, batch in batches.items():
-                    if not parts.is_recorded(place, number):
-                        parts.run(partial(self.output, batch), place, number, record=True)
+            for place in self.over(places, f"forward before {description}", 0.0) if description else places:
+                missing = [number for number in batches if not parts.is_recorded(place, number)]
+                for number in missing:
+                    parts.run(partial(self.output, batches[number]), place, number, record=True)
+                if missing:
+                    self._commit()
 
     def _divide(self, targets: Sequence[Target]) -> Parts:
         """Return the parts of the model, which are found at the first call."""
         if self._parts is None:
-            layers = {module for target in targets for module in target.modules}
-            holders = {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
-            plain = {layer for layer in layers if not isinstance(layer, StackedExperts)}
-            blocks = [parent.get_submodule(name) for parent, name in blocks_of(self.model, layers)]
-            inside = {module for block in blocks for module in block.modules()}
-            units = [*dict.fromkeys(blocks), *(layer for layer in (*plain, *holders) if layer not in inside)]
-            calls, output = self._called(units)
-            if not calls:
-                raise CompressionError(
-                    "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
-                    "it in memory, with pr.compress"
-                )
             names = {module: name for name, module in self.model.named_modules()}
+            calls = self.remembered("parts", partial(self._checked_calls, targets, names))
             self._parts = Parts(calls, names, self._spool)
-            self._check_parts(self._parts, output)
         return self._parts
+
+    def _checked_calls(self, targets: Sequence[Target], names: dict[nn.Module, str]) -> list[nn.Module]:
+        """Return the modules of the parts, in the order of their calls."""
+        layers = {module for target in targets for module in target.modules}
+        holders = {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
+        plain = {layer for layer in layers if not isinstance(layer, StackedExperts)}
+        blocks = [parent.get_submodule(name) for parent, name in blocks_of(self.model, layers)]
+        inside = {module for block in blocks for module in block.modules()}
+        units = [*dict.fromkeys(blocks), *(layer for layer in (*plain, *holders) if layer not in inside)]
+        calls, output = self._called(units)
+        if not calls:
+            raise CompressionError(
+                "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
+                "it in memory, with pr.compress"
+            )
+        self._check_parts(Parts(calls, names, self._spool), output)
+        return calls
 
     def _check_parts(self, parts: Parts, expected: Tensor) -> None:
         """Raise CompressionError if the parts, run one by one, do not give the output of the model."""
@@ -207,50 +276,3 @@ class StreamingRunner(Runner):
         """Return the places of the parts that contain a target."""
         modules = {m.place[0] if isinstance(m, StackedExperts) and m.place else m for m in target.modules}
         return [place for place, unit in enumerate(parts.calls) if not modules.isdisjoint(unit.modules())]
-
-
-class _Slopes:
-    """The gradients at the results of parts, by pass, part and index, until the part has taken them."""
-
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self._result_indices: dict[tuple[int, int], list[int]] = {}
-
-    def add(self, number: int, leaves: dict[tuple[int, int], Tensor]) -> None:
-        """Add the gradients of leaves to those of the results that the leaves are."""
-        by_place: dict[int, dict[int, Tensor]] = {}
-        for (place, index), leaf in leaves.items():
-            if leaf.grad is not None:
-                by_place.setdefault(place, {})[index] = leaf.grad
-                leaf.grad = None
-        for place, new in by_place.items():
-            sums = self._stored(number, place)
-            for index, gradient in new.items():
-                sums[index] = sums[index] + gradient if index in sums else gradient
-            self._spool.write(self._name(number, place), sums.values())
-            self._result_indices[number, place] = [*sums]
-
-    def take(self, number: int, place: int, results: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the results of a part that have gradients, with these gradients, which are then forgotten."""
-        pairs: list[tuple[Tensor, Tensor | None]] = []
-        for index, gradient in self._stored(number, place).items():
-            if results[index].requires_grad:
-                pairs.append((results[index], gradient))
-        self._forget(number, place)
-        return pairs
-
-    def remove(self) -> None:
-        """Remove the gradients that no part has taken."""
-        for number, place in [*self._result_indices]:
-            self._forget(number, place)
-
-    def _stored(self, number: int, place: int) -> dict[int, Tensor]:
-        indices = self._result_indices.get((number, place))
-        return {} if indices is None else dict(zip(indices, self._spool.read(self._name(number, place)), strict=True))
-
-    def _forget(self, number: int, place: int) -> None:
-        if self._result_indices.pop((number, place), None) is not None:
-            self._spool.remove(self._name(number, place))
-
-    def _name(self, number: int, place: int) -> str:
-        return f"gradients-{place}-{number}"

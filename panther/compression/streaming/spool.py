@@ -1,103 +1,160 @@
-"""Tensors that are kept in files, and mapped into memory: they take none of the process's own until they are written.
+"""Values that are kept in files, whose tensors are mapped: they take no memory of the process until they are written.
 
 A file is read from the disk page by page as its tensors are used, and the system drops the pages where memory is short.
+Files have names, and a process that takes the place of a killed one finds those of the last :meth:`Spool.commit`.
 """
 
 __all__ = ["Spool", "freed_blocks_returned"]
 
 import ctypes
-import dataclasses
+import io
+import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from panther._torch import buffers_of, parameters_of, storage_key
+from panther._torch import storage_key
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
+from panther.files.writer import sync_folder, write_json
+
+_Value = TypeVar("_Value")
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES, _LARGEST_HEAP_BYTES = 2**20, 2**25
 _ALIGNMENT = 64  # bytes; products with tensors at other addresses can differ in the last bit
+_END = 8  # bytes at the end of a file, the position at which the tensors end and the value begins
 
-
-class _Place(NamedTuple):
-    """The place of a tensor in a file."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
+_JOURNAL = "journal.json"
+_VALUE = ".value"  # the suffix of the files
 
 
 class Spool:
-    """A folder of files that hold tensors.
+    """A folder of named files, each with a value: tensors, and whatever of Python contains them.
+
+    The values are pickled, without their tensors, so that the folder must belong to the user. What is written and
+    removed counts from the next :meth:`commit` on: until then, a new process finds the files as they were.
 
     Args:
-        folder: The folder, which belongs to the spool.
+        folder: The folder, which belongs to the spool. What no commit has named is removed from it.
+
+    Attributes:
+        references: Objects that values contain and files do not, such as modules of the model, by a name. They must be
+            there before a value with them is read.
+        notes: What a new process has to know beside the values, as JSON; from the last commit.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places: dict[str, list[_Place]] = {}
-        self._number = self._num_bytes = 0
+        self.references: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
+        self._number = 0
         self._sizes: dict[str, int] = {}
-
-    def write(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Write tensors to a file, which replaces the file of that name."""
-        places, offset = [], 0
-        path = self._folder / f"{name}.part"
-        try:
-            with path.open("wb") as file:
-                for tensor in tensors:
-                    offset += file.write(b"\0" * (-offset % _ALIGNMENT))
-                    places.append(_Place(offset, tensor.dtype, tensor.shape))
-                    offset += file.write(bytes_of(tensor))
-            os.replace(path, self._folder / name)
-        except OSError as error:
-            raise CompressionError(
-                f"{self._folder} cannot take what is kept on disk ({error.strerror or error}; "
-                f"{self._num_bytes / 1e9:.3g} GB are there): name a folder of a larger disk"
-            ) from error
-        self._num_bytes += offset - self._sizes.get(name, 0)
-        self._sizes[name] = offset
-        self._places[name] = places
-
-    def read(self, name: str) -> list[Tensor]:
-        """Return the tensors of a file, which are mapped. Writing to them does not change the file."""
-        places = self._places[name]
-        if not any(place.shape.numel() for place in places):
-            return [torch.empty(place.shape, dtype=place.dtype) for place in places]
-        with (self._folder / name).open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return [_tensor_at(pages, place) for place in places]
-
-    def remove(self, name: str) -> None:
-        """Remove a file. Tensors that were read from it stay valid."""
-        del self._places[name]
-        self._num_bytes -= self._sizes.pop(name)
-        (self._folder / name).unlink()
+        with suppress(FileNotFoundError):
+            journal = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
+            self._sizes, self.notes = journal["sizes"], journal["notes"]
+        sizes = {path.name: path.stat().st_size for path in folder.glob(f"*{_VALUE}*")}
+        expected_sizes = {_file_name(name): size for name, size in self._sizes.items()}
+        for name, size in expected_sizes.items():
+            if sizes.get(name) != size:
+                raise CompressionError(
+                    f"{folder / name} should have {size} bytes, and {'has ' if name in sizes else 'is missing'}"
+                    f"{sizes.get(name, '')}: remove {folder}, and start again from the beginning"
+                )
+        for name in sizes.keys() - expected_sizes.keys():
+            (folder / name).unlink()
+        self._committed = set(self._sizes)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._sizes
 
-    def kept(self, value: Any) -> Any:
-        """Return the same value with all of its tensors in a file of the spool.
+    def names(self, prefix: str) -> list[str]:
+        """Return the names that begin with a prefix."""
+        return [name for name in self._sizes if name.startswith(prefix)]
 
-        The value is a tensor, a module, or a dictionary, list, tuple or dataclass of values. Tensors that are shared
-        stay shared. Modules are changed in place.
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(self._sizes.values())
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
+        assert name not in self._committed, name
+        path = self._path(name)
+        part = path.with_name(path.name + ".part")
+        references = {id(each): key for key, each in self.references.items()}
+        try:
+            with part.open("wb") as file:
+                pickled = _Pickler.dumps(file, value, references)
+                end = file.tell()
+                file.write(pickled)
+                file.write(end.to_bytes(_END, "little"))
+                size = file.tell()
+            os.replace(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise self._disk_error(error) from error
+        self._sizes[name] = size
+
+    def read(self, name: str) -> Any:
+        """Return the value of a name, whose tensors are mapped. Writing to them does not change the file."""
+        with self._path(name).open("rb") as file:
+            size = file.seek(-_END, os.SEEK_END)
+            end = int.from_bytes(file.read(_END), "little")
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end else None
+            file.seek(end)
+            return _Unpickler(file, pages, self.references).load() if size else None
+
+    def remove(self, name: str) -> None:
+        """Remove a file, from the next commit on. Values that were read from it stay valid."""
+        del self._sizes[name]
+        if name not in self._committed:
+            self._path(name).unlink()
+
+    def commit(self) -> None:
+        """Make sure that a new process finds everything that is here now, even after a failure of power."""
+        try:
+            for name in sorted(self._sizes.keys() - self._committed):
+                descriptor = os.open(self._path(name), os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            sync_folder(self._folder)
+            write_json(self._folder / _JOURNAL, {"sizes": self._sizes, "notes": self.notes})
+        except OSError as error:
+            raise self._disk_error(error) from error
+        for name in self._committed - self._sizes.keys():
+            self._path(name).unlink()
+        self._committed = set(self._sizes)
+
+    def kept(self, value: _Value) -> _Value:
+        """Return the same value with all of its tensors in a file, which is there as long as they are.
+
+        Tensors that are shared stay shared.
         """
-        tensors: dict[Any, Tensor] = {}
-        _transformed(value, lambda tensor: tensors.setdefault(_key(tensor), tensor))
         name, self._number = f"kept-{self._number}", self._number + 1
-        self.write(name, tensors.values())
-        mapped = dict(zip(tensors, self.read(name), strict=True))
+        self.write(name, value)
+        mapped: _Value = self.read(name)
         self.remove(name)  # the tensors keep the file open
-        return _transformed(value, lambda tensor: mapped[_key(tensor)])
+        return mapped
+
+    def _path(self, name: str) -> Path:
+        return self._folder / _file_name(name)
+
+    def _disk_error(self, error: OSError) -> CompressionError:
+        return CompressionError(
+            f"{self._folder} cannot take what is kept on disk ({error.strerror or error}; {self.num_bytes / 1e9:.3g} "
+            "GB are there): free some of the disk and start again, which continues, or name a folder of a larger disk"
+        )
 
 
 @contextmanager
@@ -116,37 +173,62 @@ def freed_blocks_returned() -> Iterator[None]:
             set_option(_MMAP_THRESHOLD, _LARGEST_HEAP_BYTES)
 
 
-def _key(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors of the same memory and layout."""
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _file_name(name: str) -> str:
+    return name + _VALUE
 
 
-def _tensor_at(pages: mmap.mmap, place: _Place) -> Tensor:
-    if not place.shape.numel():
-        return torch.empty(place.shape, dtype=place.dtype)
-    flat = torch.frombuffer(pages, dtype=place.dtype, count=place.shape.numel(), offset=place.offset)
-    return flat.view(place.shape)
+class _Pickler(pickle.Pickler):
+    """Pickle a value, and write its tensors to the file; a tensor is pickled as its place there."""
+
+    def __init__(self, buffer: Any, file: BinaryIO, references: Mapping[int, str]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._file, self._references = file, references
+        self._places: dict[Any, tuple[int, Tensor]] = {}  # the tensors stay, so that no address is used twice
+
+    @classmethod
+    def dumps(cls, file: BinaryIO, value: Any, references: Mapping[int, str]) -> bytes:
+        """Write the tensors of a value, and return the pickled value."""
+        buffer = io.BytesIO()
+        cls(buffer, file, references).dump(value)
+        return buffer.getvalue()
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the place of a tensor, or the name of a reference."""
+        if (name := self._references.get(id(value))) is not None:
+            return "reference", name
+        if not isinstance(value, Tensor):
+            return None
+        kind = ("parameter", value.requires_grad) if isinstance(value, nn.Parameter) else ("tensor", False)
+        return *kind, self._offset(value), value.dtype, tuple(value.shape)
+
+    def _offset(self, tensor: Tensor) -> int:
+        """Return the offset of a tensor in the file, where it is written unless it is there already."""
+        key = storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._places:
+            self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+            self._places[key] = self._file.tell(), tensor
+            self._file.write(bytes_of(tensor.detach()))
+        return self._places[key][0]
 
 
-def _transformed(value: Any, fn: Any) -> Any:
-    """Return a value with ``fn`` of each of its tensors in the tensor's place."""
-    if isinstance(value, nn.Module):
-        for module in value.modules():
-            for tensors in (parameters_of(module), buffers_of(module)):
-                for name, tensor in tensors.items():
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.data = fn(tensor.data)
-                    elif tensor is not None:
-                        tensors[name] = fn(tensor)
-        return value
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, Mapping):
-        return {key: _transformed(entry, fn) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [_transformed(entry, fn) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: _transformed(entry, fn) for name, entry in fields.items()})
-    return value
+class _Unpickler(pickle.Unpickler):
+    """Unpickle a value whose tensors are in mapped pages."""
+
+    def __init__(self, file: BinaryIO, pages: mmap.mmap | None, references: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._pages, self._references = pages, references
+        self._tensors: dict[Any, Tensor] = {}
+
+    def persistent_load(self, place: Any) -> Any:
+        """Return the tensor of a place, or the object of a reference."""
+        if place[0] == "reference":
+            return self._references[place[1]]
+        if place not in self._tensors:
+            kind, requires_grad, offset, dtype, shape = place
+            numel = torch.Size(shape).numel()
+            tensor = torch.empty(shape, dtype=dtype)
+            if numel:
+                assert self._pages is not None
+                tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=offset).view(shape)
+            self._tensors[place] = nn.Parameter(tensor, requires_grad) if kind == "parameter" else tensor
+        return self._tensors[place]

@@ -2,18 +2,19 @@
 
 __all__ = ["compress_folder"]
 
+import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from panther.compression import CompressionReport
+from panther.compression.calibration.descriptions import checksum
 from panther.compression.folder import CompressConfig, compress_streamed
-from panther.errors import CompressionError, require_extra
-from panther.files.writer import hold_lock, unlocked_file
+from panther.errors import CompressionError, FormatError, require_extra
+from panther.files.writer import take_lock
 from panther.integrations.folders.beside import copy_beside
 from panther.integrations.pretrained import from_pretrained
 from panther.nn.io import save_compressed
@@ -26,6 +27,7 @@ _IN_MEMORY = (
 
 _PREFIX = ".panther-"  # of the names of folders that are there during a run
 _LOCK = "lock"
+_SAVING = "saving"  # a file that is there from the moment on at which the target is written
 
 
 def compress_folder(
@@ -52,6 +54,9 @@ def compress_folder(
     encoder's output and shared layers need nothing of yours. A model whose blocks pass each other something beside
     arguments and results is refused.
 
+    A run that was killed, interrupted or stopped by a full disk is continued by the same call, from the block that it
+    was at, and ends with the same files, bit for bit.
+
     Args:
         source: A folder that ``save_pretrained`` of transformers wrote, of one file of safetensors or several.
         target: The folder for the result, new or empty. The tokenizer and other files are copied there.
@@ -70,7 +75,7 @@ def compress_folder(
 
     Raises:
         CompressionError: As for :func:`panther.compress`; and if the model cannot be run part by part, the disk is
-            full, or the target is not empty.
+            full, the target is not empty, or a run that was killed had other arguments or another source.
         FormatError: If the source has no model of transformers, or a file of it is damaged or missing.
         MissingExtraError: Without transformers.
 
@@ -102,14 +107,22 @@ def compress_folder(
     )
     if not config.is_calibrated:
         raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
-    folder = Path(target)
+    folder, source = Path(target), Path(source)
     with _scratch(folder, None if scratch_dir is None else Path(scratch_dir)) as scratch:
         model = from_pretrained(source)
-        report = compress_streamed(model, config, scratch)
+        report = compress_streamed(model, config, scratch, _described(source))
+        (scratch / _SAVING).touch()  # from now on the target is not empty
         transformers_adapter.write_model_card(model, report, folder, settings=_size(config))
-        copy_beside(Path(source), folder)
+        copy_beside(source, folder)
         save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
     return report
+
+
+def _described(source: Path) -> str:
+    """Return a description of a folder's files, which differs if one of them has changed."""
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{source.resolve()} with files {checksum((name, tuple(about)) for name, *about in stats):08x}"
 
 
 def _size(config: CompressConfig) -> str:
@@ -118,28 +131,53 @@ def _size(config: CompressConfig) -> str:
 
 @contextmanager
 def _scratch(target: Path, scratch_dir: Path | None) -> Iterator[Path]:
-    """Make the target and a folder for files of the run, which is removed at the end, as the target is on an error."""
+    """Make the target and a folder for files of the run, or find that of a run that was killed.
+
+    At the end the folder is removed. After an error it stays if the same call can continue, as after Ctrl-C or on a
+    full disk, and if it was there before; otherwise it is removed, with the target if that is new.
+    """
     if scratch_dir is not None and not scratch_dir.is_dir():
         raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
-    if target.exists() and (not target.is_dir() or any(not _is_scratch(path) for path in target.iterdir())):
+    parent = target if scratch_dir is None else scratch_dir
+    digest = hashlib.blake2b(os.fsencode(target.resolve()), digest_size=8).hexdigest()
+    scratch, removed = parent / f"{_PREFIX}{digest}", parent / f"{_PREFIX}{digest}-removed"
+    is_continued, is_saved = scratch.exists(), (scratch / _SAVING).exists()
+    is_empty = not target.exists() or (target.is_dir() and all(map(_is_scratch, target.iterdir())))
+    if not (is_empty or is_saved):
         raise CompressionError(f"{target} is not empty, and might hold another model: give a new folder, or clear it")
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    parent = target if scratch_dir is None else scratch_dir
-    for path in filter(_is_scratch, [*parent.iterdir()]):
-        with unlocked_file(path / _LOCK) as is_abandoned:  # by a run that was killed
-            if is_abandoned:
-                shutil.rmtree(path, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    try:
-        with (scratch / _LOCK).open("wb") as lock:
-            hold_lock(lock.fileno())
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(scratch)
+    with (scratch / _LOCK).open("wb") as lock:
+        if not take_lock(lock.fileno()):
+            raise CompressionError(f"another process compresses a model to {target}: wait for it, or give a new folder")
+        shutil.rmtree(removed, ignore_errors=True)
+        is_kept = True
+        try:
             yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # it holds a model now
-                target.rmdir()
+            is_kept = False
+        except (CompressionError, FormatError, ValueError, TypeError) as error:
+            is_kept = is_continued or isinstance(error.__cause__, OSError)
+            raise
+        finally:
+            if not is_kept:
+                # Renamed first, so that a process that is killed meanwhile leaves nothing to continue from.
+                os.replace(scratch, removed)
+                shutil.rmtree(removed, ignore_errors=True)
+                if is_new:
+                    with suppress(OSError):  # it holds a model now
+                        target.rmdir()
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise CompressionError if other users can write to a folder, whose files are unpickled."""
+    status = folder.lstat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink()):
+        raise CompressionError(
+            f"{folder} has to be a folder of yours that nobody else can write to, because its files can contain code: "
+            "remove it, or name another folder for what is kept on disk"
+        )
 
 
 def _is_scratch(path: Path) -> bool:

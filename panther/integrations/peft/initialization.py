@@ -217,7 +217,7 @@ def init_corda_(
         with runner.calibrating(seed):  # ends before the weights change, because it restores buffers
             gathered = [*gather_moments(runner, inputs, gradients=False, seed=seed, description=label)]
         # Embeddings are not among the targets, and only they have different moments.
-        pairs = (pair for moments_of_inputs, _, _ in gathered for pair in moments_of_inputs.items())
+        pairs = (pair for each in gathered for pair in each.moments.items())
         moments = {target: moment for target, moment in pairs if isinstance(moment, Moments)}
         positions |= {target: moment.positions for target, moment in moments.items()}
         constant += [target for target, moment in moments.items() if moment.constant]

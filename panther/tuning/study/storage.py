@@ -2,24 +2,20 @@
 
 __all__ = ["OpenStudy", "describe_search", "open_study"]
 
-import functools
 import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import IO, Any
 
 from torch import Tensor, nn
 
-from panther._torch import tree_leaves
+from panther.compression.calibration.descriptions import checksum, described_batches, described_function, shortened
 from panther.errors import ConfigError, require_extra
 from panther.tuning.config import TuneConfig
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import checksum
 from panther.tuning.samplers import make_pruner, quiet
 from panther.tuning.study.exclusion import exclusive_access
 
@@ -28,8 +24,6 @@ _IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
 # Relative difference of the unchanged model's metric that is allowed in a resumed study, for another machine's
 # rounding.
 _AGREES = 1e-4
-_LONG = 80  # An entry of a description with more characters is replaced by its beginning and a hash.
-_PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -140,44 +134,12 @@ def describe_search(config: TuneConfig, model: nn.Module, space: str, /, **entri
         "constraint": " and ".join(constraint.text for constraint in goal.constraints) or "none",
         "direction": "maximize" if goal.higher_is_better else "minimize",
         "space": space,
-        **{name: _function_name(getattr(config, name)) for name in ("forward_fn", "loss_fn", "mask_fn")},
+        **{name: described_function(getattr(config, name)) for name in ("forward_fn", "loss_fn", "mask_fn")},
         "repeats": str(config.repeats),
         "model": f"{type(model).__name__} {checksum(tensors):08x}",
-        "calibration": "none" if config.calibration is None else _batches(config.calibration),
+        "calibration": "none" if config.calibration is None else described_batches(config.calibration),
     }
-    return {name: _short(text) for name, text in (description | entries).items()}
-
-
-def _function_name(function: Callable[..., Any] | None) -> str:
-    """Return the name of a function, with a hash of its code, because all lambdas have the same name."""
-    if function is None:
-        return "none"
-    inner: Any = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    code = getattr(inner, "__code__", None)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return name if code is None else f"{name} {zlib.crc32(repr(_code(code)).encode()):08x}"
-
-
-def _code(code: CodeType) -> list[Any]:
-    """Return the bytecode, names and constants of a function, without addresses and line numbers."""
-    constants = [_code(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts]
-    return [code.co_code, code.co_names, [constant for constant in constants if isinstance(constant, (*_PLAIN, list))]]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[:_LONG]}... ({zlib.crc32(text.encode()):08x})"
-
-
-def _batches(calibration: Any) -> str:
-    """Return the number of batches and a hash of their tensors, or only the type unless the batches are a sequence."""
-    if not isinstance(calibration, Sequence):
-        return f"a {type(calibration).__name__}"
-    leaves = [
-        leaf for batch in calibration for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    ]
-    return f"{len(calibration)} batches {checksum(enumerate(leaves)):08x}"
+    return {name: shortened(text) for name, text in (description | entries).items()}
 
 
 def _unreadable(storage: Any, error: Exception) -> ConfigError:

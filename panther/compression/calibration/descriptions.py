@@ -1,0 +1,96 @@
+"""Short descriptions of functions, batches and tensors, which differ where these differ.
+
+They tell whether a search or a compression that continues has the arguments that it began with.
+"""
+
+__all__ = ["checksum", "described_batches", "described_function", "hash_of", "shortened"]
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from panther._torch import tree_leaves, version_of
+
+_LONG = 80  # a longer text is replaced by its beginning and a hash
+_PLAIN = (str, bytes, int, float, bool, type(None))
+_BLOCK = 1 << 20  # bytes that are hashed at once on a device
+_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
+
+
+def described_function(function: Callable[..., Any] | None) -> str:
+    """Return the name of a function, with a hash of its code, because all lambdas have the same name."""
+    if function is None:
+        return "none"
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return name if code is None else f"{name} {zlib.crc32(repr(_code(code)).encode()):08x}"
+
+
+def _code(code: CodeType) -> list[Any]:
+    """Return the bytecode, names and constants of a function, without addresses and line numbers."""
+    constants = [_code(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts]
+    return [code.co_code, code.co_names, [constant for constant in constants if isinstance(constant, (*_PLAIN, list))]]
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning and a hash if it is long."""
+    return text if len(text) <= _LONG else f"{text[:_LONG]}... ({zlib.crc32(text.encode()):08x})"
+
+
+def described_batches(calibration: Any) -> str:
+    """Return the number of batches and a hash of their tensors, or only the type unless the batches are a sequence."""
+    if not isinstance(calibration, Sequence):
+        return f"a {type(calibration).__name__}"
+    leaves = [
+        leaf for batch in calibration for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    ]
+    return f"{len(calibration)} batches {checksum(enumerate(leaves)):08x}"
+
+
+def checksum(entries: Iterable[tuple[Any, Any]]) -> int:
+    """Return a CRC-32 of names and values, and of hashes of tensors."""
+    crc = 0
+    for name, value in entries:
+        content = hash_of(value) if isinstance(value, Tensor) else value
+        crc = zlib.crc32(f"{name} {content}".encode(), crc)
+    return crc
+
+
+def hash_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype, device and a hash of the memory."""
+    if is_lazy(tensor):
+        return (str(tensor.dtype), str(tensor.device))
+    value = tensor.detach()
+    about = tuple(value.shape), str(value.dtype), str(value.device)
+    if not value.numel() or value.is_meta:
+        return about
+    try:
+        bits = value.contiguous().view(-1).view(torch.uint8)
+        memory: Any = bits.numpy() if bits.is_cpu else None
+        return *about, _hash_on_device(bits) if memory is None else zlib.crc32(memory)
+    except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor with another kind of memory
+        return *about, version_of(tensor)
+
+
+def _hash_on_device(bits: Tensor) -> int:  # (n) uint8
+    """Return a hash of bytes, computed on their device: a sum of products with weights that depend on the position."""
+    weights = _position_weights(bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for block in bits.split(_BLOCK):
+        total = total * _ODD + (block * weights[: len(block)]).sum()
+    return int(total.item())
+
+
+@functools.cache
+def _position_weights(device: torch.device) -> Tensor:
+    x = torch.arange(1, _BLOCK + 1, device=device) * _ODD
+    return (x ^ (x >> 32)) * _ODD | 1
