@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import panther as pr
 from panther.cli._arguments import add_option, check_folder, note, positive, positive_float, seed, whole_number
+from panther.cli._ranks import joined_ranks, num_ranks, share_of_batches
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     with current_folder_importable():
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     try:
         if not args.stream:
             _log.info("writing to %s", out)
@@ -126,6 +129,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
         )
     if args.stream:
         _check_streamed(args)
+    elif num_ranks() > 1:
+        raise PantherError(f"one process compresses a model in memory, and {num_ranks()} are started: add --stream")
     if not is_folder and not names_function(args.model):
         raise PantherError(
             f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
@@ -174,7 +179,7 @@ def _check_calibrated(args: argparse.Namespace, calibration: Any) -> None:
 
 def _check_outputs(args: argparse.Namespace, out: Path) -> None:
     """Raise before the work if the results cannot be written, or if --out already contains files."""
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()) and not args.stream:  # which continues a run that was killed
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
     for flag, path in (("--report", args.report), ("--plot", args.plot)):
         if path is None:
@@ -249,8 +254,11 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
         warnings.showwarning = lambda message, *_, **__: note(message)
         try:
             if args.stream:
-                options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
-                return pr.compress_folder(args.model, args.out, **options)
+                with joined_ranks() as group:
+                    if group is not None:
+                        calibration = share_of_batches(calibration, group.rank(), group.size())
+                    options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
+                    return pr.compress_folder(args.model, args.out, group=group, **options)
             return pr.compress(model, args.budget, calibration, heal=heal, **options)
         except PantherError:
             raise

@@ -63,7 +63,7 @@ def fit_targets(
         ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
     """
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
-    numbers = {target: number for number, target in enumerate(survey.targets)}
+    names = {target: f"fit-{ridge:g}-{number}" for number, target in enumerate(survey.targets)}
     num_components = {target: settings.num_components(target, share) for target in survey.targets}
     widths = {target: _widths_of(options[target]) for target in survey.targets}
     memory = runner.spare_bytes(_DEFAULT_MEMORY_BYTES) if memory is None else memory
@@ -84,7 +84,7 @@ def fit_targets(
             assert fit is not None
             return fit
 
-        return runner.remembered(f"fit-{ridge:g}-{numbers[target]}", made)
+        return runner.remembered(names[target], made)
 
     weights = _Weights(
         survey=survey,
@@ -119,9 +119,8 @@ def fit_targets(
         return_freed_memory()  # of activations
         if gathered is None:
             return None
-        return weights.fit_part(
-            gathered, partial(runner.over, description=f"fits {min(len(fitted) + 1, len(parts))}/{len(parts)}")
-        )
+        description = f"fits {min(len(fitted) + 1, len(parts))}/{len(parts)}"
+        return weights.fit_part(gathered, partial(runner.over, description=description), runner, names)
 
     while (part := runner.remembered(f"fits-{ridge:g}-{len(fitted)}", fit_next)) is not None:
         weights.add(part)
@@ -174,15 +173,13 @@ class _FittedPart:
     Attributes:
         inputs: The weights, in sets that share an input.
         summaries: What is left of their moments.
-        options: Their options, with losses.
-        losses_per_bit: Their estimated losses, if the choice of widths needs them.
+        losses: Their options, with losses, and their estimated losses, if the choice of widths needs them.
         state: What the passes over the batches need to continue.
     """
 
     inputs: Sequence[Sequence[Target]]
     summaries: Mapping[Target, _Summary]
-    options: Mapping[Target, Sequence[Option]]
-    losses_per_bit: Mapping[Target, float]
+    losses: Mapping[Target, tuple[Sequence[Option], float | None]]
     state: Mapping[str, Any]
 
 
@@ -234,7 +231,13 @@ class _Weights:
     kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
     losses_per_bit: dict[Target, float] = field(default_factory=dict)
 
-    def fit_part(self, gathered: Gathered, over: Callable[[Sequence[Target]], Iterable[Target]]) -> _FittedPart:
+    def fit_part(
+        self,
+        gathered: Gathered,
+        over: Callable[[Sequence[Target]], Iterable[Target]],
+        runner: Runner,
+        names: Mapping[Target, str],
+    ) -> _FittedPart:
         """Fit the weights of moments that are complete; ``over`` shows the progress through targets."""
         moments = gathered.moments
         summaries = {
@@ -243,23 +246,24 @@ class _Weights:
             else _Summary(each.positions, False, ())
             for target, each in moments.items()
         }
+        fitted_here = runner.divide(list(moments))
+        for target in moments.keys() - set(fitted_here):
+            del moments[target]
         # `fit` empties the dictionary and adds nothing to it.
-        self.fit(moments, gathered.energy, over(list(moments)))  # type: ignore[arg-type]
-        return _FittedPart(
-            gathered.inputs,
-            summaries,
-            {target: self.options_with_losses[target] for target in summaries},
-            {target: self.losses_per_bit[target] for target in summaries if target in self.losses_per_bit},
-            gathered.state,
-        )
+        self.fit(moments, gathered.energy, over(fitted_here))  # type: ignore[arg-type]
+        losses = {target: (self.options_with_losses[target], self.losses_per_bit.get(target)) for target in fitted_here}
+        losses = runner.exchange(losses, {target: names[target] for target in summaries})
+        return _FittedPart(gathered.inputs, summaries, losses, gathered.state)
 
     def add(self, part: _FittedPart) -> None:
         """Add the results of a part, which another process may have fitted."""
         for target in part.summaries:
             if target not in self.fits:
                 self.fits[target] = self.stored(target, None)
-        self.options_with_losses.update(part.options)
-        self.losses_per_bit.update(part.losses_per_bit)
+        for target, (options, loss_per_bit) in part.losses.items():
+            self.options_with_losses[target] = options
+            if loss_per_bit is not None:
+                self.losses_per_bit[target] = loss_per_bit
 
     def fit(
         self, moments: dict[Target, Moments | TableMoments | None], energy: float, targets: Iterable[Target]

@@ -17,7 +17,7 @@ from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport
 from panther.compression.streaming.runner import StreamingRunner
-from panther.compression.streaming.spool import Spool, freed_blocks_returned
+from panther.compression.streaming.spool import freed_blocks_returned
 from panther.errors import CompressionError
 from panther.sketch import check_seed
 
@@ -43,22 +43,24 @@ def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path, s
     check_model(model)
     check_adapters(model)
     with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
-        spool = Spool(scratch)
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
-            config.loss_fn, forward_device, spool=spool,
+            config.loss_fn, forward_device, scratch=scratch,
         )  # fmt: skip
+        spool = runner.spool
         description = {"source": source, **_described(config, runner)}
         before = spool.notes.setdefault("description", description)
         seed = spool.notes.setdefault("seed", check_seed(config.seed))
         if config.seed not in (None, seed):
             description, before = description | {"seed": str(config.seed)}, before | {"seed": str(seed)}
-        for name in description:
-            if description[name] != before[name]:
-                raise CompressionError(
-                    f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
-                    f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
-                )
+        differing = [name for name in description if description[name] != before[name]]
+        refusals = [
+            f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
+            f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
+            for name in differing
+        ]
+        if refusals := [refusal for rank_refusals in runner.gathered(refusals) for refusal in rank_refusals]:
+            raise CompressionError(refusals[0])
         spool.commit()
         return compress_with(runner, replace(config, seed=seed))
 
@@ -69,6 +71,7 @@ def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str
     return {
         "panther": __version__,
         "torch": torch.__version__,
+        "ranks": str(len(runner.gathered(None))),
         "calibration": described_batches([*runner.batches, *runner.held_out]),
         **{name: shortened(_described_setting(value)) for name, value in settings.items()},
     }

@@ -124,6 +124,8 @@ class Runner:
     Attributes:
         batches: Batches for the moments and for healing, on the model's device.
         held_out: Batches on which errors are measured.
+        rank: The rank in the group; 0 without one.
+        first_number: Number of the first batch among those of all ranks, which are in the order of the ranks.
         show: Whether progress is shown.
         resident_bytes: Bytes of the process's own memory before anything ran.
         output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
@@ -146,7 +148,7 @@ class Runner:
         forward_device: torch.device | None = None,
     ) -> None:
         self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
-        self.loss_fn = loss_fn
+        self.loss_fn, self.rank = loss_fn, 0 if group is None else dist.get_rank(group)
         self.show = sys.stderr.isatty() if progress is None else progress
         self._logged_phases: set[str] = set()
         self.resident_bytes = resident_bytes()
@@ -154,6 +156,7 @@ class Runner:
         self.held_out: list[Any] = []
         self.output_name = ""
         self.difference: float | None = None
+        self.first_number = self._first_held_out = 0
         self._num_samples: dict[int, int] = {}  # by the number of the batch
         self.seed = 0  # seed of the random numbers of forwards
         self._state: ModelState | None = None
@@ -189,6 +192,11 @@ class Runner:
         held = {(index + 1) * len(batches) // count - 1 for index in range(count)}
         self.batches = [batch for index, batch in enumerate(batches) if index not in held]
         self.held_out = [batch for index, batch in enumerate(batches) if index in held]
+        counts = self.gathered((len(self.batches), len(self.held_out)))
+        earlier = counts[: self.rank]
+        self.first_number = sum(count for count, _ in earlier)
+        num_batches = sum(count for count, _ in counts)
+        self._first_held_out = num_batches + sum(count for _, count in earlier)
 
     @contextmanager
     def calibrating(self, seed: int) -> Iterator[None]:
@@ -257,7 +265,9 @@ class Runner:
         """Return the output of the model for a batch. The forward gets a copy of the batch."""
         number = self._number_of(batch)
         if self._state is not None:  # outside of a calibration the generators are the caller's
-            self._seed_generators(self.seed + number)
+            is_held_out = number >= len(self.batches)
+            first = self._first_held_out - len(self.batches) if is_held_out else self.first_number
+            self._seed_generators(self.seed + first + number)
             # The state is restored before a forward and not after it: backward reads what the forward has saved.
             self._state.restore_before_forward()
         output = self.plain_output(copy_batch(batch))
@@ -329,6 +339,14 @@ class Runner:
         ``name`` says for which weights, options and batches the value holds.
         """
         return make()
+
+    def divide(self, targets: Sequence[Target]) -> Sequence[Target]:
+        """Return the weights that this rank fits; a runner that streams divides them among the ranks."""
+        return targets
+
+    def exchange(self, values: dict[Target, _Item], names: Mapping[Target, str]) -> dict[Target, _Item]:
+        """Return the values of the weights of all ranks, and fetch the remembered values of these names from them."""
+        return values
 
     def progress_of(self, name: str) -> tuple[int, Any] | None:
         """Return the part after which the work on a remembered value was saved last, and what was saved."""
@@ -468,6 +486,14 @@ class Runner:
         dist.broadcast(shared, group=self.group, group_src=0)
         return int(shared.item())
 
+    def gathered(self, value: _Item) -> list[_Item]:
+        """Return the values of all ranks of the group."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add float64 tensors over the ranks of the group, in place."""
         if self.group is not None:
@@ -492,9 +518,7 @@ class Runner:
         spare = most if free is None else min(most, free // 2)
         if self.group is None:
             return spare
-        shared = torch.tensor([spare // dist.get_world_size(self.group)], device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
-        return int(shared.item())
+        return min(self.gathered(spare // dist.get_world_size(self.group)))
 
     @torch.no_grad()
     def errors(

@@ -249,7 +249,7 @@ class _Gathering:
         if not self._levels:
             leveled = [target for target in targets if not target.is_table or target.is_multiplied]
             self._levels = _gradient_levels(runner, leveled, self.seed, self.gradients)
-        passes = [(batch, self.seed + number) for number, batch in enumerate(runner.batches)]
+        passes = [(batch, self.seed + number) for number, batch in enumerate(runner.batches, runner.first_number)]
         for step in runner.steps(passes, targets, gradients=self.gradients, description=description, after=self._part):
             self._allocate(step.targets)
             size, input_keys = run_step(runner, step, compared, self._add, gradients=self.gradients)
@@ -348,6 +348,7 @@ def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradi
 
     The level of a target without gradients is 1; without ``gradients`` every level is. Levels take a separate run,
     because the weights of positions are relative to them, and gradients are not kept until all gradients are known.
+    With several ranks, the first batch is that of the first rank that calls the target.
     """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
@@ -356,9 +357,12 @@ def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradi
         if not pending:
             break
         _add_gradient_levels(runner, batch, pending, sums_of, seed)
-    runner.sum_([sums])
-    means = {target: total / max(number, 1.0) for target, (total, number) in zip(targets, sums.tolist(), strict=True)}
-    return {target: mean if 0 < mean < inf else 1.0 for target, mean in means.items()}
+    levels = {}
+    for target, *pairs in zip(targets, *runner.gathered(sums.tolist()), strict=True):
+        total, number = next(((total, number) for total, number in pairs if number), (0.0, 0.0))
+        mean = total / max(number, 1.0)
+        levels[target] = mean if 0 < mean < inf else 1.0
+    return levels
 
 
 def _add_gradient_levels(

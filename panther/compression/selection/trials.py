@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -177,14 +178,19 @@ class Trials:
         return {target for target, flag in zip(targets, flags.tolist(), strict=True) if flag}
 
     def _passes(self) -> list[tuple[Any, int]]:
-        """Return batches, each with the seed of a direction."""
+        """Return batches, each with the seed of a direction: those of this rank among the first ones of all ranks."""
+        runner = self._runner
+        counts = runner.gathered([runner.num_samples(batch) for batch in runner.batches[:_MOST_PASSES]])
+        numbers = [(rank, number) for rank, rank_counts in enumerate(counts) for number in range(len(rank_counts))]
         passes: list[tuple[Any, int]] = []
         num_pairs = 0
-        for batch in (batch for batch in self._runner.batches for _ in range(_DIRECTIONS)):
-            if num_pairs >= _PAIRS or len(passes) == _MOST_PASSES:
+        repeated = ((rank, number) for rank, number in numbers for _ in range(_DIRECTIONS))
+        for direction, (rank, number) in enumerate(islice(repeated, _MOST_PASSES)):
+            if num_pairs >= _PAIRS:
                 break
-            passes.append((batch, self._seed + len(passes)))
-            num_pairs += self._runner.num_samples(batch)
+            if rank == runner.rank:
+                passes.append((runner.batches[number], self._seed + direction))
+            num_pairs += counts[rank][number]
         return passes
 
     def _add_step(

@@ -2,12 +2,14 @@
 
 __all__ = ["StreamingRunner"]
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
@@ -18,8 +20,9 @@ from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Target
 from panther.compression.streaming.gradients import ResultGradients
 from panther.compression.streaming.parts import PartRun, Parts, dispatched
-from panther.compression.streaming.spool import Spool
+from panther.compression.streaming.spool import BLOCK, Spool
 from panther.errors import CompressionError
+from panther.files.tensors import bytes_of
 from panther.nn.quantized.stacked import StackedExperts
 
 _Value = TypeVar("_Value")
@@ -37,11 +40,12 @@ class StreamingRunner(Runner):
 
     is_streaming = True
 
-    def __init__(self, *args: Any, spool: Spool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, scratch: Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._spool = spool
+        self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
         self._parts: Parts | None = None
         self._is_within = False
+        self._num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         modules = {f"module {name}": module for name, module in self.model.named_modules()}
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         spool.references |= modules | {f"tensor {name}": tensor for name, tensor in tensors}
@@ -51,52 +55,95 @@ class StreamingRunner(Runner):
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value, with its tensors in files."""
-        return self._spool.kept(value)
+        return self.spool.kept(value)
 
     def register(self, targets: Sequence[Target]) -> None:
         """Let files refer to targets, and to the layers that stand for stacked weights."""
         for target in targets:
-            self._spool.references[f"target {target.name}"] = target
+            self.spool.references[f"target {target.name}"] = target
             if target.is_stacked:
-                self._spool.references[f"layer {target.name}"] = target.modules[0]
+                self.spool.references[f"layer {target.name}"] = target.modules[0]
 
     def remembered(self, name: str, make: Callable[[], _Value]) -> _Value:
         """Return the value of a name, which is in a file. It is made where no process before this one has done so.
 
         Values that are made within the call of ``make`` for another value are safe with that value.
         """
-        if name not in self._spool:
+        if name not in self.spool:
             is_outermost, self._is_within = not self._is_within, True
             try:
-                self._spool.write(name, make())
+                self.spool.write(name, make())
             finally:
                 self._is_within = not is_outermost
-            for saved in self._spool.names(f"{name}{_AFTER}"):
-                self._spool.remove(saved)
+            for saved in self.spool.names(f"{name}{_AFTER}"):
+                self.spool.remove(saved)
             if is_outermost:
                 self._commit()
-        value: _Value = self._spool.read(name)
+        value: _Value = self.spool.read(name)
         return value
+
+    def divide(self, targets: Sequence[Target]) -> Sequence[Target]:
+        """Return the weights that this rank fits: those that take longest go round by round to all ranks."""
+        costs = {target: target.dense_numbers * (target.inner + target.outer) for target in targets}
+        ordered = sorted(targets, key=costs.__getitem__, reverse=True)
+        fitted_here = set(ordered[self.rank :: self._num_ranks])
+        return [target for target in targets if target in fitted_here]
+
+    def exchange(self, values: dict[Target, _Value], names: Mapping[Target, str]) -> dict[Target, _Value]:
+        """Return the values of the weights of all ranks, and fetch the remembered values of these names from them."""
+        if self.group is None:
+            return values
+        of_names = {target.name: target for target in names}
+        all_values: dict[Target, _Value] = {}
+        for rank, rank_values in enumerate(self.gathered({target.name: value for target, value in values.items()})):
+            for target_name, value in rank_values.items():
+                all_values[of_names[target_name]] = value
+                self._send(names[of_names[target_name]], rank)
+        return {target: all_values[target] for target in names}
+
+    def _send(self, name: str, rank: int) -> None:
+        """Send a file from a rank to all others."""
+        is_sender = rank == self.rank
+        size = self.gathered(self.spool.size(name) if is_sender else 0)[rank]
+
+        def received() -> Iterator[memoryview]:
+            contents, remaining = self.spool.blocks(name) if is_sender else iter(()), size
+            while remaining:
+                block = torch.empty(min(BLOCK, remaining), dtype=torch.uint8)
+                if is_sender:
+                    block = torch.frombuffer(bytearray(next(contents)), dtype=torch.uint8)
+                moved = block.to(self.device)
+                dist.broadcast(moved, group=self.group, group_src=rank)
+                remaining -= len(block)
+                yield bytes_of(moved)
+
+        if is_sender:
+            for _ in received():
+                pass
+        else:
+            self.spool.receive(name, received())
 
     def progress_of(self, name: str) -> tuple[int, Any] | None:
         """Return the part after which the work on a remembered value was saved last, and what was saved."""
-        for saved in self._spool.names(f"{name}{_AFTER}"):
-            return int(saved.rpartition(_AFTER)[2]), self._spool.read(saved)
+        for saved in self.spool.names(f"{name}{_AFTER}"):
+            return int(saved.rpartition(_AFTER)[2]), self.spool.read(saved)
         return None
 
     def save_progress(self, name: str, part: int, value: Any) -> None:
-        """Save the work on a remembered value, after all steps of a part."""
-        before = self._spool.names(f"{name}{_AFTER}")
-        self._spool.write(f"{name}{_AFTER}{part}", value)
+        """Save the work on a remembered value, after all steps of a part. Ranks may have no steps, and do not save."""
+        if self.group is not None:
+            return
+        before = self.spool.names(f"{name}{_AFTER}")
+        self.spool.write(f"{name}{_AFTER}{part}", value)
         for saved in before:
-            self._spool.remove(saved)
+            self.spool.remove(saved)
         self._commit()
 
     def _commit(self) -> None:
-        self._spool.notes |= {
+        self.spool.notes |= {
             "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
         }  # fmt: skip
-        self._spool.commit()
+        self.spool.commit()
 
     def steps(
         self,
@@ -119,7 +166,7 @@ class StreamingRunner(Runner):
                 yield from self._forward_steps(parts, passes, numbers, place, places_of)
             return
         self._record(parts, passes, numbers, description)
-        result_gradients = ResultGradients(self._spool, description or "other", is_new=after is None)
+        result_gradients = ResultGradients(self.spool, description or "other", is_new=after is None)
         for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
             yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
         result_gradients.remove()
@@ -193,15 +240,21 @@ class StreamingRunner(Runner):
                 missing = [number for number in batches if not parts.is_recorded(place, number)]
                 for number in missing:
                     parts.run(partial(self.output, batches[number]), place, number, record=True)
-                if missing:
-                    self._commit()
+                if description and (missing or self.group is not None):
+                    self._commit()  # all ranks do so; without a description some of them may not be here
 
     def _divide(self, targets: Sequence[Target]) -> Parts:
         """Return the parts of the model, which are found at the first call."""
         if self._parts is None:
             names = {module: name for name, module in self.model.named_modules()}
             calls = self.remembered("parts", partial(self._checked_calls, targets, names))
-            self._parts = Parts(calls, names, self._spool)
+            if len(set(orders := self.gathered(tuple(names[module] for module in calls)))) > 1:
+                raise CompressionError(
+                    f"the model calls {len(orders[0])} blocks for the first batch of rank 0, and others for that of "
+                    "another rank: blocks that depend on the batch cannot be run one by one; compress it in memory, "
+                    "with pr.compress"
+                )
+            self._parts = Parts(calls, names, self.spool)
         return self._parts
 
     def _checked_calls(self, targets: Sequence[Target], names: dict[nn.Module, str]) -> list[nn.Module]:
@@ -218,7 +271,7 @@ class StreamingRunner(Runner):
                 "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
                 "it in memory, with pr.compress"
             )
-        self._check_parts(Parts(calls, names, self._spool), output)
+        self._check_parts(Parts(calls, names, self.spool), output)
         return calls
 
     def _check_parts(self, parts: Parts, expected: Tensor) -> None:

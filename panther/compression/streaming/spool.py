@@ -4,7 +4,7 @@ A file is read from the disk page by page as its tensors are used, and the syste
 Files have names, and a process that takes the place of a killed one finds those of the last :meth:`Spool.commit`.
 """
 
-__all__ = ["Spool", "freed_blocks_returned"]
+__all__ = ["BLOCK", "Spool", "freed_blocks_returned"]
 
 import ctypes
 import io
@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -32,7 +32,8 @@ _LARGE_BYTES, _LARGEST_HEAP_BYTES = 2**20, 2**25
 _ALIGNMENT = 64  # bytes; products with tensors at other addresses can differ in the last bit
 _END = 8  # bytes at the end of a file, the position at which the tensors end and the value begins
 
-_JOURNAL = "journal.json"
+_JOURNAL = "journal-"  # the beginning of the name of a file, before the number of the commit
+BLOCK = 2**24  # bytes of a file that are sent at a time
 _VALUE = ".value"  # the suffix of the files
 
 
@@ -42,8 +43,12 @@ class Spool:
     The values are pickled, without their tensors, so that the folder must belong to the user. What is written and
     removed counts from the next :meth:`commit` on: until then, a new process finds the files as they were.
 
+    With several ranks, each has a folder of its own, and all commit at the same points of their work: a new process
+    finds the last commit that all ranks have made.
+
     Args:
         folder: The folder, which belongs to the spool. What no commit has named is removed from it.
+        least: Returns the smallest of the numbers that the ranks give it.
 
     Attributes:
         references: Objects that values contain and files do not, such as modules of the model, by a name. They must be
@@ -51,15 +56,19 @@ class Spool:
         notes: What a new process has to know beside the values, as JSON; from the last commit.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, least: Callable[[int], int] = int) -> None:
+        self._folder, self._least = folder, least
         self.references: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self._number = 0
         self._sizes: dict[str, int] = {}
-        with suppress(FileNotFoundError):
-            journal = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
+        journals = {int(path.stem.removeprefix(_JOURNAL)): path for path in folder.glob(f"{_JOURNAL}*.json")}
+        self._commits = least(max(journals, default=0))
+        if self._commits:
+            journal = json.loads(journals[self._commits].read_text(encoding="utf-8"))
             self._sizes, self.notes = journal["sizes"], journal["notes"]
+        for number in journals.keys() - {self._commits}:
+            journals[number].unlink()
         sizes = {path.name: path.stat().st_size for path in folder.glob(f"*{_VALUE}*")}
         expected_sizes = {_file_name(name): size for name, size in self._sizes.items()}
         for name, size in expected_sizes.items():
@@ -86,16 +95,23 @@ class Spool:
 
     def write(self, name: str, value: Any) -> None:
         """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
+        references = {id(each): key for key, each in self.references.items()}
+
+        def write_value(file: BinaryIO) -> None:
+            pickled = _Pickler.dumps(file, value, references)
+            end = file.tell()
+            file.write(pickled)
+            file.write(end.to_bytes(_END, "little"))
+
+        self._write(name, write_value)
+
+    def _write(self, name: str, write_contents: Callable[[BinaryIO], Any]) -> None:
         assert name not in self._committed, name
         path = self._path(name)
         part = path.with_name(path.name + ".part")
-        references = {id(each): key for key, each in self.references.items()}
         try:
             with part.open("wb") as file:
-                pickled = _Pickler.dumps(file, value, references)
-                end = file.tell()
-                file.write(pickled)
-                file.write(end.to_bytes(_END, "little"))
+                write_contents(file)
                 size = file.tell()
             os.replace(part, path)
         except OSError as error:
@@ -129,9 +145,12 @@ class Spool:
                 finally:
                     os.close(descriptor)
             sync_folder(self._folder)
-            write_json(self._folder / _JOURNAL, {"sizes": self._sizes, "notes": self.notes})
+            write_json(self._journal(self._commits + 1), {"sizes": self._sizes, "notes": self.notes})
         except OSError as error:
             raise self._disk_error(error) from error
+        self._least(0)  # only what no rank needs any more is removed
+        self._journal(self._commits).unlink(missing_ok=True)
+        self._commits += 1
         for name in self._committed - self._sizes.keys():
             self._path(name).unlink()
         self._committed = set(self._sizes)
@@ -146,6 +165,23 @@ class Spool:
         mapped: _Value = self.read(name)
         self.remove(name)  # the tensors keep the file open
         return mapped
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """Yield the contents of a file."""
+        with self._path(name).open("rb") as file:
+            while block := file.read(BLOCK):
+                yield block
+
+    def receive(self, name: str, blocks: Iterable[Any]) -> None:
+        """Write the contents of a file, as another spool has it, whose references have the same names."""
+        self._write(name, lambda file: [file.write(block) for block in blocks])
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        return self._sizes[name]
+
+    def _journal(self, number: int) -> Path:
+        return self._folder / f"{_JOURNAL}{number}.json"
 
     def _path(self, name: str) -> Path:
         return self._folder / _file_name(name)

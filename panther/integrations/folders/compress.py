@@ -5,10 +5,12 @@ __all__ = ["compress_folder"]
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from panther.compression import CompressionReport
 from panther.compression.calibration.descriptions import checksum
@@ -68,7 +70,8 @@ def compress_folder(
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
             ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
-            ``measure_speed`` and ``allow_slower``; and for ``group``, because one process compresses a folder.
+            ``measure_speed`` and ``allow_slower``. The ranks of ``group`` divide the batches and the fits: each gives
+            its own batches, and the first one writes the target.
 
     Returns:
         The report of :func:`panther.compress`.
@@ -100,22 +103,43 @@ def compress_folder(
     transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")
     if refused := [name for name in _IN_MEMORY if name in options]:
         raise ValueError(f"{refused[0]} needs the whole model in memory: leave it out, or use pr.compress")
-    if options.get("group") is not None:
-        raise ValueError("one process compresses a folder: leave out group, and give all batches to this process")
     config = CompressConfig(
         budget, calibration, bits=bits, max_bytes=max_bytes, measure_speed=False, allow_slower=True, **options
     )
     if not config.is_calibrated:
         raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
     folder, source = Path(target), Path(source)
-    with _scratch(folder, None if scratch_dir is None else Path(scratch_dir)) as scratch:
+    with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
         model = from_pretrained(source)
         report = compress_streamed(model, config, scratch, _described(source))
         (scratch / _SAVING).touch()  # from now on the target is not empty
-        transformers_adapter.write_model_card(model, report, folder, settings=_size(config))
-        copy_beside(source, folder)
-        save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
+
+        def save() -> None:
+            transformers_adapter.write_model_card(model, report, folder, settings=_size(config))
+            copy_beside(source, folder)
+            save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
+
+        _on_first_rank(config.group, save)
     return report
+
+
+def _on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], None]) -> None:
+    """Call a function on the first rank after all ranks have come here; all ranks raise its error."""
+    if group is None:
+        call()
+        return
+    dist.barrier(group)
+    messages = [""]
+    try:
+        if dist.get_rank(group) == 0:
+            call()
+    except Exception as error:
+        messages = [f"{type(error).__name__}: {error}"]
+        raise
+    finally:
+        dist.broadcast_object_list(messages, group=group, group_src=0)
+    if messages[0]:
+        raise CompressionError(f"rank 0 could not write the model: {messages[0]}")
 
 
 def _described(source: Path) -> str:
@@ -130,7 +154,7 @@ def _size(config: CompressConfig) -> str:
 
 
 @contextmanager
-def _scratch(target: Path, scratch_dir: Path | None) -> Iterator[Path]:
+def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | None) -> Iterator[Path]:
     """Make the target and a folder for files of the run, or find that of a run that was killed.
 
     At the end the folder is removed. After an error it stays if the same call can continue, as after Ctrl-C or on a
@@ -140,7 +164,8 @@ def _scratch(target: Path, scratch_dir: Path | None) -> Iterator[Path]:
         raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
     parent = target if scratch_dir is None else scratch_dir
     digest = hashlib.blake2b(os.fsencode(target.resolve()), digest_size=8).hexdigest()
-    scratch, removed = parent / f"{_PREFIX}{digest}", parent / f"{_PREFIX}{digest}-removed"
+    name = f"{_PREFIX}{digest}" if group is None else f"{_PREFIX}{digest}-rank-{dist.get_rank(group)}"
+    scratch, removed = parent / name, parent / f"{name}-removed"
     is_continued, is_saved = scratch.exists(), (scratch / _SAVING).exists()
     is_empty = not target.exists() or (target.is_dir() and all(map(_is_scratch, target.iterdir())))
     if not (is_empty or is_saved):
