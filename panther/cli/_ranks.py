@@ -49,7 +49,7 @@ def share_of_batches(batches: Any, rank: int, count: int) -> Sequence[Any]:
         fives[-2:] = [[*fives[-2], *fives[-1]]]
     if len(fives) < count:
         raise PantherError(
-            f"{len(batches)} batches are too few for {count} ranks, because each rank needs {_UNIT}: start fewer ranks, or "
-            "make smaller batches"
+            f"{len(batches)} batches are too few for {count} ranks, because each rank needs {_UNIT}: start fewer "
+            "ranks, or make smaller batches"
         )
     return [batch for five in fives[rank * len(fives) // count : (rank + 1) * len(fives) // count] for batch in five]
