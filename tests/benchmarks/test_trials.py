@@ -96,6 +96,24 @@ def test_whole_files_shrink_with_the_bits(task):
         assert rows[2]["unseen"] > 0.9
 
 
+@pytest.mark.slow
+def test_folders_are_measured_and_larger_ones_predicted():
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_folder
+
+    rows = list(trial_folder.run(trial_folder.QUICK))
+    folder, memory, *predictions = rows
+    assert (folder["method"], memory["method"]) == ("folder", "memory")
+    assert folder["file_gb"] == memory["file_gb"] > 0
+    assert folder["peak_mb"] > 0
+    assert folder["disk_gb"] > 0
+    assert min(folder[phase] for phase in ("forward", "moments", "fits", "choice")) > 0
+    assert [row["model"] for row in predictions] == ["7 billion"] * 2 + ["70 billion"] * 2
+    assert predictions[0]["cpu_s"] == pytest.approx(8 * predictions[1]["cpu_s"], rel=0.01)
+    seven = trial_folder.LARGE["7 billion"]
+    assert seven.numbers == pytest.approx(6.7e9, rel=0.02)
+
+
 def test_files_of_other_tools_are_measured_where_the_tools_are_installed(capsys):
     pytest.importorskip("transformers")
     from benchmarks.compress import trial_peers

@@ -1,0 +1,37 @@
+"""Write the table of folders: ``python -m benchmarks.figures.folder_table``, after trial_folder.
+
+It goes to docs/benchmarks/folder.inc: time, memory and disk of compressing models part by part, and predictions.
+"""
+
+__all__ = ["folder_table"]
+
+import csv
+import io
+
+from benchmarks.figures.frontier_table import cpu_name, short
+from benchmarks.figures.layout import merged
+from benchmarks.harness import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks" / "folder.inc"
+COLUMNS = {
+    "model": "Weights", "method": "", "bits": "Bits", "forms": "Forms", "tokens": "Tokens", "cpu_s": "CPU s",
+    "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice", "peak_mb": "Peak MB",
+    "stated_mb": "Stated MB", "disk_gb": "Disk GB",
+}  # fmt: skip
+TEXTS = ("model", "method", "forms", "tokens")
+
+
+def folder_table(rows: list[dict[str, str]]) -> str:
+    """Return the rows as a table."""
+    body = [[row[name] if name in TEXTS else short(row[name]) for name in COLUMNS] for row in rows]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
+    cpus = " and ".join(dict.fromkeys(cpu_name(row["device"]) for row in rows))
+    lines = [f".. csv-table:: Models compressed part by part, {cpus}, one thread", "   :header-rows: 1", ""]
+    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
+
+
+if __name__ == "__main__":
+    table = folder_table(merged("folder", 1, ("model", "method"))[1])
+    PAGE.write_text(f".. Written by python -m benchmarks.figures.folder_table.\n\n{table}", encoding="utf-8")
+    print(PAGE)
