@@ -74,6 +74,11 @@ def test_the_folder_is_that_of_compression_in_memory(kind, tmp_path):
     assert [layer.form for layer in report.layers] == [layer.form for layer in expected.layers]
     assert report.measured_error == pytest.approx(expected.measured_error, rel=1e-6 if kind != "mixtral" else 1e-3)
     assert report.bytes_after == expected.bytes_after
+    layers = {layer.names: layer for layer in report.layers}
+    for other in expected.layers:
+        layer = layers[other.names]
+        assert layer.predicted_error == pytest.approx(other.predicted_error, rel=1e-3)
+        assert layer.measured_error == pytest.approx(other.measured_error, rel=1e-3)
     state = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         if kind == "mixtral":
@@ -130,7 +135,7 @@ def test_a_run_that_ended_in_the_middle_continues(tmp_path, monkeypatch):
     source, target, expected = tmp_path / "source", tmp_path / "target", tmp_path / "expected"
     saved_model("bert", source)
     options = {"bits": 5, "calibration": token_batches("bert"), "forms": "int4", "seed": 0}
-    pr.compress_folder(source, expected, **options)
+    first = pr.compress_folder(source, expected, **options)
     write, errors = Spool.write, [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), Killed()]
     for error in errors:
 
@@ -165,8 +170,18 @@ def test_a_run_that_ended_in_the_middle_continues(tmp_path, monkeypatch):
     with pytest.raises(CompressionError, match=rf"with source {source} with files .*, and now it is {source} with"):
         pr.compress_folder(source, target, **options)
     os.utime(source / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
-    pr.compress_folder(source, target, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "_remove", lambda folder: raising(Killed()))
+        with pytest.raises(Killed):  # when the target is complete
+            pr.compress_folder(source, target, **options)
+        patch.setattr(compress_module, "from_pretrained", None)  # nothing is compressed again
+        with pytest.raises(Killed):
+            pr.compress_folder(source, target, **options)
+    next(scratch.glob("journal-*")).unlink()  # as if the process had been killed while it removed the files
+    assert pr.compress_folder(source, target, **options).layers == first.layers
     assert contents(target) == contents(expected)
+    with pytest.raises(CompressionError, match="is not empty, and might hold another model"):
+        pr.compress_folder(source, target, **options)
 
 
 def test_an_error_of_the_call_leaves_nothing(tmp_path, monkeypatch):

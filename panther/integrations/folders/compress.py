@@ -4,7 +4,7 @@ __all__ = ["compress_folder"]
 
 import hashlib
 import os
-import shutil
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from panther.compression import CompressionReport
 from panther.compression.calibration.descriptions import checksum
 from panther.compression.folder import CompressConfig, compress_streamed
 from panther.errors import CompressionError, FormatError, require_extra
-from panther.files.writer import take_lock
+from panther.files.writer import new_file, take_lock
 from panther.integrations.folders.beside import copy_beside
 from panther.integrations.pretrained import from_pretrained
 from panther.nn.io import save_compressed
@@ -29,6 +29,7 @@ _IN_MEMORY = (
 
 _PREFIX = ".panther-"  # of the names of folders that are there during a run
 _LOCK = "lock"
+_REPORT = "report"  # a file that is there when the target is complete
 _SAVING = "saving"  # a file that is there from the moment on at which the target is written
 
 
@@ -110,6 +111,8 @@ def compress_folder(
         raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
     folder, source = Path(target), Path(source)
     with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
+        if (report := _report_of_ended_run(scratch, config.group)) is not None:
+            return report
         model = from_pretrained(source)
         report = compress_streamed(model, config, scratch, _described(source))
         (scratch / _SAVING).touch()  # from now on the target is not empty
@@ -120,7 +123,20 @@ def compress_folder(
             save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
 
         _on_first_rank(config.group, save)
-    return report
+        with new_file(scratch / _REPORT) as file:
+            pickle.dump(report, file)
+        return report
+
+
+def _report_of_ended_run(scratch: Path, group: dist.ProcessGroup | None) -> CompressionReport | None:
+    """Return the report of a run that was killed after the target was complete; None if there was no such run."""
+    reports: list[Any] = [None]
+    with suppress(FileNotFoundError):
+        reports = [pickle.loads((scratch / _REPORT).read_bytes())]
+    if group is not None:
+        (report,), reports = reports, [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, report, group=group)
+    return next((report for report in reports if report is not None), None)
 
 
 def _on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], None]) -> None:
@@ -163,10 +179,13 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
     if scratch_dir is not None and not scratch_dir.is_dir():
         raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
     parent = target if scratch_dir is None else scratch_dir
-    digest = hashlib.blake2b(os.fsencode(target.resolve()), digest_size=8).hexdigest()
-    name = f"{_PREFIX}{digest}" if group is None else f"{_PREFIX}{digest}-rank-{dist.get_rank(group)}"
-    scratch, removed = parent / name, parent / f"{name}-removed"
-    is_continued, is_saved = scratch.exists(), (scratch / _SAVING).exists()
+    name = f"{_PREFIX}run"
+    if scratch_dir is not None:  # which other targets may share
+        name = f"{_PREFIX}{hashlib.blake2b(os.fsencode(target.resolve()), digest_size=8).hexdigest()}"
+    if group is not None:
+        name = f"{name}-rank-{dist.get_rank(group)}"
+    scratch = parent / name
+    is_continued, is_saved = scratch.exists(), any((scratch / each).exists() for each in (_SAVING, _REPORT))
     is_empty = not target.exists() or (target.is_dir() and all(map(_is_scratch, target.iterdir())))
     if not (is_empty or is_saved):
         raise CompressionError(f"{target} is not empty, and might hold another model: give a new folder, or clear it")
@@ -177,7 +196,6 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
     with (scratch / _LOCK).open("wb") as lock:
         if not take_lock(lock.fileno()):
             raise CompressionError(f"another process compresses a model to {target}: wait for it, or give a new folder")
-        shutil.rmtree(removed, ignore_errors=True)
         is_kept = True
         try:
             yield scratch
@@ -187,12 +205,20 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
             raise
         finally:
             if not is_kept:
-                # Renamed first, so that a process that is killed meanwhile leaves nothing to continue from.
-                os.replace(scratch, removed)
-                shutil.rmtree(removed, ignore_errors=True)
+                _remove(scratch)
                 if is_new:
                     with suppress(OSError):  # it holds a model now
                         target.rmdir()
+
+
+def _remove(scratch: Path) -> None:
+    """Remove the folder of a run, such that a process that is killed meanwhile leaves what the next one understands."""
+    journals, report = [*scratch.glob("journal-*")], scratch / _REPORT
+    others = [path for path in scratch.iterdir() if path not in (*journals, report)]
+    for path in (*journals, *others, report):  # without journals nothing is continued; with a report, the run has ended
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        scratch.rmdir()
 
 
 def _check_owner(folder: Path) -> None:
