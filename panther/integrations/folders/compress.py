@@ -214,8 +214,8 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
 def _remove(scratch: Path) -> None:
     """Remove the folder of a run, such that a process that is killed meanwhile leaves what the next one understands."""
     journals, report = [*scratch.glob("journal-*")], scratch / _REPORT
-    others = [path for path in scratch.iterdir() if path not in (*journals, report)]
-    for path in (*journals, *others, report):  # without journals nothing is continued; with a report, the run has ended
+    values = [path for path in scratch.iterdir() if path not in (*journals, report)]
+    for path in (*journals, *values, report):  # without journals nothing is continued; with a report, the run has ended
         path.unlink(missing_ok=True)
     with suppress(OSError):
         scratch.rmdir()
