@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import INTERPRETED, dot_operand, dot_precision
+from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, next_power_of_2
 
 _CHUNK = 64  # rows of the smallest chunk, a multiple of the rows of any tile
 _SCAN_BLOCK = 256
@@ -298,7 +298,7 @@ def attention_backward(
     """Return gradients of q, k, v and c. States are recomputed: saving them would take as much memory as the inputs."""
     batch, n, D, E = *q.shape, v.shape[-1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    parts = triton.cdiv(D, _tiles(k, E, D).columns)
+    parts = cdiv(D, _tiles(k, E, D).columns)
     dc = None if c is None else torch.empty(parts, batch, n, dtype=torch.float32, device=q.device)
     if not den.numel():
         return dq, dk, dv, None if dc is None else dc.sum(0)
@@ -306,7 +306,7 @@ def attention_backward(
     nu = torch.empty(v.shape, dtype=_inner(v), device=v.device)
     delta = torch.empty_like(den)
     rows = 32
-    _adjoint_kernel[(triton.cdiv(batch * n, rows),)](
+    _adjoint_kernel[(cdiv(batch * n, rows),)](
         grad, y, den, nu, delta, batch * n, E=E, ROWS=rows, BLOCK=min(64, _padded(E))
     )
     states = _states(k, v, None, c, r, suffix=False)
@@ -322,16 +322,16 @@ def _states(
 ) -> Tensor:  # (batch, chunks, D E + D)
     batch, n, D, E = *left.shape, right.shape[-1]
     chunk = _chunk(left, D, E)
-    chunks, width = triton.cdiv(n, chunk), D * E + D
+    chunks, width = cdiv(n, chunk), D * E + D
     states = torch.empty(batch, chunks, width, dtype=torch.float32, device=left.device)
     tile = _tiles(left, D, E)
-    _states_kernel[(batch * chunks, triton.cdiv(D, tile.inner), triton.cdiv(E, tile.columns))](
+    _states_kernel[(batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns))](
         left, right, extra, c, r, states, n, chunks, D=D, E=E, SUFFIX=suffix, SCALED=c is not None,
         PRECISION=dot_precision(left.dtype), CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if chunks > 2:  # With one or two chunks the states are complete.
-        _scan_kernel[(batch * triton.cdiv(width, _SCAN_BLOCK),)](
+        _scan_kernel[(batch * cdiv(width, _SCAN_BLOCK),)](
             states, r, n, chunks, width, SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK,
             num_warps=2,
         )  # fmt: skip
@@ -357,7 +357,7 @@ def _attend(
     outer = value.shape[-1]
     D, E = (outer, inner) if transposed else (inner, outer)
     tile = _tiles(out, inner, outer)
-    _attend_kernel[(batch * triton.cdiv(n, tile.rows), triton.cdiv(outer, tile.columns))](
+    _attend_kernel[(batch * cdiv(n, tile.rows), cdiv(outer, tile.columns))](
         left, right, value, delta, keys, c, r, states, out, side, n, states.shape[1],
         D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=c is not None,
         INNER=tl.float32 if _inner(out) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(out.dtype),
@@ -368,7 +368,7 @@ def _attend(
 
 def _chunk(x: Tensor, D: int, E: int) -> int:
     """Return the smallest multiple of 64, a power of two, with which states take no more memory than q, k and v."""
-    chunk: int = max(_CHUNK, triton.next_power_of_2(triton.cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
+    chunk: int = max(_CHUNK, next_power_of_2(cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
     return chunk
 
 
@@ -399,7 +399,7 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
 
 
 def _padded(size: int) -> int:
-    padded: int = max(16, triton.next_power_of_2(size))
+    padded: int = max(16, next_power_of_2(size))
     return padded
 
 

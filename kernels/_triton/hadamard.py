@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import dot_operand
+from ._device import cdiv, dot_operand, next_power_of_2
 
 # Entries that a program usually transforms, and the most bytes of entries: 32 KB of shared memory, with 8 warps.
 _TILE, _MOST = 4096, 32768
@@ -86,7 +86,7 @@ def passes(N: int, n: int, itemsize: int) -> list[int]:
     bits = N.bit_length() - 1
     most = (_MOST // _SECTOR).bit_length() - 1
     brief = (_MOST // _LINE).bit_length() - 1
-    first = (_MOST // min(triton.next_power_of_2(n) * itemsize, _SECTOR)).bit_length() - 1
+    first = (_MOST // min(next_power_of_2(n) * itemsize, _SECTOR)).bit_length() - 1
     if bits <= first:
         return [bits] if bits else []
     count = -(-(bits - first) // most)  # the number of later passes
@@ -122,14 +122,14 @@ def _launch(
 ) -> None:
     """Transform ``groups`` matrices of 2^bits rows; not tuned, because tuning repeats an in-place transform."""
     N, sector = 1 << bits, _SECTOR // x.element_size()
-    C = min(triton.next_power_of_2(columns), max(sector, _TILE // N))
+    C = min(next_power_of_2(columns), max(sector, _TILE // N))
     G = max(1, _TILE // (N * C))
-    tiles = triton.cdiv(columns, C)
+    tiles = cdiv(columns, C)
     # Butterflies of 2 or 3 bits and products of 4 to 6 bits take the fewest instructions on sm_90. A product of 7 bits
     # would take more instructions than butterflies, and 168 registers.
     dot = x.dtype is not torch.float32 and bits >= 4 and bits != 7
     reach = max((N - 1) * strides[2] + (columns - 1) * strides[3], N * columns)
-    _hadamard_kernel[(triton.cdiv(groups, G) * tiles,)](
+    _hadamard_kernel[(cdiv(groups, G) * tiles,)](
         x, out, *strides, groups, outer, columns, tiles,
         G=G, BITS=bits, C=C, DIGITS=max(1, bits // (4 if dot else 2)), DOT=dot,
         WIDE=reach + C * max(strides[3], 1) >= 1 << 31, num_warps=8 if G * N * C > _TILE else 4,

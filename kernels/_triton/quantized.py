@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import dot_operand, dot_precision, multiprocessors, pipeline_stages
+from ._device import cdiv, dot_operand, dot_precision, multiprocessors, pipeline_stages
 
 # A program takes at least this many columns, so that a split does not cost more than it gains.
 _LEAST_SPLIT = 256
@@ -116,14 +116,14 @@ def quantized_matmul(
     simple = bits in (2, 4, 8) and group_size % 64 == 0 and x.dtype.itemsize == 2
     BM, BN, BK = (16 if M <= 16 else 64), 64, (64 if simple else 32)
     warps = 4 if (BM, BK) == (64, 64) else 8
-    tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    tiles = cdiv(M, BM) * cdiv(N, BN)
     max_splits = max(1, min(multiprocessors(x.device) // tiles, K // _LEAST_SPLIT))
-    split_k = triton.cdiv(triton.cdiv(K, max_splits), BK) * BK
-    splits = triton.cdiv(K, split_k)
+    split_k = cdiv(cdiv(K, max_splits), BK) * BK
+    splits = cdiv(K, split_k)
     parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
     # The kernel needs a tensor for each missing operand and never reads it.
     operands = (x, codes, scales, zeros, x if inner is None else inner, codes if left is None else left)
-    _quantized_kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN), splits)](
+    _quantized_kernel[(cdiv(M, BM), cdiv(N, BN), splits)](
         *operands, x if bias is None else bias, parts, M, N, K, rank, row_bytes, groups, group_size, split_k, M * N,
         x.stride(0), x.stride(1),
         BITS=bits, WHOLE=group_size % BK == 0, ENDS=splits == 1, HAS_BIAS=bias is not None,

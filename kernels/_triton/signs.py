@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.philox import SIGNS_PER_CALL
+from ._device import cdiv
 
 _ROWS, _CALLS = 16, 4
 
@@ -54,7 +55,7 @@ def fill_signs_(out: Tensor, seed: int, stream: int, tag: int, row: int, col: in
     if not out.numel():
         return
     skip = col % SIGNS_PER_CALL
-    grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(skip + cols, _CALLS * SIGNS_PER_CALL),)
+    grid = (cdiv(rows, _ROWS) * cdiv(skip + cols, _CALLS * SIGNS_PER_CALL),)
     _fill_signs_kernel[grid](
         out, seed, stream, tag, row, col // SIGNS_PER_CALL, rows, cols, skip, ROWS=_ROWS, CALLS=_CALLS
     )

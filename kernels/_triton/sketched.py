@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import autotuned, dot_operand, dot_precision, multiprocessors, pipeline_stages
+from ._device import autotuned, cdiv, dot_operand, dot_precision, multiprocessors, next_power_of_2, pipeline_stages
 from .signs import expand
 
 _MAX_RANK_TILE = 64
@@ -259,7 +259,7 @@ def fused_matmul(
     x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     kernel = _fused_half_kernel if x.element_size() == 2 else _fused_single_kernel
-    kernel[lambda meta: (triton.cdiv(M, meta["BM"]),)](
+    kernel[lambda meta: (cdiv(M, meta["BM"]),)](
         x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, M.bit_length(),
         *x.stride(), *S1.stride(), *_strides(U1), *S2.stride(), *_strides(U2),
         RP=_rank_tile(R), PACKED=_is_packed(U1), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
@@ -277,28 +277,28 @@ def pair_matmul(
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     half = x.element_size() == 2
     RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
-    rank_tiles = triton.cdiv(R, RP)
+    rank_tiles = cdiv(R, RP)
     BK, BN = (64, 128) if half else (32, 32)
     programs = multiprocessors(x.device)
     signs = {"PACKED": _is_packed(U1), "PRECISION": dot_precision(x.dtype)}
 
     BM = _row_tile(M, 64 if half else 32)
-    row_tiles = triton.cdiv(M, BM)
+    row_tiles = cdiv(M, BM)
     # A partial sum covers two tiles of input features or more. There are at most 32, because the next kernel reads them
     # many times.
-    splits = max(1, min(32, programs // (row_tiles * rank_tiles), triton.cdiv(K, 2 * BK)))
-    split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
-    splits = triton.cdiv(K, split_k)
+    splits = max(1, min(32, programs // (row_tiles * rank_tiles), cdiv(K, 2 * BK)))
+    split_k = cdiv(cdiv(K, splits), BK) * BK
+    splits = cdiv(K, split_k)
     partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
     stages = pipeline_stages(3) if half else 2
     _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
         x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
         RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,
     )  # fmt: skip
-    n_tiles = triton.cdiv(N, BN)
+    n_tiles = cdiv(N, BN)
     reduce = 8 * R * M * splits * min(n_tiles, programs) <= _REDUCED_BYTES
     if not reduce:
-        _pair_reduce_kernel[(triton.cdiv(M * 2 * R, _BLOCK),)](
+        _pair_reduce_kernel[(cdiv(M * 2 * R, _BLOCK),)](
             partial, inner, scale, M * 2 * R, splits, partial.stride(0), BLOCK=_BLOCK
         )
 
@@ -306,11 +306,11 @@ def pair_matmul(
     # cache. This height of a tile minimizes the bytes read.
     parts = splits if reduce else 1
     BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
-    row_tiles = triton.cdiv(M, BM)
-    tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
+    row_tiles = cdiv(M, BM)
+    tiles = min(n_tiles, cdiv(n_tiles * row_tiles, programs))
     # Packed signs, and float32 as three TF32 products, need more registers than four warps have.
     outer_warps = 8 if BM == 64 or (signs["PACKED"] and not half) else 4
-    _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
+    _pair_outer_kernel[(row_tiles, cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
         *_strides(U1), *S2.stride(),
         RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
@@ -321,12 +321,12 @@ def pair_matmul(
 
 def _row_tile(M: int, most: int, target_rows: float = math.inf) -> int:
     """Return a power of two, at least 16, of at most about ``most``, M and ``target_rows`` rows."""
-    rows: int = max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(target_rows, most)))))
+    rows: int = max(16, min(most, next_power_of_2(M), next_power_of_2(int(min(target_rows, most)))))
     return rows
 
 
 def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
-    columns: int = min(most, max(16, triton.next_power_of_2(R)))
+    columns: int = min(most, max(16, next_power_of_2(R)))
     return columns
 
 

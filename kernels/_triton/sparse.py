@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._device import cdiv, next_power_of_2
+
 # Products that a program of 4 warps computes at once.
 _TILE = 1024
 # A tile spans one cache line of a row (in bytes), so that all rows of a slab of columns stay in the L2 cache.
@@ -64,10 +66,10 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
     # If neighbouring columns of a row are far apart in memory, entries are gathered singly, and only the output needs
     # to span a sector.
     span = (_LINE if stride_n == 1 else _SECTOR) // A.element_size()
-    COLS = min(triton.next_power_of_2(n), span)
-    K = min(triton.next_power_of_2(triton.cdiv(index.numel(), rows)), _TILE // COLS)
+    COLS = min(next_power_of_2(n), span)
+    K = min(next_power_of_2(cdiv(index.numel(), rows)), _TILE // COLS)
     ROWS = _TILE // COLS // K
-    row_tiles, column_tiles = triton.cdiv(rows, ROWS), triton.cdiv(n, COLS)
+    row_tiles, column_tiles = cdiv(rows, ROWS), cdiv(n, COLS)
     double = torch.float64 in (A.dtype, value.dtype)
     _csr_matmul_kernel[(row_tiles * column_tiles * source.shape[0],)](
         starts, index, value, source, out, rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.windowed_attention import _finite, _ratio, _running
-from ._device import INTERPRETED, dot_operand, dot_precision
+from ._device import INTERPRETED, cdiv, dot_operand, dot_precision
 from .attention import _inner, _padded, _subtrahend, _Tile, _tiles
 
 _SCAN_BLOCK = 256
@@ -380,7 +380,7 @@ def windowed_forward(
     states, units = _far(v, phi_k, b, window, causal)
     tile = _near_shape(q, window, max(q.shape[-1], phi_q.shape[-1]), v.shape[-1], gradient=False)
     _forward_kernel[_grid(q, window, tile, v.shape[-1])](
-        q, k, v, phi_q, a, b, states, units, y, log_den, q.shape[1], triton.cdiv(q.shape[1], window),
+        q, k, v, phi_q, a, b, states, units, y, log_den, q.shape[1], cdiv(q.shape[1], window),
         SCALED=a is not None, **_near_settings(q, v, phi_q, window, causal, b, tile), FAR=states is not None,
         BLOCK_E=min(tile.columns, _padded(v.shape[-1])), **_launch(tile),
     )  # fmt: skip
@@ -407,7 +407,7 @@ def windowed_backward(
     if log_den.numel() == 0:
         return dq, dk, dv, dphi_q, dphi_k, *(None if x is None else torch.empty_like(x) for x in (a, b))
     window = min(window, n)
-    blocks = triton.cdiv(n, window)
+    blocks = cdiv(n, window)
     states, units = _far(v, phi_k, b, window, causal)
     delta, g = torch.empty_like(log_den), torch.empty_like(log_den)
     tile = _shape(q, window, E, M)
@@ -443,7 +443,7 @@ def windowed_backward(
 def _far(v: Tensor, phi_k: Tensor, b: Tensor | None, window: int, causal: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the states (batch, T, M E + M) of the keys outside of each block's window, and their units (batch, T)."""
     batch, n, _ = v.shape
-    T = triton.cdiv(n, window)
+    T = cdiv(n, window)
     if T <= 2:
         return None, None
     if b is None:
@@ -462,10 +462,10 @@ def _by_row(units: Tensor, window: int, n: int) -> Tensor:
 
 def _sums(left: Tensor, right: Tensor, extra: Tensor | None, weight: Tensor, window: int) -> Tensor:
     (batch, n, M), E = left.shape, right.shape[-1]
-    T = triton.cdiv(n, window)
+    T = cdiv(n, window)
     sums = torch.empty(batch, T, M * E + M, dtype=torch.float32, device=left.device)
     tile = _shape(left, window, M, E)
-    _sums_kernel[(batch * T, triton.cdiv(M, tile.inner), triton.cdiv(E, tile.columns))](
+    _sums_kernel[(batch * T, cdiv(M, tile.inner), cdiv(E, tile.columns))](
         left, right, extra, weight, sums, n, T, M=M, E=E, WINDOW=window, EXTRA=extra is not None,
         INNER=_dtype(left), PRECISION=dot_precision(left.dtype), ROWS=tile.rows, BLOCK_M=tile.inner,
         BLOCK_E=tile.columns, **_launch(tile),
@@ -485,7 +485,7 @@ def _scan(sums: Tensor, units: Tensor, causal: bool, *, reverse: bool = False) -
         decay = _ratio(torch.nn.functional.pad(most[:, :-1], (1, 0), value=-torch.inf), most)
         gain = _ratio(torch.nn.functional.pad(block_units[:, :-2], (2, 0), value=-torch.inf), most)
         decay, gain = (x.flip(-1).contiguous() if backward else x.contiguous() for x in (decay, gain))
-        _scan_kernel[(batch * triton.cdiv(width, _SCAN_BLOCK),)](
+        _scan_kernel[(batch * cdiv(width, _SCAN_BLOCK),)](
             sums, states, decay, gain, _ratio(running[i], both).contiguous(), T, width,
             REVERSE=backward, ADD=i > 0, BLOCK=_SCAN_BLOCK, num_warps=2,
         )  # fmt: skip
@@ -499,7 +499,7 @@ def _feature_gradient(
     """Fill ``out`` and return the gradient of the exponents, or None without ``side``."""
     (batch, n, E), M = left.shape, phi.shape[-1]
     tile = _shape(left, window, E, M)
-    parts = torch.empty(triton.cdiv(M, tile.columns), batch, n, dtype=torch.float32, device=left.device)
+    parts = torch.empty(cdiv(M, tile.columns), batch, n, dtype=torch.float32, device=left.device)
     _feature_gradient_kernel[_grid(left, window, tile, M)](
         left, extra, factor, phi, states, out, parts if side else None, n, states.shape[1], E=E, M=M, WINDOW=window,
         EXTRA=extra is not None, SIDE=side, INNER=_dtype(left), PRECISION=dot_precision(left.dtype),
@@ -534,8 +534,8 @@ def _near_shape(x: Tensor, window: int, inner: int, outer: int, *, gradient: boo
 
 
 def _grid(x: Tensor, window: int, tile: _Tile, columns: int = 1) -> tuple[int, int]:
-    blocks = triton.cdiv(x.shape[1], window)
-    return x.shape[0] * blocks * triton.cdiv(window, tile.rows), triton.cdiv(columns, tile.columns)
+    blocks = cdiv(x.shape[1], window)
+    return x.shape[0] * blocks * cdiv(window, tile.rows), cdiv(columns, tile.columns)
 
 
 def _near_settings(

@@ -61,3 +61,8 @@ def test_pipelines_are_shallow_on_amd(on):
     on("hip", "gfx942")
     assert _device.pipeline_stages(4) == 2
     assert _device.pipeline_stages(1) == 1
+
+
+def test_the_integers_of_the_host_are_those_of_triton():
+    assert all(_device.next_power_of_2(n) == triton.next_power_of_2(n) for n in range(300))
+    assert all(_device.cdiv(a, b) == triton.cdiv(a, b) for a in range(60) for b in range(1, 40))
