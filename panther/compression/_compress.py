@@ -184,7 +184,7 @@ def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
         measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
         outcome = Outcome(
             prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
-            allow_slower=config.allow_slower, output=runner.output_name,
+            allow_slower=config.allow_slower, output=runner.output_name, disk_bytes=runner.disk_bytes,
         )  # fmt: skip
         notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
         if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):

@@ -24,16 +24,18 @@ from panther.compression.forms.rounding import (
     sensitivity,
 )
 from panther.compression.forms.tables import fit_table, table_sensitivity
-from panther.compression.memory import predict_peak_bytes, return_freed_memory
+from panther.compression.memory import fit_bytes, predict_peak_bytes, return_freed_memory
 from panther.compression.moments import (
     Gathered,
     Moments,
     TableMoments,
     check_calibration,
     gather_moments,
+    moments_bytes,
     split_passes,
 )
 from panther.compression.selection.convex_hull import choose_global, choose_uniform, options_near_global
+from panther.compression.selection.trials import batches_of_losses
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,16 @@ def fit_targets(
         len(num_components), len(passes), len(runner.batches), max(peaks.values()) / 1e6,
         ", ".join(f"{phase} {size / 1e6:.0f}" for phase, size in peaks.items()),
     )  # fmt: skip
+
+    sizes = {
+        target: (fit_bytes(target, count, len(widths[target]), settings), moments_bytes([target], survey.gradients))
+        for target, count in num_components.items()
+    }
+    if runner.is_streaming:
+        is_measured = survey.gradients and runner.loss_fn is None
+        measured = batches_of_losses(runner) if is_measured else []
+        new_layers = sum(target.dense_bytes for target in survey.targets) if limit is None else limit
+        runner.check_disk(f"disk-{ridge:g}", sizes, measured, new_layers, gradients=survey.gradients)
 
     def stored(target: Target, fit: TargetFit | None) -> TargetFit:
         def made() -> TargetFit:

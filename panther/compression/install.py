@@ -38,6 +38,7 @@ class Outcome:
         notes: Further deviations from the arguments, with reasons.
         allow_slower: Whether layers may be slower than the dense ones; otherwise there is a warning.
         output: Name of the tensor of the model's output that is compared.
+        disk_bytes: Predicted peak of the bytes that were kept on disk.
     """
 
     survey: Survey
@@ -52,6 +53,7 @@ class Outcome:
     notes: Sequence[str] = ()
     allow_slower: bool | None = None
     output: str = ""
+    disk_bytes: int = 0
 
     def without_fits(self) -> Self:
         """Return the same without the tensors of the fits."""
@@ -86,6 +88,7 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
         measured_latency_s=measured.latency_s,
         passes=fits.passes,
         memory=fits.memory,
+        disk_bytes=outcome.disk_bytes,
         seed=outcome.seed,
         output=outcome.output,
     )

@@ -4,7 +4,7 @@ The memory of the model's forward and backward is measured on the largest batch,
 the model runs. The remaining memory follows from the sizes of the weights.
 """
 
-__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "predict_peak_bytes", "return_freed_memory"]
+__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "fit_bytes", "predict_peak_bytes", "return_freed_memory"]
 
 import ctypes
 import weakref
@@ -111,7 +111,8 @@ def predict_peak_bytes(
     dense = sum(target.dense_bytes for target in num_components)
     new = dense if limit is None else limit
     stored = {
-        target: _stored_bytes(target, count, len(widths[target]), settings) for target, count in num_components.items()
+        target: fit_bytes(target, count, min(len(widths[target]), _PLANNED), settings)
+        for target, count in num_components.items()
     }
     heap = _HEAP
     if runner.is_streaming:  # fits and new layers are in files, and freed blocks are returned
@@ -147,12 +148,13 @@ def predict_peak_bytes(
     return stated
 
 
-def _stored_bytes(target: Target, num_components: int, num_widths: int, settings: FormSettings) -> int:
+def fit_bytes(target: Target, num_components: int, num_widths: int, settings: FormSettings) -> int:
     """Return the bytes of the components and codes of a weight that are kept for the choice."""
-    num_widths = min(num_widths, _PLANNED)
-    ranks = num_components + num_widths * settings.correction_rank(target)
+    ranks = min(num_components, target.inner, target.outer) + num_widths * settings.correction_rank(target)
     components = wide_dtype(target).itemsize * ranks * target.groups * (target.inner + target.outer)
-    return components + num_widths * target.dense_numbers  # codes, a byte each
+    # Codes take a byte each, and so do zeros; scales are in bfloat16.
+    num_scales = target.groups * target.outer * -(-target.inner // (settings.group_size or target.inner))
+    return components + num_widths * (target.dense_numbers + 3 * num_scales)
 
 
 def _work_bytes(target: Target, num_widths: int, heap: float) -> int:

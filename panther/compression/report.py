@@ -160,6 +160,8 @@ class CompressionReport:
     """Predicted peak memory of each phase, in bytes on top of the memory before the call: ``"moments"`` of the batches,
     ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. The memory of the model's own forward and
     backward was measured on the largest batch. Code of libraries that load on first use is not included."""
+    disk_bytes: int = field(default=0, compare=False)
+    """Predicted peak of the bytes that :func:`panther.compress_folder` keeps on disk until its end; 0 in memory."""
     seed: int = 0
     """The seed of the call, drawn if none was given."""
 
@@ -227,6 +229,8 @@ class CompressionReport:
         if self.memory:
             phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.memory.items())
             lines.append(f"peak memory, as predicted  {format_bytes(self.extra_bytes)} ({phases})")
+        if self.disk_bytes:
+            lines.append(f"peak of the files kept meanwhile, as predicted  {format_bytes(self.disk_bytes)}")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             (

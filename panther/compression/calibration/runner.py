@@ -130,11 +130,13 @@ class Runner:
         resident_bytes: Bytes of the process's own memory before anything ran.
         output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
         is_streaming: Whether steps are parts of the model, and what is kept for long is kept in files.
+        disk_bytes: Predicted peak of the bytes of these files.
         difference: Relative difference of two outputs of the model for one batch; None before an error is measured. It
             is not zero if the model draws from a generator that is not seeded here.
     """
 
     is_streaming = False
+    disk_bytes = 0
 
     def __init__(
         self,
@@ -354,6 +356,25 @@ class Runner:
 
     def save_progress(self, name: str, part: int, value: Any) -> None:
         """Save the work on a remembered value, after all steps of a part; only a runner that streams does so."""
+
+    def check_disk(
+        self,
+        name: str,
+        sizes: Mapping[Target, tuple[int, int]],
+        measured: Sequence[Any],
+        new_layers: int,
+        *,
+        gradients: bool,
+    ) -> None:
+        """Check that the disk has room for what a runner that streams keeps there.
+
+        Args:
+            name: The name of the weights and options, as for :meth:`remembered`.
+            sizes: The bytes of the fit and of the moments of each weight.
+            measured: The batch of each pass in which losses of the fitted weights will be measured.
+            new_layers: Bytes that all new layers may take.
+            gradients: Whether there are moments of gradients.
+        """
 
     def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
         """Return the sets of targets of each part of the model; here the model is one part."""

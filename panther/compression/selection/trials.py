@@ -1,6 +1,6 @@
 """Trials of choices in the model: the error of its output with all weights changed, and with one weight changed."""
 
-__all__ = ["Trials"]
+__all__ = ["Trials", "batches_of_losses"]
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -230,6 +230,12 @@ class Trials:
                 counted_output = counted(output.detach(), self._runner.mask(step.batch))
                 energy[0] += squares(ScoreFill.of(counted_output).scores(counted_output))
             step.backward(output, watch)
+
+
+def batches_of_losses(runner: Runner) -> list[Any]:
+    """Return the batch of each pass that measures losses, as far as all batches have as many samples as the first."""
+    num_passes = min(_MOST_PASSES, -(-_PAIRS // max(runner.num_samples(runner.batches[0]), 1)))
+    return [batch for batch in runner.batches for _ in range(_DIRECTIONS)][:num_passes]
 
 
 def _sample_axis(output: Tensor, num_samples: int) -> int | None:

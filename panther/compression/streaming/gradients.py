@@ -31,6 +31,11 @@ class ResultGradients:
                 number, place, _ = map(int, name.removeprefix(self._prefix).split("-"))
                 self._names[number, place] = name
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the gradients that wait."""
+        return self._spool.size_of(self._prefix)
+
     def add(self, number: int, sender: int, leaves: Mapping[tuple[int, int], Tensor]) -> None:
         """Add the gradients of leaves to those of the results that the leaves are; ``sender`` is the part that ran."""
         by_place: dict[int, dict[int, Tensor]] = {}

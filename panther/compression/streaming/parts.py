@@ -5,7 +5,7 @@ beginning to the end of the part. Between the parts, a model only makes masks an
 little, and whatever it passes on (masks, rotary tables, the encoder's output) needs no description.
 """
 
-__all__ = ["PartRun", "Parts"]
+__all__ = ["RESULTS", "PartRun", "Parts"]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +20,8 @@ from panther._torch import tree_flatten, tree_unflatten, version_of
 from panther.compression.calibration.steps import SKIPPED_CALL
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
+
+RESULTS = "results-"  # the beginning of the names of files with the results of a part for a batch
 
 
 class _End(BaseException):
@@ -122,7 +124,7 @@ class Parts:
 
 
 def _file_name(place: int, batch_number: int) -> str:
-    return f"results-{place}-{batch_number}"
+    return f"{RESULTS}{place}-{batch_number}"
 
 
 class _Calls:

@@ -2,7 +2,8 @@
 
 __all__ = ["StreamingRunner"]
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -12,19 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from panther._text import format_bytes
+from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, relative_error, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Target
+from panther.compression.streaming.disk import TargetBytes, predict_disk_bytes
 from panther.compression.streaming.gradients import ResultGradients
-from panther.compression.streaming.parts import PartRun, Parts, dispatched
-from panther.compression.streaming.spool import BLOCK, Spool
+from panther.compression.streaming.parts import RESULTS, PartRun, Parts, dispatched
+from panther.compression.streaming.spool import BLOCK, Spool, check_free
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
 from panther.nn.quantized.stacked import StackedExperts
 
+_log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 _AFTER = "-after-"  # in the names of files, between the name of a value and the part after which its work was saved
@@ -52,6 +57,8 @@ class StreamingRunner(Runner):
         self.output_name = spool.notes.get("output_name", "")
         self.difference = spool.notes.get("difference")
         self._num_samples = {int(number): count for number, count in spool.notes.get("num_samples", {}).items()}
+        # Bytes of the results of all parts for the first batch, and the largest bytes of the gradients there.
+        self._result_bytes, self._gradient_bytes = spool.notes.get("batch_bytes", (0, 0))
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value, with its tensors in files."""
@@ -142,6 +149,7 @@ class StreamingRunner(Runner):
     def _commit(self) -> None:
         self.spool.notes |= {
             "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
+            "batch_bytes": [self._result_bytes, self._gradient_bytes],
         }  # fmt: skip
         self.spool.commit()
 
@@ -168,7 +176,10 @@ class StreamingRunner(Runner):
         self._record(parts, passes, numbers, description)
         result_gradients = ResultGradients(self.spool, description or "other", is_new=after is None)
         for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
+            waiting_bytes = result_gradients.num_bytes
             yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
+            if numbers == [0]:
+                self._gradient_bytes = max(self._gradient_bytes, waiting_bytes + result_gradients.num_bytes)
         result_gradients.remove()
 
     def _forward_steps(
@@ -272,6 +283,7 @@ class StreamingRunner(Runner):
                 "it in memory, with pr.compress"
             )
         self._check_parts(Parts(calls, names, self.spool), output)
+        self._result_bytes = self.spool.size_of(RESULTS)
         return calls
 
     def _check_parts(self, parts: Parts, expected: Tensor) -> None:
@@ -315,6 +327,47 @@ class StreamingRunner(Runner):
         with torch.no_grad(), dispatched(units, call):
             output = self.output(self.batches[0]).clone()
         return calls, output
+
+    def check_disk(
+        self,
+        name: str,
+        sizes: Mapping[Target, tuple[int, int]],
+        measured: Sequence[Any],
+        new_layers: int,
+        *,
+        gradients: bool,
+    ) -> None:
+        """Predict the bytes of the files, log them, and raise CompressionError if the disk has less."""
+        needed, predicted = self.remembered(
+            name, partial(self._predict_disk, sizes, measured, new_layers, gradients=gradients)
+        )
+        self.disk_bytes = max(self.disk_bytes, needed)
+        phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in predicted.items())
+        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(needed), phases)
+        check_free(self.gathered(self.spool.needs(needed)))
+
+    def _predict_disk(
+        self, sizes: Mapping[Target, tuple[int, int]], measured: Sequence[Any], new_layers: int, *, gradients: bool
+    ) -> tuple[int, Mapping[str, int]]:
+        parts = self._divide(list(sizes))
+        last = len(parts.calls) - 1
+        targets = []
+        for target, (fit, moments) in sizes.items():
+            places = self._places_of(parts, target) or [0 if gradients else last]
+            targets.append(TargetBytes(fit, moments, [last - place if gradients else place for place in places]))
+        predicted = predict_disk_bytes(
+            targets, last + 1, self._scaled(self._result_bytes, self.batches),
+            self._scaled(self._gradient_bytes, self.batches), self._scaled(self._gradient_bytes, measured), new_layers,
+        )  # fmt: skip
+        present = self.spool.num_bytes - self.spool.size_of(RESULTS)  # such as fits with another ridge
+        return present + max(predicted.values()), predicted
+
+    def _scaled(self, num_bytes: int, batches: Iterable[Any]) -> int:
+        """Return the bytes for batches of what takes ``num_bytes`` for the first batch.
+
+        Results and gradients have a row for each token, as the tensors of a batch do.
+        """
+        return int(num_bytes * sum(map(entries_of, batches)) / max(entries_of(self.batches[0]), 1))
 
     def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
         """Return the targets of each part, which have their moments at the same time."""

@@ -4,7 +4,7 @@ A file is read from the disk page by page as its tensors are used, and the syste
 Files have names, and a process that takes the place of a killed one finds those of the last :meth:`Spool.commit`.
 """
 
-__all__ = ["BLOCK", "Spool", "freed_blocks_returned"]
+__all__ = ["BLOCK", "DiskNeeds", "Spool", "check_free", "freed_blocks_returned"]
 
 import ctypes
 import io
@@ -12,10 +12,13 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import platform
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +65,8 @@ class Spool:
         self.notes: dict[str, Any] = {}
         self._number = 0
         self._sizes: dict[str, int] = {}
+        self._removed_bytes = 0  # of files that the next commit removes
+        self._mapped_bytes = 0  # of files that are removed, and whose tensors are in use
         journals = {int(path.stem.removeprefix(_JOURNAL)): path for path in folder.glob(f"{_JOURNAL}*.json")}
         self._commits = least(max(journals, default=0))
         if self._commits:
@@ -90,8 +95,17 @@ class Spool:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files."""
-        return sum(self._sizes.values())
+        """Return the bytes that all files take on the disk, with removed files whose bytes are not free yet."""
+        return sum(self._sizes.values()) + self._removed_bytes + self._mapped_bytes
+
+    def size_of(self, prefix: str) -> int:
+        """Return the bytes of the files whose names begin with a prefix."""
+        return sum(self._sizes[name] for name in self.names(prefix))
+
+    def needs(self, num_bytes: int) -> "DiskNeeds":
+        """Return what the folder needs if its files will take ``num_bytes``, and what its disk has."""
+        disk = f"{platform.node()} {self._folder.stat().st_dev}"
+        return DiskNeeds(disk, f"{self._folder}", num_bytes, self.num_bytes, shutil.disk_usage(self._folder).free)
 
     def write(self, name: str, value: Any) -> None:
         """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
@@ -122,17 +136,23 @@ class Spool:
 
     def read(self, name: str) -> Any:
         """Return the value of a name, whose tensors are mapped. Writing to them does not change the file."""
+        return self._read(name)[0]
+
+    def _read(self, name: str) -> tuple[Any, mmap.mmap | None]:
+        """Return the value of a name, and the mapped pages of its tensors; None if it has no tensors."""
         with self._path(name).open("rb") as file:
-            size = file.seek(-_END, os.SEEK_END)
+            file.seek(-_END, os.SEEK_END)
             end = int.from_bytes(file.read(_END), "little")
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end else None
             file.seek(end)
-            return _Unpickler(file, pages, self.references).load() if size else None
+            return _Unpickler(file, pages, self.references).load(), pages
 
     def remove(self, name: str) -> None:
         """Remove a file, from the next commit on. Values that were read from it stay valid."""
-        del self._sizes[name]
-        if name not in self._committed:
+        size = self._sizes.pop(name)
+        if name in self._committed:
+            self._removed_bytes += size
+        else:
             self._path(name).unlink()
 
     def commit(self) -> None:
@@ -153,7 +173,7 @@ class Spool:
         self._commits += 1
         for name in self._committed - self._sizes.keys():
             self._path(name).unlink()
-        self._committed = set(self._sizes)
+        self._committed, self._removed_bytes = set(self._sizes), 0
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value with all of its tensors in a file, which is there as long as they are.
@@ -162,7 +182,11 @@ class Spool:
         """
         name, self._number = f"kept-{self._number}", self._number + 1
         self.write(name, value)
-        mapped: _Value = self.read(name)
+        mapped: _Value
+        mapped, pages = self._read(name)
+        if pages is not None:
+            self._mapped_bytes += self._sizes[name]
+            weakref.finalize(pages, self._unmap, self._sizes[name]).atexit = False
         self.remove(name)  # the tensors keep the file open
         return mapped
 
@@ -183,6 +207,9 @@ class Spool:
     def _journal(self, number: int) -> Path:
         return self._folder / f"{_JOURNAL}{number}.json"
 
+    def _unmap(self, size: int) -> None:
+        self._mapped_bytes -= size
+
     def _path(self, name: str) -> Path:
         return self._folder / _file_name(name)
 
@@ -191,6 +218,28 @@ class Spool:
             f"{self._folder} cannot take what is kept on disk ({error.strerror or error}; {self.num_bytes / 1e9:.3g} "
             "GB are there): free some of the disk and start again, which continues, or name a folder of a larger disk"
         )
+
+
+class DiskNeeds(NamedTuple):
+    """The bytes that a folder needs, the bytes that are there, and the bytes that its disk has free."""
+
+    disk: str
+    folder: str
+    needed: int
+    present: int
+    free: int
+
+
+def check_free(folders: Sequence[DiskNeeds]) -> None:
+    """Raise CompressionError if a disk has less free than what the folders of all ranks on it need in addition."""
+    for disk, folder, needed, present, free in folders:
+        ranks = [each for each in folders if each.disk == disk]
+        if sum(each.needed - each.present for each in ranks) > free:
+            count = f", as each of {len(ranks)} ranks does" if len(ranks) > 1 else ""
+            raise CompressionError(
+                f"what is kept on disk needs {needed:,} bytes in {folder}{count}, where {present:,} are, and the disk "
+                f"has {free:,} free: free some of it, name a folder of a larger disk, or give fewer or shorter batches"
+            )
 
 
 @contextmanager
