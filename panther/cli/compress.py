@@ -70,6 +70,8 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(flag, nargs="+", action="extend", metavar="GLOB", help=text)
     text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch; for a folder"
     parser.add_argument("--stream", action="store_true", help=text)
+    text = "with --stream: modules that run as blocks, as in 'layers.*' (default: by the model's structure)"
+    parser.add_argument("--blocks", nargs="+", action="extend", metavar="GLOB", help=text)
     add_option(parser, "--scratch", str, "with --stream: an existing folder for what is kept meanwhile", metavar="DIR")
     add_option(parser, "--seed", seed, "seed of random fits and of healing", 0)
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
@@ -127,6 +129,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
         raise PantherError(
             "--scratch is for --stream, which keeps what is large on disk: add --stream, or leave it out"
         )
+    if args.blocks and not args.stream:
+        raise PantherError("--blocks is for --stream, which runs a model block by block: add --stream, or leave it out")
     if args.stream:
         _check_streamed(args)
     elif num_ranks() > 1:
@@ -258,6 +262,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
                     if group is not None:
                         calibration = share_of_batches(calibration, group.rank(), group.size())
                     options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
+                    options["blocks"] = args.blocks
                     return pr.compress_folder(args.model, args.out, group=group, **options)
             return pr.compress(model, args.budget, calibration, heal=heal, **options)
         except PantherError:

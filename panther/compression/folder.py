@@ -2,6 +2,7 @@
 
 __all__ = ["CompressConfig", "compress_streamed"]
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from panther.compression._compress import compress_with, plain_tensors
 from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.descriptions import described_batches, described_function, shortened
 from panther.compression.calibration.model_state import without_compiled_blocks
+from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport
 from panther.compression.streaming.runner import StreamingRunner
@@ -24,7 +26,13 @@ from panther.sketch import check_seed
 _NOT_COMPARED = ("calibration", "group", "progress", "seed")  # fields of the settings
 
 
-def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path, source: str = "") -> CompressionReport:
+def compress_streamed(
+    model: nn.Module,
+    config: CompressConfig,
+    scratch: Path,
+    source: str = "",
+    blocks: Selector | Sequence[Selector] | None = None,
+) -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 
     If ``scratch`` has files of a process that was killed, their contents are used. The new layers of the model are
@@ -35,6 +43,7 @@ def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path, s
         config: The settings.
         scratch: The folder, which belongs to this call.
         source: A description of the weights, which differs if they have changed.
+        blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
 
     Raises:
         CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; and if ``scratch``
@@ -45,10 +54,10 @@ def compress_streamed(model: nn.Module, config: CompressConfig, scratch: Path, s
     with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
-            config.loss_fn, forward_device, scratch=scratch,
+            config.loss_fn, forward_device, scratch=scratch, blocks=blocks,
         )  # fmt: skip
         spool = runner.spool
-        description = {"source": source, **_described(config, runner)}
+        description = {"source": source, "blocks": _described_setting(blocks), **_described(config, runner)}
         before = spool.notes.setdefault("description", description)
         seed = spool.notes.setdefault("seed", check_seed(config.seed))
         if config.seed not in (None, seed):

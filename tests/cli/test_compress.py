@@ -220,6 +220,8 @@ def test_a_folder_block_by_block(bert, here, transformers, capsys):
     assert "--heal needs the whole model in memory" in refusal(capsys, *options, "--stream", "--heal", "2")
     assert "--method svd needs no batches" in refusal(capsys, *options, "--stream", "--method", "svd")
     assert "--scratch is for --stream" in refusal(capsys, *options, "--scratch", "scratch")
+    assert "--blocks is for --stream" in refusal(capsys, *options, "--blocks", "encoder.*")
+    assert "blocks='decoder.*' matches no module" in refusal(capsys, *options, "--stream", "--blocks", "decoder.*")
     assert "is not a folder" in refusal(capsys, "module:function", *options[1:], "--stream")
     assert not (here / "more").exists()
 

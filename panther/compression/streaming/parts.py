@@ -5,7 +5,7 @@ beginning to the end of the part. Between the parts, a model only makes masks an
 little, and whatever it passes on (masks, rotary tables, the encoder's output) needs no description.
 """
 
-__all__ = ["RESULTS", "PartRun", "Parts"]
+__all__ = ["RESULTS", "PartRun", "Parts", "dispatched", "named_blocks"]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from panther._torch import tree_flatten, tree_unflatten, version_of
 from panther.compression.calibration.steps import SKIPPED_CALL
+from panther.compression.calibration.targets import Selector, is_selected, selectors_of
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 
@@ -241,3 +242,39 @@ def dispatched(
             restored.callback(undo)
             restored.callback(attributes.pop, SKIPPED_CALL, None)
         yield
+
+
+def named_blocks(model: nn.Module, blocks: Selector | Sequence[Selector]) -> list[nn.Module]:
+    """Return the modules that selectors name as blocks, in the order of the model; a glob names the outermost matches.
+
+    Raises:
+        CompressionError: If a selector matches no module, or a block contains another block.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            names.setdefault(module, []).append(name)
+    selected: dict[nn.Module, None] = {}
+    for selector in selectors_of("blocks", blocks, ()):
+        matches = [module for module, places in names.items() if is_selected(selector, places, module)]
+        if not matches:
+            raise CompressionError(
+                f"blocks={selector!r} matches no module of the model: give names of model.named_modules(), globs of "
+                "names such as 'layers.*', types, or functions of a module and its name"
+            )
+        if isinstance(selector, str):
+            matches = _outermost(matches)
+        selected |= dict.fromkeys(matches)
+    for block in selected:
+        if inner := next((module for module in block.modules() if module is not block and module in selected), None):
+            raise CompressionError(
+                f"blocks name {names[block][0]!r} and {names[inner][0]!r} within it, and blocks run one after another: "
+                "name only one of the two"
+            )
+    return [module for module in names if module in selected]
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are in none of the others: the star of a glob also stands for dots."""
+    inside = {inner for module in modules for inner in module.modules() if inner is not module}
+    return [module for module in modules if module not in inside]

@@ -20,10 +20,10 @@ from panther.compression.calibration.runner import Runner, relative_error, squar
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.survey import blocks_of
-from panther.compression.calibration.targets import Target
+from panther.compression.calibration.targets import Selector, Target
 from panther.compression.streaming.disk import TargetBytes, predict_disk_bytes
 from panther.compression.streaming.gradients import ResultGradients
-from panther.compression.streaming.parts import RESULTS, PartRun, Parts, dispatched
+from panther.compression.streaming.parts import RESULTS, PartRun, Parts, dispatched, named_blocks
 from panther.compression.streaming.spool import BLOCK, Spool, check_free
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
@@ -45,8 +45,11 @@ class StreamingRunner(Runner):
 
     is_streaming = True
 
-    def __init__(self, *args: Any, scratch: Path, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, scratch: Path, blocks: Selector | Sequence[Selector] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._blocks = blocks
         self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
         self._parts: Parts | None = None
         self._is_within = False
@@ -273,10 +276,18 @@ class StreamingRunner(Runner):
         layers = {module for target in targets for module in target.modules}
         holders = {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
         plain = {layer for layer in layers if not isinstance(layer, StackedExperts)}
-        blocks = [parent.get_submodule(name) for parent, name in blocks_of(self.model, layers)]
+        if self._blocks is None:
+            blocks = [parent.get_submodule(name) for parent, name in blocks_of(self.model, layers)]
+        else:
+            blocks = named_blocks(self.model, self._blocks)
         inside = {module for block in blocks for module in block.modules()}
         units = [*dict.fromkeys(blocks), *(layer for layer in (*plain, *holders) if layer not in inside)]
         calls, output = self._called(units)
+        if self._blocks is not None and (uncalled := [block for block in blocks if block not in calls]):
+            raise CompressionError(
+                f"blocks name {names[uncalled[0]]!r}, which the model does not call for the first batch: name modules "
+                "whose forward it calls, such as the elements of a list"
+            )
         if not calls:
             raise CompressionError(
                 "the forward of the model calls none of its layers, so that it cannot run part by part: compress "

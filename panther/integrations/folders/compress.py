@@ -5,7 +5,7 @@ __all__ = ["compress_folder"]
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from panther.compression import CompressionReport
 from panther.compression.calibration.descriptions import checksum
+from panther.compression.calibration.targets import Selector
 from panther.compression.folder import CompressConfig, compress_streamed
 from panther.errors import CompressionError, FormatError, require_extra
 from panther.files.writer import new_file, take_lock
@@ -42,6 +43,7 @@ def compress_folder(
     bits: float | None = None,
     max_bytes: int | None = None,
     scratch_dir: str | os.PathLike[str] | None = None,
+    blocks: Selector | Sequence[Selector] | None = None,
     **options: Any,
 ) -> CompressionReport:
     """Compress the model of a folder into another folder, with one part of the model in memory at a time.
@@ -69,6 +71,8 @@ def compress_folder(
         bits: The size as an average number of bits for each eligible weight.
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
+        blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
+            None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
             ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
             ``measure_speed`` and ``allow_slower``. The ranks of ``group`` divide the batches and the fits: each gives
@@ -115,7 +119,7 @@ def compress_folder(
         if (report := _report_of_ended_run(scratch, config.group)) is not None:
             return report
         model = from_pretrained(source)
-        report = compress_streamed(model, config, scratch, _described(source))
+        report = compress_streamed(model, config, scratch, _described(source), blocks)
         (scratch / _SAVING).touch()  # from now on the target is not empty
 
         def save() -> None:
