@@ -5,17 +5,18 @@ Here one tensor at a time is in memory beside the caller's own, and a file is op
 """
 
 __all__ = [
-    "StoredTensor", "bytes_of", "contents_checksum", "open_tensors", "read_slice", "stored_checksum", "stored_tensors",
-    "write_file", "write_tensors",
+    "MAPPED", "OpenTensor", "StoredTensor", "bytes_of", "contents_checksum", "mapped_copy", "open_tensors",
+    "read_slice", "stored_checksum", "stored_tensors", "write_file", "write_tensors",
 ]  # fmt: skip
 
 import json
 import os
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import product
 from math import prod
@@ -39,6 +40,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BUFFER = 1 << 16  # shorter runs than this are read together with what is between them
 _BLOCK = 1 << 22  # bytes that a checksum is taken of at a time
+MAPPED = "mapped-"  # the beginning of the names of files that are mapped
 _LONGEST_HEADER = 100_000_000  # bytes, as in the library
 
 
@@ -50,6 +52,56 @@ class StoredTensor(NamedTuple):
     """Position of its first byte."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpenTensor:
+    """A tensor in an open file, which may have lost its name meanwhile."""
+
+    stored: StoredTensor
+    file: BufferedReader
+
+    def read(self) -> Tensor:
+        """Return the tensor, in memory of its own on the CPU.
+
+        It takes its bytes once, and its address is aligned: at unaligned addresses, products can differ in the last
+        bit.
+
+        Raises:
+            FormatError: If the file cannot be read, or ends before.
+        """
+        tensor = torch.empty(self.stored.shape, dtype=self.stored.dtype, device="cpu")
+        try:
+            self.file.seek(self.stored.start)
+            num_bytes = self.file.readinto(bytes_of(tensor))
+        except OSError as error:
+            raise FormatError(f"{self.stored.path} cannot be read ({error})") from None
+        self._check_end(num_bytes)
+        return tensor
+
+    def checksum(self, start: int = 0) -> int:
+        """Return the CRC-32 of the contents, continued from ``start``, with a few megabytes in memory at a time.
+
+        Raises:
+            FormatError: If the file cannot be read, or ends before.
+        """
+        num_bytes = 0
+        try:
+            for block in _blocks(self.file, self.stored):
+                num_bytes, start = num_bytes + len(block), zlib.crc32(block, start)
+        except OSError as error:
+            raise FormatError(f"{self.stored.path} cannot be read ({error})") from None
+        self._check_end(num_bytes)
+        return start
+
+    def _check_end(self, num_bytes: int) -> None:
+        if num_bytes != self.stored.num_bytes:
+            raise FormatError(f"{self.stored.path} is not a valid safetensors file (it ends before its tensors)")
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], value_of: Callable[[str], Tensor]) -> None:
@@ -98,12 +150,10 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[dict[str, Callable[[], tuple[Tensor, memoryview]]]]:
-    """Open a file, and yield for each tensor a function that reads it, in the order in which the file holds them.
+def open_tensors(path: Path) -> Iterator[dict[str, OpenTensor]]:
+    """Open a file, and yield its tensors, which are not read yet, in the order in which the file holds them.
 
-    Each function returns a tensor and its bytes. The tensor has memory of its own on the CPU, so that it takes its
-    bytes once, and its address is aligned: at unaligned addresses, products can differ in the last bit. The file is
-    read although another file takes its name within the block.
+    They are read from this file although another file takes its name within the block.
 
     Raises:
         FormatError: If it is missing, is not a valid file of safetensors, ends before its tensors, or holds a dtype
@@ -111,20 +161,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, Callable[[], tuple[Tensor, me
     """
     with _opened(path) as file:
         stored = sorted(_described_tensors(file, path).items(), key=lambda item: item[1].start)
-        yield {name: partial(_read_tensor, file, place) for name, place in stored}
-
-
-def _read_tensor(file: BufferedReader, stored: StoredTensor) -> tuple[Tensor, memoryview]:
-    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-    contents = bytes_of(tensor)
-    try:
-        file.seek(stored.start)
-        num_bytes = file.readinto(contents)
-    except OSError as error:
-        raise FormatError(f"{stored.path} cannot be read ({error})") from None
-    if num_bytes != len(contents):
-        raise FormatError(f"{stored.path} is not a valid safetensors file (it ends before its tensors)")
-    return tensor, contents
+        yield {name: OpenTensor(place, file) for name, place in stored}
 
 
 def _opened(path: Path) -> BufferedReader:
@@ -228,14 +265,47 @@ def contents_checksum(tensor: Tensor) -> int:
 
 def stored_checksum(stored: StoredTensor) -> int:
     """Return the CRC-32 of a stored tensor's contents, read a few megabytes at a time."""
-    left, checksum = prod(stored.shape) * stored.dtype.itemsize, 0
+    checksum = 0
     with open_file(stored.path) as file:
-        file.seek(stored.start)
-        while left and (block := file.read(min(left, _BLOCK))):
-            left, checksum = left - len(block), zlib.crc32(block, checksum)
+        for block in _blocks(file, stored):
+            checksum = zlib.crc32(block, checksum)
     return checksum
+
+
+def _blocks(file: BufferedReader, stored: StoredTensor) -> Iterator[bytes]:
+    """Yield the bytes of a stored tensor, as far as the file has them."""
+    left = stored.num_bytes
+    file.seek(stored.start)
+    while left and (block := file.read(min(left, _BLOCK))):
+        left -= len(block)
+        yield block
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, in its own memory if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def mapped_copy(tensor: Tensor, folder: Path) -> Tensor:
+    """Return a copy of a tensor that is mapped from a file, so that it takes no memory of the process's own.
+
+    The file has no name and no descriptor when this function returns, and its space is free when the copy is freed.
+    Writing to the copy copies the pages that are written. A process that is killed leaves at most one file behind,
+    whose name begins with ``MAPPED``.
+
+    Args:
+        tensor: A tensor of at least one element.
+        folder: The folder for the file.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=MAPPED, dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes_of(tensor))
+        flat = torch.from_file(name, shared=False, size=tensor.numel(), dtype=tensor.dtype)
+    finally:
+        with suppress(PermissionError):  # Windows removes no file that is mapped
+            os.unlink(name)
+    return flat.view(tensor.shape)

@@ -31,7 +31,7 @@ from panther._version import __version__
 from panther.errors import FormatError, check_flag
 from panther.files.folder import commit_files, committed_path, finish_commit
 from panther.files.records import read_record, read_valid_json, record_checksum
-from panther.files.tensors import bytes_of, open_tensors, write_tensors
+from panther.files.tensors import StoredTensor, bytes_of, open_tensors, write_tensors
 from panther.files.writer import Draft
 from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
@@ -110,7 +110,7 @@ def write_folder(
 
     def value(name: str) -> Tensor:
         tensor = value_of(name)
-        checksums[name] = _described_checksum(tensor, bytes_of(tensor))
+        checksums[name] = zlib.crc32(bytes_of(tensor), _description_checksum(tensor))
         return tensor
 
     folder = Path(dir)
@@ -301,9 +301,12 @@ def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Ma
                 del tensors[name]
 
 
-def _described_checksum(tensor: Tensor, contents: memoryview) -> int:
-    """Return the CRC-32 of dtype, shape and contents, because the header of a safetensors file has no checksum."""
-    return zlib.crc32(contents, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+def _description_checksum(tensor: Tensor | StoredTensor) -> int:
+    """Return the CRC-32 of dtype and shape, which the CRC-32 of the contents continues.
+
+    The header of a safetensors file has no checksum.
+    """
+    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
 
 
 def inference_manifest(folder: Path) -> dict[str, Any]:
@@ -344,7 +347,7 @@ def _read_folder(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the manifest and the checked tensors of one save, also while other processes save to the folder.
 
-    Without ``keep``, the tensors are checked and not returned, and one of them is in memory at a time.
+    Without ``keep``, the tensors are checked and not returned, and a few megabytes of them are in memory at a time.
     """
     manifest, is_repeated = inference_manifest(folder), False
     while True:
@@ -389,18 +392,21 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any], keep: bool) -> dict
                 f"{path} and {INFERENCE_MANIFEST} in its folder name different tensors ({_some(differing)}): both "
                 "files must be of one save, write it again"
             )
-        for name, read in readers.items():
+        for name, reader in readers.items():
+            checksum = _description_checksum(reader.stored)
             try:
-                tensor, contents = read()
+                if keep:
+                    tensors[name] = reader.read()
+                    checksum = zlib.crc32(bytes_of(tensors[name]), checksum)
+                else:
+                    checksum = reader.checksum(checksum)
             except FormatError as error:
                 raise _as_damaged_save(path, error) from None
-            if checksums is not None and checksums[name] != (checksum := _described_checksum(tensor, contents)):
+            if checksums is not None and checksums[name] != checksum:
                 raise FormatError(
                     f"tensor {name!r} in {path} does not match its checksum ({checksum!r} instead of "
                     f"{checksums[name]!r}): the file was damaged or changed after it was saved, copy or write it again"
                 )
-            if keep:
-                tensors[name] = tensor
     return tensors
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from panther.errors import FormatError
 from panther.files.tensors import (
     _DTYPES,
+    bytes_of,
     contents_checksum,
     open_tensors,
     read_slice,
@@ -60,25 +61,29 @@ def test_tensors_are_read_into_memory_of_their_own(tmp_path, writer):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "file")
     with torch.device("meta"), open_tensors(tmp_path / "file") as readers:
         (tmp_path / "file").rename(tmp_path / "other name")
-        results = {name: read() for name, read in readers.items()}
+        results = {name: reader.read() for name, reader in readers.items()}
+        checksums = {name: reader.checksum(zlib.crc32(b"begin")) for name, reader in readers.items()}
     assert results.keys() == tensors.keys()
-    for name, (tensor, contents) in results.items():
+    for name, tensor in results.items():
         assert tensor.dtype is tensors[name].dtype
         assert tensor.shape == tensors[name].shape
         assert tensor.data_ptr() % tensor.element_size() == 0
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes == len(contents)
-        assert zlib.crc32(contents) == contents_checksum(tensors[name]), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert contents_checksum(tensor) == contents_checksum(tensors[name]), name
+        assert checksums[name] == zlib.crc32(b"begin" + bytes_of(tensor)), name
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_refused(tmp_path):
     tensors = {"x": torch.ones(100_000), "y": torch.ones(100_000)}
     write_file(tmp_path / "file", tensors, tensors.__getitem__)
     with open_tensors(tmp_path / "file") as readers:
-        first, _ = readers.pop("x")()
+        first = readers["x"].read()
         assert torch.equal(first, tensors["x"])
         os.truncate(tmp_path / "file", 500_000)
         with pytest.raises(FormatError, match=r"file is not a valid safetensors file \(it ends before its tensors\)"):
-            readers["y"]()
+            readers["y"].read()
+        with pytest.raises(FormatError, match=r"file is not a valid safetensors file \(it ends before its tensors\)"):
+            readers["y"].checksum()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (11,), (1, 9), (6, 5), (7, 1, 4), (2, 3, 5, 7), (3, 40000)])
