@@ -19,7 +19,7 @@ from panther.compression.folder import CompressConfig, compress_streamed
 from panther.errors import CompressionError, FormatError, require_extra
 from panther.files.writer import new_file, take_lock
 from panther.integrations.folders.beside import copy_beside
-from panther.integrations.pretrained import from_pretrained
+from panther.integrations.folders.mapped import mapped_from_pretrained
 from panther.nn.io import save_compressed
 
 # Settings of pr.compress that need the whole model in memory, or its speed there.
@@ -89,10 +89,10 @@ def compress_folder(
 
     Cost: the time of :func:`panther.compress`, and of all widths of codes where it fits two or three. Memory: the
     moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a forward and backward of one block for one
-    batch, and a few matrices of the size of the largest weight in float64. Weights that transformers converts as it
-    loads them (of experts that the file holds one by one, or in another ``dtype``) are in memory as well. Disk: the
-    hidden states of all batches at all boundaries, and for each entry of a weight about seven bytes and the factors of
-    low rank; the peak is logged beforehand and is in the report's ``disk_bytes``, and a disk with less is refused.
+    batch, and a few matrices of the size of the largest weight in float64. Disk: the hidden states of all batches at
+    all boundaries, and for each entry of a weight about seven bytes and the factors of low rank; the peak is logged
+    beforehand and is in the report's ``disk_bytes``, and a disk with less is refused. Weights that transformers
+    converts as it loads them (of experts that the file holds one by one, or in another ``dtype``) are there in addition.
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
@@ -118,7 +118,7 @@ def compress_folder(
     with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
         if (report := _report_of_ended_run(scratch, config.group)) is not None:
             return report
-        model = from_pretrained(source)
+        model = mapped_from_pretrained(source, scratch)
         report = compress_streamed(model, config, scratch, _described(source), blocks)
         (scratch / _SAVING).touch()  # from now on the target is not empty
 
