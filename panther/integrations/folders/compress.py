@@ -91,8 +91,8 @@ def compress_folder(
     moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a forward and backward of one block for one
     batch, and a few matrices of the size of the largest weight in float64. Disk: the hidden states of all batches at
     all boundaries, and for each entry of a weight about seven bytes and the factors of low rank; the peak is logged
-    beforehand and is in the report's ``disk_bytes``, and a disk with less is refused. Weights that transformers
-    converts as it loads them (of experts that the file holds one by one, or in another ``dtype``) are there in addition.
+    beforehand and is in the report's ``disk_bytes``, and a disk with less is refused. In addition, the weights that
+    transformers converts as it loads them (of experts that the file holds one by one, or in another ``dtype``).
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
