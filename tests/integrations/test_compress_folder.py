@@ -174,7 +174,7 @@ def test_a_run_that_ended_in_the_middle_continues(tmp_path, monkeypatch):
         patch.setattr(compress_module, "_remove", lambda folder: raising(Killed()))
         with pytest.raises(Killed):  # when the target is complete
             pr.compress_folder(source, target, **options)
-        patch.setattr(compress_module, "from_pretrained", None)  # nothing is compressed again
+        patch.setattr(compress_module, "mapped_from_pretrained", None)  # nothing is compressed again
         with pytest.raises(Killed):
             pr.compress_folder(source, target, **options)
     next(scratch.glob("journal-*")).unlink()  # as if the process had been killed while it removed the files
@@ -201,7 +201,7 @@ def test_a_folder_that_others_can_write_to_is_not_read(tmp_path, monkeypatch):
     saved_model("bert", source)
     options = {"bits": 5, "calibration": token_batches("bert"), "forms": "int4", "seed": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(compress_module, "from_pretrained", lambda source: raising(Killed()))
+        patch.setattr(compress_module, "mapped_from_pretrained", lambda source, folder: raising(Killed()))
         with pytest.raises(Killed):
             pr.compress_folder(source, target, **options)
     (scratch,) = target.iterdir()
