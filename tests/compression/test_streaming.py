@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+import sys
 
 import pytest
 import torch
@@ -314,3 +316,20 @@ def test_values_that_are_kept(tmp_path):
     assert kept[3][1:] == (None, "text")
     assert kept["list"][0].data_ptr() == layer.shared.data_ptr()
     assert kept["list"][1].data_ptr() == kept[3][0].data_ptr()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system has no such limit")
+def test_values_hold_no_descriptors(tmp_path):
+    import resource
+
+    kept, limits = Spool(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, limits[1]))
+    try:
+        values = [kept.kept(torch.full((3,), float(number))) for number in range(100)]
+        for number in range(100):
+            kept.write(str(number), [values[number]])
+        again = [kept.read(str(number)) for number in range(100)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(torch.equal(value, torch.full((3,), float(number))) for number, value in enumerate(values))
+    assert all(torch.equal(value, values[number]) for number, (value,) in enumerate(again))

@@ -9,7 +9,6 @@ __all__ = ["BLOCK", "DiskNeeds", "Spool", "check_free", "freed_blocks_returned"]
 import ctypes
 import io
 import json
-import mmap
 import os
 import pickle
 import platform
@@ -20,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,8 @@ from panther.files.tensors import bytes_of
 from panther.files.writer import sync_folder, write_json
 
 _Value = TypeVar("_Value")
+Pages = npt.NDArray[np.uint8]
+"""The tensors of a file, as bytes that are mapped into memory."""
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES, _LARGEST_HEAP_BYTES = 2**20, 2**25
@@ -138,12 +141,14 @@ class Spool:
         """Return the value of a name, whose tensors are mapped. Writing to them does not change the file."""
         return self._read(name)[0]
 
-    def _read(self, name: str) -> tuple[Any, mmap.mmap | None]:
+    def _read(self, name: str) -> tuple[Any, Pages | None]:
         """Return the value of a name, and the mapped pages of its tensors; None if it has no tensors."""
-        with self._path(name).open("rb") as file:
+        path = self._path(name)
+        with path.open("rb") as file:
             file.seek(-_END, os.SEEK_END)
             end = int.from_bytes(file.read(_END), "little")
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end else None
+            # The module mmap would hold a descriptor for each file, of which a process may have a thousand.
+            pages = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8).numpy() if end else None
             file.seek(end)
             return _Unpickler(file, pages, self.references).load(), pages
 
@@ -187,7 +192,7 @@ class Spool:
         if pages is not None:
             self._mapped_bytes += self._sizes[name]
             weakref.finalize(pages, self._unmap, self._sizes[name]).atexit = False
-        self.remove(name)  # the tensors keep the file open
+        self.remove(name)  # the tensors keep the file
         return mapped
 
     def blocks(self, name: str) -> Iterator[bytes]:
@@ -299,7 +304,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Unpickle a value whose tensors are in mapped pages."""
 
-    def __init__(self, file: BinaryIO, pages: mmap.mmap | None, references: Mapping[str, Any]) -> None:
+    def __init__(self, file: BinaryIO, pages: Pages | None, references: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._pages, self._references = pages, references
         self._tensors: dict[Any, Tensor] = {}
