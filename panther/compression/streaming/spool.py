@@ -147,7 +147,7 @@ class Spool:
         with path.open("rb") as file:
             file.seek(-_END, os.SEEK_END)
             end = int.from_bytes(file.read(_END), "little")
-            # The module mmap would hold a descriptor for each file, of which a process may have a thousand.
+            # The module mmap would hold a descriptor for each file, and a process may have a thousand of them.
             pages = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8).numpy() if end else None
             file.seek(end)
             return _Unpickler(file, pages, self.references).load(), pages
