@@ -64,7 +64,7 @@ def test_losses_of_single_layers_are_those_of_the_changed_model(kind, monkeypatc
     with runner.calibrating(0):
         prepared = prepare(runner, config, 0)
         choice = prepared.allocation.choice
-        losses = Trials(runner, prepared.survey, prepared.fits, 0)._losses(choice)
+        losses = Trials(runner, prepared.survey, prepared.fits, 0)._losses(choice, "losses")
         new = convert_all(prepared.survey, prepared.fits, choice, 0)
         variants = [
             partial(replace_modules, model, {module: new[module] for module in target.modules}) for target in choice
