@@ -67,7 +67,7 @@ def compressed(folder, source="the source", **options):
 def killing(monkeypatch):
     """Return a function that lets the process end at an operation, or never, and returns the counter of operations.
 
-    Operations are the writes of files, of which the temporary one is left, and the commits.
+    Operations are the writes of files, which leave the temporary file, and the commits.
     """
     rename, commit = spool.os.replace, spool.Spool.commit
 

@@ -511,9 +511,9 @@ class Runner:
         """Return the values of all ranks of the group."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        from panther.distributed.comm.agreement import gather_objects  # here, because one process needs none of it
+
+        return gather_objects(value, self.group)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add float64 tensors over the ranks of the group, in place."""

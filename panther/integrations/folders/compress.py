@@ -5,7 +5,7 @@ __all__ = ["compress_folder"]
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from panther.compression import CompressionReport
 from panther.compression.calibration.descriptions import checksum
 from panther.compression.calibration.targets import Selector
 from panther.compression.folder import CompressConfig, compress_streamed
+from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CompressionError, FormatError, require_extra
 from panther.files.writer import new_file, take_lock
 from panther.integrations.folders.beside import copy_beside
@@ -127,7 +128,11 @@ def compress_folder(
             copy_beside(source, folder)
             save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
 
-        _on_first_rank(config.group, save)
+        if config.group is None:
+            save()
+        else:
+            dist.barrier(config.group)  # a rank that continues finds the target full, and has to know why
+            run_on_first_rank(save, config.group)
         with new_file(scratch / _REPORT) as file:
             pickle.dump(report, file)
         return report
@@ -135,32 +140,11 @@ def compress_folder(
 
 def _report_of_ended_run(scratch: Path, group: dist.ProcessGroup | None) -> CompressionReport | None:
     """Return the report of a run that was killed after the target was complete; None if there was no such run."""
-    reports: list[Any] = [None]
+    report = None
     with suppress(FileNotFoundError):
-        reports = [pickle.loads((scratch / _REPORT).read_bytes())]
-    if group is not None:
-        (report,), reports = reports, [None] * dist.get_world_size(group)
-        dist.all_gather_object(reports, report, group=group)
-    return next((report for report in reports if report is not None), None)
-
-
-def _on_first_rank(group: dist.ProcessGroup | None, call: Callable[[], None]) -> None:
-    """Call a function on the first rank after all ranks have come here; all ranks raise its error."""
-    if group is None:
-        call()
-        return
-    dist.barrier(group)
-    messages = [""]
-    try:
-        if dist.get_rank(group) == 0:
-            call()
-    except Exception as error:
-        messages = [f"{type(error).__name__}: {error}"]
-        raise
-    finally:
-        dist.broadcast_object_list(messages, group=group, group_src=0)
-    if messages[0]:
-        raise CompressionError(f"rank 0 could not write the model: {messages[0]}")
+        report = pickle.loads((scratch / _REPORT).read_bytes())
+    reports = [report] if group is None else gather_objects(report, group)
+    return next((each for each in reports if each is not None), None)
 
 
 def _described(source: Path) -> str:
