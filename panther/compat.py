@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
+from panther.nn.attention.running_state import AttentionState
 
 _LINEAR = {"S1s", "S2s", "U1s", "U2s"}
 _CONV = {"S1s", "U1s"}
@@ -53,10 +54,11 @@ class PantherMLAttention(RandMultiHeadAttention):
             raise ValueError(f"kernel_fn={kernel_fn!r} is not of panther-ml: use 'softmax' or 'relu'")
         super().__init__(*args, kernel_fn=kernel_fn, **kwargs)
 
-    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _features(self, q: Tensor | None, k: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor | None]:
         assert self.directions is not None
         wide = torch.promote_types(dtype, torch.float32)
-        q, k, W = q.to(wide), k.to(wide), self.directions.to(wide)
+        k, W = k.to(wide), self.directions.to(wide)
+        q = k[..., :0, :] if q is None else q.to(wide)
         if self.kernel_fn == "relu":
             scale = self.head_dim**0.25 * W.shape[1] ** -0.5  # its queries and keys are not divided by d^(1/4)
             return torch.relu(q @ W.mT * scale) + _FLOOR, torch.relu(k @ W.mT * scale) + _FLOOR, None
@@ -67,6 +69,14 @@ class PantherMLAttention(RandMultiHeadAttention):
             (of_k - largest[1] - k.square().sum(-1, keepdim=True) / 2).exp() + _FLOOR,
             None,
         )
+
+    def _no_state(self, k: Tensor, v: Tensor) -> AttentionState:
+        if self.kernel_fn == "softmax":
+            raise ValueError(
+                "panther-ml divides the features of keys by their maximum over the whole sequence, which is not known "
+                "before its end: pass all queries with all keys, or use RandMultiHeadAttention"
+            )
+        return super()._no_state(k, v)
 
 
 def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:

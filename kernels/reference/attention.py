@@ -10,7 +10,10 @@ running maximum of c. A state is kept in units of the maximum at its end, as in 
 :func:`attention_inference` computes the same without scales and without derivatives, for CPUs.
 """
 
-__all__ = ["attention_backward", "attention_forward", "attention_inference", "causal_linear_attention", "no_autocast"]
+__all__ = [
+    "absorb_keys", "attention_backward", "attention_forward", "attention_inference", "causal_linear_attention",
+    "continued_attention", "no_autocast",
+]  # fmt: skip
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,10 +53,71 @@ def attention_forward(
     n = q.shape[-2]
     if n == 0:  # An empty result must depend on all operands for autograd.
         return v * (q * k).sum(-1, keepdim=True), q.sum(-1).to(_accumulation_dtype(q))
-    outputs, denominators = [], []
-    state = _no_state(q, k, v)
+    return _forward(q, k, v, log_scale, _no_state(q, k, v), None)[:2]
+
+
+def continued_attention(
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    log_scale: Tensor | None,  # (*batch, n)
+    state: Tensor,  # (*batch, D, E + 1), float32 or float64
+    units: Tensor | None,  # (*batch, 1)
+) -> tuple[Tensor, Tensor, Tensor | None]:  # (*batch, n, E), (*batch, D, E + 1), (*batch, 1)
+    r"""Return causal attention to earlier keys and to these, and the state after them.
+
+    The state is :math:`\sum_j e^{c_j - R} k_j [v_j \mid 1]` over all keys so far, and ``units`` is R, the largest
+    exponent so far. Without exponents both R and ``log_scale`` are None, and with R ``log_scale`` must be given.
+    Differentiable any number of times. A single row takes one product with the state.
+    """
+    n = q.shape[-2]
+    if n == 0:
+        return (v * (q * k).sum(-1, keepdim=True)).to(v.dtype), state, units
+    if n > 1:
+        y, _, state, units = _forward(q, k, v, log_scale, state, units)
+        return y, state, units
     with no_autocast(q.device):
-        for Q, K, V, scales in _segments((q, k, v), log_scale):
+        state, units = absorb_keys(k, v, log_scale, state, units)
+        sums = q.to(state.dtype) @ state
+        denominator = sums[..., -1:]
+        empty = denominator == 0
+        y = (sums[..., :-1] / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+    return y.to(v.dtype), state, units
+
+
+def absorb_keys(
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    log_scale: Tensor | None,  # (*batch, n)
+    state: Tensor,  # (*batch, D, E + 1)
+    units: Tensor | None,  # (*batch, 1)
+) -> tuple[Tensor, Tensor | None]:
+    """Return the state of :func:`continued_attention` after these keys, without attending."""
+    if k.shape[-2] == 0:
+        return state, units
+    with no_autocast(k.device):
+        keys, values = k.to(state.dtype), F.pad(v.to(state.dtype), (0, 1), value=1.0)
+        if log_scale is not None:
+            assert units is not None
+            c = log_scale.to(state.dtype)
+            left_out = (c == -torch.inf)[..., None]
+            keys, values = keys.masked_fill(left_out, 0), values.masked_fill(left_out, 0)
+            # The output does not depend on the subtracted number, so it needs no gradient.
+            largest = torch.maximum(units, c.detach().amax(-1, keepdim=True))
+            fixed = largest.masked_fill(largest == -torch.inf, 0)
+            keys = keys * (c - fixed).exp()[..., None]
+            state, units = state * (units - fixed).exp()[..., None], largest
+        return torch.add(state, keys.mT @ values), units
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, state: Tensor, units: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the output, the denominator in the units of each row, the state, and its units."""
+    n = q.shape[-2]
+    outputs, denominators = [], []
+    with no_autocast(q.device):
+        for Q, K, V, scales in _segments((q, k, v), log_scale, units):
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
             across = Q @ before
@@ -66,7 +130,10 @@ def attention_forward(
             output = (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
             outputs.append(output.flatten(-3, -2).to(v.dtype))
             denominators.append(denominator.flatten(-3))
-    return torch.cat(outputs, -2)[..., :n, :], torch.cat(denominators, -1)[..., :n]
+        if log_scale is not None:
+            largest = log_scale.detach().to(state.dtype).amax(-1, keepdim=True)
+            units = largest if units is None else torch.maximum(units, largest)
+    return torch.cat(outputs, -2)[..., :n, :], torch.cat(denominators, -1)[..., :n], state, units
 
 
 def attention_inference(
@@ -181,14 +248,18 @@ class _Scales(NamedTuple):
     left_out: Tensor  # (*batch, N, C, 1), where c_j is -inf
 
 
-def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales."""
+def _segments(
+    tensors: Sequence[Tensor], log_scale: Tensor | None, before: Tensor | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales.
+
+    ``before`` (*batch, 1) is the largest exponent before the first row.
+    """
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)
     # The gradient of a slice would be as large as x.
     parts = zip(*(tensor.split(chunk * _CHUNKS, -2) for tensor in tensors), strict=True)
     exponents = None if log_scale is None else log_scale.split(chunk * _CHUNKS, -1)
-    before = None
     for index, part in enumerate(parts):
         rows = part[0].shape[-2]
         chunks = -(-rows // chunk)

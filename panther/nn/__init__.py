@@ -1,7 +1,14 @@
 """Sketched, low-rank, interpolative and quantized layers and their functional forms."""
 
 from . import functional
-from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
+from .attention import (
+    AttentionState,
+    LearnedLinearAttention,
+    RandMultiHeadAttention,
+    WindowedAttentionState,
+    make_performer,
+    sinSRPE,
+)
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .fusion import fuse_
 from .interpolative import InterpolativeLinear
@@ -16,6 +23,7 @@ from .quantized import (
 )
 
 __all__ = [
+    "AttentionState",
     "InterpolativeLinear",
     "LearnedLinearAttention",
     "LowRankConv2d",
@@ -30,6 +38,7 @@ __all__ = [
     "SKConv2d",
     "SKConv3d",
     "SKLinear",
+    "WindowedAttentionState",
     "functional",
     "fuse_",
     "make_performer",

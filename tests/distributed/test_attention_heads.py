@@ -78,6 +78,29 @@ def test_random_attention(n, dtype, kwargs):
         assert parts["W0"] == (24, 24 // n)
 
 
+@pytest.mark.parametrize("kernel", ["hermite", "oprf"])
+def test_random_attention_token_by_token(kernel):
+    x = torch.randn(3, 6, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def read(module):
+        state, outputs = module.init_state(3), []
+        for chunk in x.split([3, 1, 2], 1):
+            output, state = module.step(chunk, state)
+            outputs.append(output.detach())
+        return torch.cat(outputs, 1), state.sums.shape[1]
+
+    def rank():
+        module = random_attention(5, kernel_fn=kernel)
+        return read(parallelize_module(module, make_mesh(tp=2)["tp"], HeadwiseParallel()))
+
+    single = random_attention(5, kernel_fn=kernel)
+    expected = single(x, x, x, is_causal=True)[0].detach()
+    close(read(single)[0], expected, NORMWISE[torch.float64])
+    for output, heads in on_ranks(rank, 2):
+        close(output, expected, NORMWISE[torch.float64])
+        assert heads == 6
+
+
 class Block(nn.Module):
     """Norms, random attention, a residual, and a sketched pair."""
 

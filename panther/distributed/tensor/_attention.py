@@ -6,7 +6,8 @@ Every rank projects, attends and projects back with its own heads, and the outpu
 __all__ = ["HeadwiseMultiheadAttention", "HeadwiseRandAttention", "heads_refusal", "shard_heads_"]
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +32,9 @@ from panther.distributed.tensor._module import (
     local_tensor,
     shard_parameter_,
 )
-from panther.errors import ShapeError
+from panther.errors import ShapeError, check_size
 from panther.nn import RandMultiHeadAttention
+from panther.nn.attention.running_state import AttentionState
 
 
 class HeadwiseAttention(ShardedModule):
@@ -61,17 +63,41 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend with this rank's heads, and sum."""
+        query, key, value = self.enter(query, key, value)
+        with self._local_heads() as bias:
+            output, _ = super().forward(query, key, value, *args, **kwargs)
+        return self._summed(output, bias), None
+
+    def init_state(self, batch_size: int) -> AttentionState:
+        """Return the state of this rank's heads before the first token."""
+        check_size("batch_size", batch_size, least=0)
+        like = self.local("Wq").new_empty(batch_size, len(self.local_heads), 0, self.head_dim)
+        return self._no_state(like, like)
+
+    def step(
+        self, x: Tensor, state: AttentionState, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend from the next tokens with this rank's heads, and sum; the state is of this rank's heads."""
+        (x,) = self.enter(x)
+        with self._local_heads() as bias:
+            output, state = super().step(x, state, key_padding_mask)
+        return self._summed(output, bias), state
+
+    @contextmanager
+    def _local_heads(self) -> Iterator[Tensor | None]:
+        """Use this rank's shards of parameters and directions, and no output bias, which is yielded."""
         bias, directions = self.local("b0"), self.local("directions")
         center = self.local("center") if "center" in buffers_of(self) else None
-        query, key, value = self.enter(query, key, value)
         with local_parameters(self):
             # The bias is added once, after the sum. nn.Module looks up parameters before buffers of the same name.
             parameters_of(self).update(b0=None, directions=directions)
             if "center" in buffers_of(self):
                 parameters_of(self).update(center=center)
-            output, _ = super().forward(query, key, value, *args, **kwargs)
+            yield bias
+
+    def _summed(self, output: Tensor, bias: Tensor | None) -> Tensor:
         output = all_reduce(output, group=self.tp_group)
-        return (output if bias is None else output + bias.to(output.dtype)), None
+        return output if bias is None else output + bias.to(output.dtype)
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H here, n, d)
         return F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -3,5 +3,9 @@
 from .learned import LearnedLinearAttention
 from .multi_head import RandMultiHeadAttention, make_performer
 from .positional import sinSRPE
+from .running_state import AttentionState, WindowedAttentionState
 
-__all__ = ["LearnedLinearAttention", "RandMultiHeadAttention", "make_performer", "sinSRPE"]
+__all__ = [
+    "AttentionState", "LearnedLinearAttention", "RandMultiHeadAttention", "WindowedAttentionState", "make_performer",
+    "sinSRPE",
+]  # fmt: skip

@@ -28,10 +28,14 @@ def sample(
     k: Tensor,  # (N, H, S, d)
     v: Tensor,  # (N, H, S, d)
     exponent: Tensor | None,  # (N, 1, S)
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the first positions of the first sequence."""
-    q, k, v = (x[:1, :, :_POSITIONS] for x in (q, k, v))
-    return q, k, v, None if exponent is None else exponent[:1, :, :_POSITIONS]
+    """Return the first positions of the first sequence; if causal, with all keys before them."""
+    L = q.shape[-2]
+    q = q[:1, :, :_POSITIONS]
+    # The queries of causal attention have the last positions.
+    keys = k.shape[-2] - max(0, L - _POSITIONS) if is_causal else _POSITIONS
+    return q, k[:1, :, :keys], v[:1, :, :keys], None if exponent is None else exponent[:1, :, :keys]
 
 
 def errors_of_layer_and_mean(
@@ -47,7 +51,8 @@ def errors_of_layer_and_mean(
     bias = q.new_zeros(1, 1, k.shape[-2]) if exponent is None else exponent.float()
     bias = bias[..., None, :].expand(*bias.shape[:2], q.shape[-2], -1)  # (N or 1, 1, L, S)
     if is_causal:
-        later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        later = later.triu(1 + k.shape[-2] - q.shape[-2])
         bias = bias.masked_fill(later, -torch.inf)
     has_keys = (bias > -torch.inf).any(-1, keepdim=True)
     exact, mean = (torch.where(has_keys, (x + bias).softmax(-1) @ v, 0) for x in (q @ k.mT, q.new_zeros(())))

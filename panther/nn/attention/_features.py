@@ -167,15 +167,18 @@ def key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S
 
 
 def is_causal_mask(mask: Tensor, L: int, S: int) -> bool:
-    """Return whether a mask of pairs is the causal one, False for one that masks nothing; raise for any other."""
+    """Return whether a mask of pairs is the causal one, False for one that masks nothing; raise for any other.
+
+    With more keys than queries, the causal mask has its diagonal at the lower right: queries have the last positions.
+    """
     if mask.shape[-2:] != (L, S):
         raise ShapeError(f"attn_mask must end in (queries, keys) = ({L}, {S}), and has shape {tuple(mask.shape)}")
     left_out = mask if mask.dtype is torch.bool else mask == -torch.inf
     if mask.dtype is torch.bool or not (mask.masked_fill(left_out, 0) != 0).any():
         if not left_out.any():
             return False
-        later = torch.ones(L, S, dtype=torch.bool, device=mask.device).triu(1)
-        if L == S and bool((left_out == later).all()):
+        later = torch.ones(L, S, dtype=torch.bool, device=mask.device).triu(1 + S - L)
+        if L <= S and bool((left_out == later).all()):
             return True
     raise ValueError(
         "attn_mask must be causal or mask nothing, because linear attention sums the keys once for all queries: use "

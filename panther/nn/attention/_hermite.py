@@ -18,7 +18,7 @@ identities of the softmax are used with fixed vectors (``center``): :math:`q \cd
 where the last term is an exponent of the key, and a vector may be subtracted from all keys.
 """
 
-__all__ = ["balanced_directions", "hermite_features", "hermite_rank"]
+__all__ = ["balanced_directions", "hermite_features", "hermite_keys", "hermite_queries", "hermite_rank", "key_norms"]
 
 import math
 
@@ -55,40 +55,78 @@ def hermite_features(
 
     Half precision would lose the weights in the differences of their terms.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
-        q, k, directions = q.to(wide), k.to(wide), directions.to(wide)
-        weight = None
-        if center is not None:
-            of_q, of_k = center.to(wide).unsqueeze(-2).unbind(1)  # (heads, 1, d)
-            q, k = q - of_q, k - of_k
-            weight = (k * of_q).sum(-1, keepdim=True).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).exp()
+        k, to_k, weight = _centered_keys(k, directions, center)
         if exponent is not None:
             exponent = exponent.expand(k.shape[:-1])
-        to_q, to_k = directions.chunk(2, 1)
-        r, d = to_q.shape[1:]
         if not is_causal:  # This is exact, and avoids cancellation later.
             k = k - _means(k, weight, exponent, is_causal=False)
-        q_r = q @ to_q.mT
-        q_projected = q_r @ to_k  # s_r = q_projected . k
-        i, j = torch.triu_indices(r, r, device=q.device)
-        squares_q = products(q_r) * torch.where(i == j, 1.0, 2.0).to(wide)
         squares_k = products(k @ to_k.mT)
         summands = torch.cat((k, squares_k, k.square().sum(-1, keepdim=True)), -1)
         means = _means(summands, weight, exponent, is_causal=is_causal)
-        mean_k, mean_squares, mean_norm = means.split((d, squares_k.shape[-1], 1), -1)
+        phi_q = hermite_queries(q, directions, center, means, _log_num_keys(k, exponent, is_causal))
+        return phi_q, _key_features(k, squares_k, weight), exponent
 
-        t = (q * mean_k).sum(-1, keepdim=True)
-        t_r = (q_projected * mean_k).sum(-1, keepdim=True)
-        square_r = (squares_q * mean_squares).sum(-1, keepdim=True)  # mean square of s_r
-        # Outside of the selected directions the keys' covariance is approximated by a multiple of the identity.
-        rest = (mean_norm - mean_k.square().sum(-1, keepdim=True)).clamp_min(0) * (1 - r / d) / d
-        variance = (square_r - t_r.square()).clamp_min(0) + q.square().sum(-1, keepdim=True) * rest
-        f = (1 + variance / _log_num_keys(k, exponent, is_causal)).rsqrt()
-        constant = 1 - f * t + f.square() * (t_r.square() - square_r / 2)
-        phi_q = torch.cat((constant, f * q - f.square() * t_r * q_projected, f.square() / 2 * squares_q), -1)
-        phi_k = torch.cat((torch.ones_like(k[..., :1]), k, squares_k), -1)
-        return phi_q, phi_k if weight is None else phi_k * weight, exponent
+
+def hermite_queries(
+    q: Tensor,  # (N, heads, L, d)
+    directions: Tensor,  # (heads, 2 r, d)
+    center: Tensor | None,  # (heads, 2, d)
+    means: Tensor,  # (N, heads, L or 1, d + r (r + 1) / 2 + 1), of k, of its products and of its squared norm
+    log_num_keys: Tensor,  # broadcast to (N, heads, L, 1)
+) -> Tensor:  # (N, heads, L, D)
+    """Return the features of queries, from the means over the keys that each query sees."""
+    wide = means.dtype
+    q, (to_q, to_k) = q.to(wide), directions.to(wide).chunk(2, 1)
+    r, d = to_q.shape[1:]
+    if center is not None:
+        q = q - center[:, :1].to(wide)
+    q_r = q @ to_q.mT
+    q_projected = q_r @ to_k  # s_r = q_projected . k
+    i, j = torch.triu_indices(r, r, device=q.device)
+    squares_q = products(q_r) * torch.where(i == j, 1.0, 2.0).to(wide)
+    mean_k, mean_squares, mean_norm = means.split((d, squares_q.shape[-1], 1), -1)
+
+    t = (q * mean_k).sum(-1, keepdim=True)
+    t_r = (q_projected * mean_k).sum(-1, keepdim=True)
+    square_r = (squares_q * mean_squares).sum(-1, keepdim=True)  # mean square of s_r
+    # Outside of the selected directions the keys' covariance is approximated by a multiple of the identity.
+    rest = (mean_norm - mean_k.square().sum(-1, keepdim=True)).clamp_min(0) * (1 - r / d) / d
+    variance = (square_r - t_r.square()).clamp_min(0) + q.square().sum(-1, keepdim=True) * rest
+    f = (1 + variance / log_num_keys).rsqrt()
+    constant = 1 - f * t + f.square() * (t_r.square() - square_r / 2)
+    return torch.cat((constant, f * q - f.square() * t_r * q_projected, f.square() / 2 * squares_q), -1)
+
+
+def hermite_keys(
+    k: Tensor,  # (N, heads, S, d)
+    directions: Tensor,  # (heads, 2 r, d)
+    center: Tensor | None,  # (heads, 2, d)
+) -> Tensor:  # (N, heads, S, D)
+    """Return the features of keys in causal attention: the key's weight times 1, k and its products."""
+    k, to_k, weight = _centered_keys(k, directions, center)
+    return _key_features(k, products(k @ to_k.mT), weight)
+
+
+def key_norms(phi_k: Tensor, d: int) -> Tensor:  # (*batch, S, D) -> (*batch, S, 1)
+    """Return the key's weight times its squared norm, from the features of :func:`hermite_keys`."""
+    return phi_k[..., 1 : 1 + d].square().sum(-1, keepdim=True) / phi_k[..., :1]
+
+
+def _centered_keys(k: Tensor, directions: Tensor, center: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys in float32 or float64 without their center, their directions, and their weights (N, heads, S, 1)."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    k, to_k = k.to(wide), directions.to(wide).chunk(2, 1)[1]
+    if center is None:
+        return k, to_k, None
+    of_q, of_k = center.to(wide).unsqueeze(-2).unbind(1)  # (heads, 1, d)
+    k = k - of_k
+    return k, to_k, (k * of_q).sum(-1, keepdim=True).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).exp()
+
+
+def _key_features(k: Tensor, squares: Tensor, weight: Tensor | None) -> Tensor:
+    phi_k = torch.cat((torch.ones_like(k[..., :1]), k, squares), -1)
+    return phi_k if weight is None else phi_k * weight
 
 
 def _means(

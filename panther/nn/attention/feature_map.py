@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, SketchMismatchError
-from panther.kernels.reference.attention import no_autocast
+from panther.kernels.reference.attention import absorb_keys, continued_attention, no_autocast
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -17,7 +17,14 @@ from panther.nn.attention._features import (
     relu_features,
     taylor_features,
 )
-from panther.nn.attention._hermite import balanced_directions, hermite_features
+from panther.nn.attention._hermite import (
+    balanced_directions,
+    hermite_features,
+    hermite_keys,
+    hermite_queries,
+    key_norms,
+)
+from panther.nn.attention.running_state import AttentionState, units_with
 from panther.nn.functional import linear_attention
 from panther.nn.sketch_record import has_values, read_integers
 
@@ -165,39 +172,165 @@ class FeatureMap(nn.Module):
         return self
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
-        """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
-        if causal and q.shape[-2] != k.shape[-2]:  # Otherwise features would be broadcast to the other length.
+        """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled.
+
+        In causal attention to more keys than queries, the queries have the last positions, as with a cache.
+        """
+        L, S = q.shape[-2], k.shape[-2]
+        if not causal or L == S:
+            phi_q, phi_k, scale = self._mapped(q, k, exponent, causal)
+            return self._combined(phi_q, phi_k, v, scale, causal)
+        if L > S:
             raise ShapeError(
-                f"causal attention needs as many keys as queries, and got {k.shape[-2]} and "
-                f"{q.shape[-2]}: pass is_causal=False for attention to a different sequence, or queries for all keys"
+                f"causal attention needs at least as many keys as queries, and got {S} and {L}: pass is_causal=False "
+                "for attention to a different sequence"
             )
+        parts = ((x[:, :, : S - L], x[:, :, S - L :]) for x in (k, v))
+        (k_before, k_here), (v_before, v_here) = parts
+        e_before, e_here = (None, None) if exponent is None else exponent.split((S - L, L), -1)
+        state = self._absorb(self._no_state(k, v), k_before, v_before, e_before)
+        return self._extend(state, q, k_here, v_here, e_here)[0]
+
+    def _combined(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, scale: Tensor | None, causal: bool) -> Tensor:
+        if self.kernel_fn != "hermite":
+            return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        with no_autocast(v.device):  # Autocast would round the features.
+            return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+
+    def _no_state(self, k: Tensor, v: Tensor) -> AttentionState:
+        """Return the state before the first key, for keys and values like these, (N, H, S, d) and (N, H, S, E)."""
+        N, H, E = k.shape[0], k.shape[1], v.shape[-1]
+        d = self.feature_width
+        if self.kernel_fn == "hermite":
+            assert self.directions is not None
+            r = self.directions.shape[1] // 2
+            features = 1 + d + r * (r + 1) // 2
+        else:
+            features = 1 + d + d * (d + 1) // 2 if self.directions is None else self.directions.shape[1]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.zeros(N, H, features, E + 1, dtype=wide, device=k.device)
+        norms = units = num_keys = None
+        if self.kernel_fn == "hermite":
+            norms, num_keys = sums.new_zeros(N, H, 1), sums.new_zeros(N, 1)
+        elif self.kernel_fn in ("softmax", "oprf"):
+            units = sums.new_full((N, H, 1), -torch.inf)
+        return AttentionState(sums, units, norms, num_keys, 0, self._draws)
+
+    def _absorb(self, state: AttentionState, k: Tensor, v: Tensor, exponent: Tensor | None) -> AttentionState:
+        """Return the state after these keys, from keys that are not yet scaled."""
+        _, phi_k, scale = self._mapped(None, k, exponent, causal=True)
+        return self._absorb_features(state, phi_k, v, scale)
+
+    def _absorb_features(self, state: AttentionState, phi_k: Tensor, v: Tensor, scale: Tensor | None) -> AttentionState:
+        before, scale = _with_units(state, scale, phi_k)
+        sums, units = absorb_keys(phi_k, v, scale, state.sums, before)
+        norms, num_keys = state.norms, state.num_keys
+        if norms is not None and num_keys is not None:
+            squares = key_norms(phi_k, self.feature_width)
+            norms = absorb_keys(squares, v[..., :0], scale, norms[..., None], before)[0][..., 0]
+            num_keys = num_keys + _num_keys(phi_k, scale)[..., -1:] if phi_k.shape[-2] else num_keys
+        return AttentionState(sums, units, norms, num_keys, state.length + phi_k.shape[-2], state.draws)
+
+    def _extend(
+        self, state: AttentionState, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None
+    ) -> tuple[Tensor, AttentionState]:
+        """Return the outputs at the positions after a state, and the state after them."""
+        if state.draws != self._draws:
+            raise ValueError(
+                f"the state was made with draw {state.draws} of the directions and the layer has draw {self._draws}: "
+                "redraw before init_state, or set redraw_interval=None"
+            )
+        if state.length == 0 and k.shape[-2] > 1:  # the operators of a whole sequence
+            phi_q, phi_k, scale = self._mapped(q, k, exponent, causal=True)
+            return self._combined(phi_q, phi_k, v, scale, True), self._absorb_features(state, phi_k, v, scale)
+        norms: Tensor | None = None
+        num_keys: Tensor | None = None
+        if self.kernel_fn == "hermite":
+            _, phi_k, scale = self._mapped(None, k, exponent, causal=True)
+            units, scale = _with_units(state, scale, phi_k)
+            phi_q, norms, num_keys = self._hermite_queries(state, q, phi_k, scale, units)
+        else:
+            phi_q, phi_k, scale = self._mapped(q, k, exponent, causal=True)
+            units, scale = _with_units(state, scale, phi_k)
+        y, sums, units = continued_attention(phi_q, phi_k, v, scale, state.sums, units)
+        return y, AttentionState(sums, units, norms, num_keys, state.length + k.shape[-2], state.draws)
+
+    def _hermite_queries(
+        self, state: AttentionState, q: Tensor, phi_k: Tensor, scale: Tensor | None, units: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features of queries after a state, and the state's norms and number of keys after these keys."""
+        assert self.directions is not None
+        assert state.norms is not None
+        assert state.num_keys is not None
+        with no_autocast(q.device):
+            weight = phi_k[..., :1]
+            summands = torch.cat((phi_k[..., 1:], key_norms(phi_k, self.feature_width)), -1) / weight
+            # The normaliser of the state has the sums of the weight and of all summands but the norm.
+            column = state.sums[..., -1]  # (N, H, D)
+            row = torch.cat((column[..., 1:], state.norms, column[..., :1]), -1)[..., None, :]
+            means, row, _ = continued_attention(torch.ones_like(weight), weight, summands, scale, row, units)
+            counts = state.num_keys + _num_keys(phi_k, scale)  # (N, T)
+            center = self.center if self._centered else None
+            q = (q * self.head_dim**-0.25).contiguous()
+            log_num_keys = counts.clamp_min(2).log()[:, None, :, None]
+            phi_q = hermite_queries(q, self.directions, center, means, log_num_keys)
+        return phi_q, row[..., 0, -2:-1], counts[:, -1:] if phi_k.shape[-2] else state.num_keys
+
+    def _mapped(
+        self, q: Tensor | None, k: Tensor, exponent: Tensor | None, causal: bool
+    ) -> tuple[Any, Tensor, Tensor | None]:
+        """Return features of queries and keys, and the keys' exponents (N, H, S), of queries and keys not yet scaled.
+
+        Without queries only causal attention's features of keys are computed.
+        """
         root = self.head_dim**-0.25
         # A product of strided heads with few directions would take up to 6 times as long.
-        dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()
+        dtype, k = k.dtype, (k * root).contiguous()
+        q = None if q is None else (q * root).contiguous()
         if self.kernel_fn == "hermite":
             assert self.directions is not None
             center = self.center if self._centered else None
-            phi_q, phi_k, scale = hermite_features(q, k, self.directions, center, exponent, causal)
-            with no_autocast(v.device):  # Autocast would round the features.
-                return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+            if q is not None:
+                return hermite_features(q, k, self.directions, center, exponent, causal)
+            with no_autocast(k.device):
+                phi_k = hermite_keys(k, self.directions, center)
+            return None, phi_k, None if exponent is None else exponent.expand(k.shape[:-1])
         phi_q, phi_k, scale = self._features(q, k, dtype)
         if exponent is not None:
             scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
-        return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        return phi_q, phi_k, scale
 
-    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _features(self, q: Tensor | None, k: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor | None]:
         """Return features of queries and keys, and the keys' exponents in float32.
 
         Features of float16 inputs stay in float32: with large logits most are far below the smallest float16 number.
         """
         if self.kernel_fn == "taylor":
-            return taylor_features(q), taylor_features(k), None
-        assert self.directions is not None
+            return None if q is None else taylor_features(q), taylor_features(k), None
+        directions = self.directions
+        assert directions is not None
         if self.kernel_fn == "relu":
-            return relu_features(q, self.directions), relu_features(k, self.directions), None
+            return None if q is None else relu_features(q, directions), relu_features(k, directions), None
         shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
-        phi_q, _ = positive_features(q, self.directions, shift)  # A query's exponent cancels.
-        phi_k, exponent = positive_features(k, self.directions, shift)
+        # A query's exponent cancels.
+        phi_q = None if q is None else positive_features(q, directions, shift)[0]
+        phi_k, exponent = positive_features(k, directions, shift)
         if dtype is torch.bfloat16:
-            phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)
+            phi_q, phi_k = None if phi_q is None else phi_q.to(dtype), phi_k.to(dtype)
         return phi_q, phi_k, exponent
+
+
+def _with_units(state: AttentionState, scale: Tensor | None, phi_k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the units of a state and the exponents of new keys: both or none."""
+    units = units_with(state, scale)
+    if units is not None and scale is None:
+        scale = units.new_zeros(phi_k.shape[:-1])
+    return units, scale
+
+
+def _num_keys(phi_k: Tensor, scale: Tensor | None) -> Tensor:  # (N, S)
+    """Return the number of keys up to each that are not masked; masks are equal in all heads."""
+    if scale is None:
+        count = torch.arange(1, phi_k.shape[-2] + 1, device=phi_k.device, dtype=phi_k.dtype)
+        return count.expand(len(phi_k), -1)
+    return (scale[:, 0] != -torch.inf).to(phi_k.dtype).cumsum(-1)

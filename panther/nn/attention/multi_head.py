@@ -18,6 +18,8 @@ from panther.nn.attention._features import (
 )
 from panther.nn.attention._hermite import hermite_rank
 from panther.nn.attention.feature_map import KERNELS, FeatureMap
+from panther.nn.attention.positional import sinSRPE
+from panther.nn.attention.running_state import AttentionState, check_state
 from panther.nn.base import keep_own_forward
 from panther.sketch import check_seed
 
@@ -280,7 +282,7 @@ class RandMultiHeadAttention(FeatureMap):
         q, k = self._projected(query, key)
         value = value[None] if value.dim() == 2 else value if self.batch_first else value.transpose(0, 1)
         causal = self.iscausal if is_causal is None else is_causal
-        return self._errors(*sample(q, k, self._heads(value, self.Wv, self.bv), None), causal)
+        return self._errors(*sample(q, k, self._heads(value, self.Wv, self.bv), None, causal), causal)
 
     def _errors(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> ApproximationError:
         output = self._attend(q, k, v, exponent, causal)
@@ -308,6 +310,9 @@ class RandMultiHeadAttention(FeatureMap):
     ) -> tuple[Tensor, None]:
         """Attend; arguments mean the same as for nn.MultiheadAttention.
 
+        In causal attention there may be more keys than queries: the queries then have the last positions, as with a
+        cache, and the causal mask has its diagonal at the lower right.
+
         Args:
             query: Queries.
             key: Keys.
@@ -315,7 +320,7 @@ class RandMultiHeadAttention(FeatureMap):
             key_padding_mask: True where a key is to be ignored, or numbers to be added to its logits.
             need_weights: Must be False.
             attn_mask: None, an empty mask, or the causal mask. With ``is_causal=True`` any mask counts as the causal
-                mask.
+                mask, if there are as many keys as queries.
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
@@ -323,7 +328,7 @@ class RandMultiHeadAttention(FeatureMap):
 
         Raises:
             ValueError: If weights are asked for, or ``attn_mask`` is neither empty nor causal.
-            ShapeError: If shapes do not fit, or lengths differ in causal attention.
+            ShapeError: If shapes do not fit, or causal attention has more queries than keys.
             DTypeError: If an input's dtype differs from the layer's, outside autocast.
         """
         if need_weights:
@@ -339,31 +344,122 @@ class RandMultiHeadAttention(FeatureMap):
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         causal = self.iscausal if is_causal is None else is_causal
-        if attn_mask is not None and not is_causal:
+        if attn_mask is not None and not (is_causal and query.shape[1] == key.shape[1]):
             causal = is_causal_mask(attn_mask, query.shape[1], key.shape[1]) or causal
         if self.training and self.redraw_interval is not None and not _is_recomputing():
             self._forwards += 1
             if self._forwards % self.redraw_interval == 0:
                 self.redraw_features_()
 
-        exponent = key_exponent(key_padding_mask, key)
+        q, k, v, exponent = self._operands(query, key, value, key_padding_mask)
+        if self.SRPE is not None:
+            if causal and q.shape[-2] != k.shape[-2]:
+                raise ShapeError(
+                    f"SRPE counts positions from 0 for queries and keys, and {q.shape[-2]} queries would be the last "
+                    f"of {k.shape[-2]} keys: pass as many queries as keys, or use step"
+                )
+            q, k = self.SRPE(q, k)
+        if self._unchecked and is_plain(q) and k.shape[-2] >= _LEAST_KEYS:
+            self._unchecked = False
+            with torch.no_grad():
+                warn_if_worse(self, self._errors(*sample(q, k, v, exponent, causal), causal))
+        output = self._projected_back(self._attend(q, k, v, exponent, causal))
+        if not batched:
+            return output[0], None
+        return (output if self.batch_first else output.transpose(0, 1)), None
+
+    def init_state(self, batch_size: int) -> AttentionState:
+        r"""Return the state of an empty sequence, for :meth:`step`.
+
+        Args:
+            batch_size: Sequences that are read side by side.
+
+        Returns:
+            Sums over keys: for each sequence and head, D (E + 1) numbers in float32, or float64 for layers in float64,
+            with D features and heads of width E. Layers whose map has exponents, ``"softmax"`` and ``"oprf"``, also
+            keep the largest exponent so far, and ``"hermite"`` keeps the sum of the keys' squared norms.
+
+        Example:
+            >>> layer = RandMultiHeadAttention(64, 4, 32, seed=0)
+            >>> layer.init_state(2).sums.shape
+            torch.Size([2, 4, 32, 17])
+        """
+        check_size("batch_size", batch_size, least=0)
+        like = self.Wq.new_empty(batch_size, self.num_heads, 0, self.head_dim)
+        return self._no_state(like, like)
+
+    def step(
+        self,
+        x: Tensor,  # (N, T, embed_dim), or (T, N, embed_dim) without batch_first
+        state: AttentionState,
+        key_padding_mask: Tensor | None = None,  # (N, T)
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend from the next tokens of a sequence to themselves and to all earlier tokens, in constant time a token.
+
+        Causal self-attention: the outputs of a sequence that is passed in any chunks are the outputs of the whole
+        sequence with ``is_causal=True``, up to rounding. A prompt is one chunk, and generated tokens are chunks of one.
+        Directions are not redrawn here.
+
+        Args:
+            x: The next T tokens of each sequence, at least 0.
+            state: The result of :meth:`init_state` or of the previous step. It is not changed.
+            key_padding_mask: As for a call, for these tokens. It is not needed again later.
+
+        Returns:
+            The output, shaped as ``x``, and the state after these tokens.
+
+        Raises:
+            ShapeError: If shapes do not fit, or the state has a different batch size.
+            DTypeError: If a dtype or the device differs from the layer's.
+            TypeError: If ``state`` is not a state of this kind of layer.
+            ValueError: If the directions have been drawn anew since the state was made, or ``SRPE`` cannot count from
+                a later position.
+
+        Cost: ``4 m E`` flops a token, besides the projections, for m features; the state does not grow.
+
+        Example:
+            >>> import torch
+            >>> layer = RandMultiHeadAttention(64, 4, 32, seed=0)
+            >>> prompt, token = torch.randn(2, 100, 64), torch.randn(2, 1, 64)
+            >>> output, state = layer.step(prompt, layer.init_state(2))
+            >>> output, state = layer.step(token, state)
+            >>> output.shape, state.length
+            (torch.Size([2, 1, 64]), 101)
+
+        Reference: A. Katharopoulos et al., "Transformers are RNNs", ICML 2020, arXiv:2006.16236.
+        """
+        check_inputs(self, x, x, x, key_padding_mask)
+        if x.dim() != 3:
+            raise ShapeError(f"step takes x with three dimensions, a batch included, not {tuple(x.shape)}: x[None]")
+        x = x if self.batch_first else x.transpose(0, 1)
+        check_state(state, AttentionState, len(x), self.Wq)
+        q, k, v, exponent = self._operands(x, x, x, key_padding_mask)
+        if self.SRPE is not None:
+            if not isinstance(self.SRPE, sinSRPE):
+                raise ValueError(
+                    f"step needs positions that count from the state's length, and {type(self.SRPE).__name__} counts "
+                    "from 0: use sinSRPE or no SRPE"
+                )
+            q, k = self.SRPE(q, k, first_position=state.length)
+        output, state = self._extend(state, q, k, v, exponent)
+        output = self._projected_back(output)
+        return (output if self.batch_first else output.transpose(0, 1)), state
+
+    def _operands(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values by heads, without relative positions, and the keys' exponents."""
+        exponent = key_exponent(mask, key)
         if exponent is not None:  # Masked keys may be NaN, which would reach the gradients of weights.
             left_out = (exponent == -torch.inf).mT  # (N, S, 1)
             key, value = key.masked_fill(left_out, 0), value.masked_fill(left_out, 0)
         q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
         k, v = self._heads(key, self.Wk, self.bk), self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
-        if self.SRPE is not None:
-            q, k = self.SRPE(q, k)
-        if self._unchecked and is_plain(q) and k.shape[-2] >= _LEAST_KEYS:
-            self._unchecked = False
-            with torch.no_grad():
-                warn_if_worse(self, self._errors(*sample(q, k, v, exponent), causal))
-        output = self._attend(q, k, v, exponent, causal)
+        return q, k, v, exponent
+
+    def _projected_back(self, output: Tensor) -> Tensor:  # (N, H, n, d) -> (N, n, embed_dim)
         output = F.dropout(output.transpose(1, 2).flatten(2), self.dropout, self.training)
-        output = F.linear(output, self.W0, self.b0)
-        if not batched:
-            return output[0], None
-        return (output if self.batch_first else output.transpose(0, 1)), None
+        return F.linear(output, self.W0, self.b0)
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H, n, d)
         heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

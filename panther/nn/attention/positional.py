@@ -117,19 +117,19 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         if (integers := read_integers(state)) is not None:
             self.seed, self._draws = integers
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode queries and keys; positions count from 0 in both."""
+    def forward(self, q: Tensor, k: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor]:
+        """Encode queries and keys; positions count from ``first_position`` in both."""
         for name, x in (("queries", q), ("keys", k)):
             if x.dim() != 4 or x.shape[1] != self.num_heads or x.shape[3] != self.perHead_in:
                 raise ShapeError(
                     f"{name} must have shape (batch, num_heads, n, perHead_in) = (*, {self.num_heads}, *, "
                     f"{self.perHead_in}), not {tuple(x.shape)}"
                 )
-        return self._encode(q, self.phases), self._encode(k, None)
+        return self._encode(q, self.phases, first_position), self._encode(k, None, first_position)
 
-    def _encode(self, x: Tensor, phases: Tensor | None) -> Tensor:
+    def _encode(self, x: Tensor, phases: Tensor | None, first_position: int) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        position = torch.arange(x.shape[2], device=x.device, dtype=wide)
+        position = torch.arange(first_position, first_position + x.shape[2], device=x.device, dtype=wide)
         angle = 2 * math.pi * self.frequencies.to(wide)[:, None] * position[None, :, None, None]  # (H, n, d, sines)
         if phases is not None:
             angle = angle + phases.to(wide)[:, None]

@@ -78,11 +78,16 @@ class RandomFeatureAttention(FeatureMap):
     ) -> Tensor:  # (N, H, L, E)
         """Attend; ``key_mask`` is True where a key may be attended to, and ``scale`` multiplies the logits.
 
+        In causal attention to more keys than queries, the queries have the last positions.
+
         Raises:
-            UnsupportedCallError: In causal attention of queries to more keys, as in a generation with a cache.
+            UnsupportedCallError: If queries have other positions than the last, as with a static cache.
         """
-        if positions is not None or (is_causal and q.shape[-2] != k.shape[-2]):
-            raise UnsupportedCallError("attends to a cache of earlier keys, which features of this kind do not")
+        if positions is not None:
+            raise UnsupportedCallError(
+                "attends to a static cache, whose later entries are empty, and features of this kind read the last "
+                "entries: use a dynamic cache"
+            )
         q, k, v, exponent = self._inputs(q, k, v, key_mask, scale)
         return self._attend(q, k, v, exponent, is_causal)
 
