@@ -5,13 +5,14 @@ operands, and torch elsewhere; ``torch`` always uses torch; ``triton`` raises an
 ``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter, slowly, for debugging.
 """
 
-__all__ = ["backend", "interpreting", "use_triton"]
+__all__ = ["backend", "interpreting", "runs_kernels", "use_triton"]
 
 import os
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 _CHOICES = ("auto", "torch", "triton")
 
@@ -66,6 +67,11 @@ def use_triton(kernel: str, device: torch.device, refusal: str | None = None) ->
     if _choice() == "triton":
         raise RuntimeError(f"PANTHER_KERNELS=triton, but the kernel of {kernel} {refusal}: use PANTHER_KERNELS=auto")
     return False
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether Triton kernels run on the device of a tensor, if they take the operands."""
+    return backend() == "triton" and (x.is_cuda or (x.is_cpu and interpreting()))
 
 
 def _choice() -> str:

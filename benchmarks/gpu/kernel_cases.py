@@ -1,7 +1,7 @@
-"""The launches that kernel_resources.py compiles: together they reach every kernel and every configuration of it.
+"""The launches that kernel_resources.py compiles: together they reach every kernel and every tile of it.
 
 A case is a name and a call of a launcher on meta tensors of a given dtype, whose shapes decide what is specialised and
-which configurations are left after pruning. One line a case; the first to reach a kernel is that kernel's quick case.
+which tile is chosen. One line a case; the first to reach a kernel is that kernel's quick case.
 """
 
 __all__ = ["CASES", "Case"]
@@ -57,13 +57,18 @@ def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True
 
     def launch(t: torch.dtype) -> None:
         x, S1, U1, S2, U2, b, scale = factors(rows, width, R, signs, t)
-        sketched.fused_matmul(x, S1, U1, S2, U2, b if bias else None, scale)
+        b = b if bias else None
+        sketched.fused_plan(x, S1, U1, S2, U2, b, scale)(x, S1, U1, S2, U2, b)
 
     return launch
 
 
 def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
-    return lambda t: sketched.pair_matmul(*factors(rows, width, R, signs, t, odd))
+    def launch(t: torch.dtype) -> None:
+        x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, signs, t, odd)
+        sketched.pair_plan(x, S1, U1, S2, U2, bias, scale)(x, S1, U1, S2, U2, bias)
+
+    return launch
 
 
 def attend(D: int, E: int, scaled: bool = False) -> Launch:
@@ -129,6 +134,10 @@ CASES = [
     Case("signs", lambda t: signs.fill_signs_(meta(100, 1000, dtype=t), 5, 0, 3, 2**40, 0), ALL, FULL),
     Case("fused R 64", fused(8192, 8192, 64)),
     Case("fused R 64, packed", fused(8192, 8192, 64, "packed"), precisions=FULL),
+    Case("fused R 64, tall tiles", fused(16384, 8192, 64), (BF16,)),
+    Case("fused R 64, packed, tall tiles", fused(16384, 8192, 64, "packed"), (BF16,)),
+    Case("fused R 64, low tiles", fused(4096, 8192, 64), (BF16,)),
+    Case("fused R 64, packed, low tiles", fused(4096, 8192, 64, "packed"), (BF16,)),
     Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
     Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
     Case("fused R 48, no bias", fused(100, 1008, 48, bias=False), ALL, FULL),

@@ -1,8 +1,8 @@
 """Compile every Triton kernel for GPUs that are not there, and check what each takes of them.
 
-The launchers themselves are driven, on meta tensors, under a driver that only names a target; every configuration that
-the autotuner would try is compiled by Triton and read back from the machine code. A kernel fails that spills registers,
-takes more shared memory than the chip has, or multiplies matrices without the matrix units. Exit code 1 names them.
+The launchers themselves are driven, on meta tensors, under a driver that only names a target; every kernel that they
+launch is compiled by Triton and read back from the machine code. A kernel fails that spills registers, takes more
+shared memory than the chip has, or multiplies matrices without the matrix units. Exit code 1 names them.
 
     python -m benchmarks.gpu.kernel_resources [--quick] [--write] [--only TEXT]
 
@@ -38,7 +38,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import KernelInterface
 
 from benchmarks.gpu.kernel_cases import CASES, Case
@@ -136,7 +135,7 @@ def _launches_go_to(handle: Callable[..., None]) -> Iterator[None]:
 
 
 def _named_kernels() -> dict[str, Any]:
-    """Return by ``module.name`` the functions of ``panther.kernels._triton`` that Triton compiles or tunes."""
+    """Return by ``module.name`` the functions of ``panther.kernels._triton`` that Triton compiles."""
     found = {}
     package = panther.kernels._triton
     for info in pkgutil.iter_modules(package.__path__):
@@ -181,25 +180,16 @@ def compile_case(
     found = []
 
     def compile_all(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if only is not None and _name(kernel) not in only:
-            return
-        configs: list[Any] = [None]
-        if isinstance(kernel, Autotuner):
-            kernel.nargs = dict(zip(kernel.arg_names, args, strict=False))
-            configs = kernel.prune_configs(kwargs)
-        for config in configs:
-            found.append(_compile(_name(kernel), kernel.fn if config else kernel, grid, args, kwargs, config))
+        if only is None or _name(kernel) in only:
+            found.append(_compile(kernel, grid, args, kwargs))
 
-    def _compile(
-        name: str, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any
-    ) -> Variant:
-        chosen = {} if config is None else config.all_kwargs()
+    def _compile(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         variant = Variant(
-            name, case.name, str(dtype).removeprefix("torch."), precision, target.name, str(config or ""),
-            chosen.get("num_warps", 0), chosen.get("num_stages", 0), shared_limit=target.shared_limit,
+            _name(kernel), case.name, str(dtype).removeprefix("torch."), precision, target.name, "",
+            kwargs.get("num_warps", 0), kwargs.get("num_stages", 0), shared_limit=target.shared_limit,
         )  # fmt: skip
         try:
-            compiled = kernel.warmup(*args, grid=grid, **{**kwargs, **chosen})
+            compiled = kernel.warmup(*args, grid=grid, **kwargs)
         except Exception as error:  # whatever the compiler throws is the finding
             return replace(variant, error=f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
         return replace(variant, **_read(compiled))

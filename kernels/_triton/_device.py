@@ -1,19 +1,18 @@
-"""Properties of the device that kernels are compiled for, and their tuning."""
+"""Properties of the device that kernels are compiled for, and what depends on them."""
 
 __all__ = [
-    "INTERPRETED", "autotuned", "cdiv", "dot_operand", "dot_precision", "multiprocessors", "next_power_of_2",
+    "INTERPRETED", "cdiv", "dot_operand", "dot_precision", "is_hip", "multiprocessors", "next_power_of_2",
     "pipeline_stages",
 ]  # fmt: skip
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..selection import interpreting
+from ._runtime import current_target
 
 INTERPRETED = tl.constexpr(interpreting())
 
@@ -31,7 +30,7 @@ def dot_precision(dtype: torch.dtype) -> str:
     """
     if dtype is not torch.float32 or INTERPRETED.value:
         return "ieee"
-    target = triton.runtime.driver.active.get_current_target()
+    target = current_target()
     # torch.get_float32_matmul_precision() raises once this newer setting was used.
     full = torch.backends.cuda.matmul.fp32_precision != "tf32"
     if target.backend == "hip":
@@ -59,23 +58,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def is_hip() -> bool:
+    """Return whether kernels are compiled for AMD's GPUs, which have less shared memory."""
+    return not INTERPRETED.value and current_target().backend == "hip"
+
+
 def pipeline_stages(stages: int) -> int:
     """Return the depth of the software pipeline: ``stages``, at most 2 on AMD's GPUs, whose shared memory is small."""
-    hip = not INTERPRETED.value and triton.runtime.driver.active.get_current_target().backend == "hip"
-    return min(stages, 2) if hip else stages
-
-
-def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
-    """Apply ``triton.autotune`` to the configurations for the device. The interpreter uses the first one of ``cuda``.
-
-    AMD's GPUs have less shared memory. A change of the arguments named by ``key`` starts the tuning again.
-    """
-
-    def suitable(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-        return list(hip if triton.runtime.driver.active.get_current_target().backend == "hip" else cuda)
-
-    configs = [cuda[0]] if INTERPRETED.value else [*cuda, *hip]
-    decorator: Callable[[Any], Any] = triton.autotune(
-        configs, key=list(key), prune_configs_by={"early_config_prune": suitable}
-    )
-    return decorator
+    return min(stages, 2) if is_hip() else stages

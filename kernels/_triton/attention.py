@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, next_power_of_2
+from ._launch import launch
+from ._runtime import current_target
 
 _CHUNK = 64  # rows of the smallest chunk, a multiple of the rows of any tile
 _SCAN_BLOCK = 256
@@ -306,9 +308,10 @@ def attention_backward(
     nu = torch.empty(v.shape, dtype=_inner(v), device=v.device)
     delta = torch.empty_like(den)
     rows = 32
-    _adjoint_kernel[(cdiv(batch * n, rows),)](
-        grad, y, den, nu, delta, batch * n, E=E, ROWS=rows, BLOCK=min(64, _padded(E))
-    )
+    launch(
+        _adjoint_kernel, (cdiv(batch * n, rows),), (grad, y, den, nu, delta), batch * n,
+        E=E, ROWS=rows, BLOCK=min(64, _padded(E)),
+    )  # fmt: skip
     states = _states(k, v, None, c, r, suffix=False)
     _attend(nu, v, k, delta, None, c, r, states, dq, None, transposed=True)
     states = _states(q, nu, delta, c, r, suffix=True)
@@ -325,15 +328,16 @@ def _states(
     chunks, width = cdiv(n, chunk), D * E + D
     states = torch.empty(batch, chunks, width, dtype=torch.float32, device=left.device)
     tile = _tiles(left, D, E)
-    _states_kernel[(batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns))](
-        left, right, extra, c, r, states, n, chunks, D=D, E=E, SUFFIX=suffix, SCALED=c is not None,
+    launch(
+        _states_kernel, (batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns)),
+        (left, right, extra, c, r, states), n, chunks, D=D, E=E, SUFFIX=suffix, SCALED=c is not None,
         PRECISION=dot_precision(left.dtype), CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if chunks > 2:  # With one or two chunks the states are complete.
-        _scan_kernel[(batch * cdiv(width, _SCAN_BLOCK),)](
-            states, r, n, chunks, width, SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK,
-            num_warps=2,
+        launch(
+            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),), (states, r), n, chunks, width,
+            SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK, num_warps=2,
         )  # fmt: skip
     return states
 
@@ -357,8 +361,9 @@ def _attend(
     outer = value.shape[-1]
     D, E = (outer, inner) if transposed else (inner, outer)
     tile = _tiles(out, inner, outer)
-    _attend_kernel[(batch * cdiv(n, tile.rows), cdiv(outer, tile.columns))](
-        left, right, value, delta, keys, c, r, states, out, side, n, states.shape[1],
+    launch(
+        _attend_kernel, (batch * cdiv(n, tile.rows), cdiv(outer, tile.columns)),
+        (left, right, value, delta, keys, c, r, states, out, side), n, states.shape[1],
         D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=c is not None,
         INNER=tl.float32 if _inner(out) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(out.dtype),
         CHUNK=_chunk(out, D, E), ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
@@ -383,7 +388,7 @@ class _Tile(NamedTuple):
 def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     """Return tiles that compile without spilling registers, for widths up to 256. Other tiles may be faster."""
     precision = dot_precision(x.dtype)
-    target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
+    target = None if INTERPRETED.value else current_target()
     ampere = target is not None and target.backend == "cuda" and target.arch < 90
     # Rows whose width is not a multiple of 16 bytes are loaded entry by entry, which takes registers for the addresses.
     aligned = inner % 16 == outer % 16 == 0

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import cdiv, dot_operand, next_power_of_2
+from ._launch import launch
 
 # Entries that a program usually transforms, and the most bytes of entries: 32 KB of shared memory, with 8 warps.
 _TILE, _MOST = 4096, 32768
@@ -129,8 +130,8 @@ def _launch(
     # would take more instructions than butterflies, and 168 registers.
     dot = x.dtype is not torch.float32 and bits >= 4 and bits != 7
     reach = max((N - 1) * strides[2] + (columns - 1) * strides[3], N * columns)
-    _hadamard_kernel[(cdiv(groups, G) * tiles,)](
-        x, out, *strides, groups, outer, columns, tiles,
+    launch(
+        _hadamard_kernel, (cdiv(groups, G) * tiles,), (x, out), *strides, groups, outer, columns, tiles,
         G=G, BITS=bits, C=C, DIGITS=max(1, bits // (4 if dot else 2)), DOT=dot,
         WIDE=reach + C * max(strides[3], 1) >= 1 << 31, num_warps=8 if G * N * C > _TILE else 4,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import cdiv, dot_operand, dot_precision, multiprocessors, pipeline_stages
+from ._launch import launch
 
 # A program takes at least this many columns, so that a split does not cost more than it gains.
 _LEAST_SPLIT = 256
@@ -123,9 +124,9 @@ def quantized_matmul(
     parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
     # The kernel needs a tensor for each missing operand and never reads it.
     operands = (x, codes, scales, zeros, x if inner is None else inner, codes if left is None else left)
-    _quantized_kernel[(cdiv(M, BM), cdiv(N, BN), splits)](
-        *operands, x if bias is None else bias, parts, M, N, K, rank, row_bytes, groups, group_size, split_k, M * N,
-        x.stride(0), x.stride(1),
+    launch(
+        _quantized_kernel, (cdiv(M, BM), cdiv(N, BN), splits), (*operands, x if bias is None else bias, parts),
+        M, N, K, rank, row_bytes, groups, group_size, split_k, M * N, x.stride(0), x.stride(1),
         BITS=bits, WHOLE=group_size % BK == 0, ENDS=splits == 1, HAS_BIAS=bias is not None,
         PRECISION=dot_precision(x.dtype), BM=BM, BN=BN, BK=BK, BR=16, num_warps=warps, num_stages=pipeline_stages(3),
     )  # fmt: skip

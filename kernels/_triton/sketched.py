@@ -9,17 +9,30 @@ Operands are x (rows, in), S1 (in, R), S2 (R, out) and a contiguous bias (out,).
 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then contiguous.
 """
 
-__all__ = ["fused_matmul", "pair_matmul"]
+__all__ = ["SketchedProduct", "fused_plan", "is_addressable", "pair_plan"]
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import autotuned, cdiv, dot_operand, dot_precision, multiprocessors, next_power_of_2, pipeline_stages
+from ._device import (
+    cdiv,
+    dot_operand,
+    dot_precision,
+    is_hip,
+    multiprocessors,
+    next_power_of_2,
+    pipeline_stages,
+)
+from ._launch import Launch
 from .signs import expand
+
+# Maps x, S1, U1, S2, U2 and the bias to the output (rows, out) and to ``scale x [S1 | U2]`` (rows, 2R).
+SketchedProduct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 _MAX_RANK_TILE = 64
 # Largest rank of one float32 product. Three TF32 products need twice the tiles, so a larger rank would spill registers.
@@ -117,9 +130,9 @@ def _store_out(out, acc, m, n0, M, N, BN: tl.constexpr):
     tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=("rows_class",))
-def _fused(
-    x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, rows_class,
+@triton.jit
+def _fused_kernel(
+    x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R,
     sx_m, sx_k, s1_k, s1_r, u1_r, u1_n, s2_r, s2_n, u2_k, u2_r,
     RP: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
@@ -146,28 +159,6 @@ def _fused(
                     a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, SLICE, PACKED, PRECISION
                 )  # fmt: skip
         _store_out(out, acc, m, n0, M, N, BN)
-
-
-def _config(BM: int, BK: int, BN: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"BM": BM, "BK": BK, "BN": BN}, num_warps=warps, num_stages=stages)
-
-
-_KEY = ["rows_class", "K", "N", "RP", "PACKED", "PRECISION"]
-_fused_half_kernel = autotuned(
-    cuda=[
-        _config(64, 64, 128, 4, 3),
-        _config(32, 64, 128, 4, 3),
-        _config(64, 64, 64, 4, 4),
-        _config(128, 64, 64, 8, 3),
-    ],
-    hip=[_config(64, 64, 128, 4, 1), _config(128, 64, 128, 8, 1)],
-    key=_KEY,
-)(_fused)
-_fused_single_kernel = autotuned(
-    cuda=[_config(32, 32, 64, 4, 3), _config(32, 32, 32, 4, 3)],
-    hip=[_config(64, 32, 64, 4, 1), _config(64, 64, 64, 8, 1)],
-    key=_KEY,
-)(_fused)
 
 
 @triton.jit
@@ -251,30 +242,35 @@ def _pair_outer_kernel(
         n0 += BN
 
 
-def fused_matmul(
+def fused_plan(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
+) -> SketchedProduct:
+    """Return the product of these operands in one kernel, for many rows and a rank of at most 64."""
     (M, K), (R, N) = x.shape, S2.shape
-    x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
-    out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
-    kernel = _fused_half_kernel if x.element_size() == 2 else _fused_single_kernel
-    kernel[lambda meta: (cdiv(M, meta["BM"]),)](
-        x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, M.bit_length(),
+    half, RP = x.element_size() == 2, _rank_tile(R)
+    tile = _fused_tile(M, half, multiprocessors(x.device))
+    launch = Launch(
+        _fused_kernel, (cdiv(M, tile["BM"]),), scale, M, K, N, R,
         *x.stride(), *S1.stride(), *_strides(U1), *S2.stride(), *_strides(U2),
-        RP=_rank_tile(R), PACKED=_is_packed(U1), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
-        SLICE=_rank_tile(R, _MAX_RANK_TILE if x.element_size() == 2 else _SINGLE_SLICE),
+        RP=RP, PACKED=_is_packed(U1), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
+        SLICE=_rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE), **tile,
     )  # fmt: skip
-    return out, inner
+
+    def product(
+        x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
+        launch(x, S1, U1, S2, U2, bias, out, inner)
+        return out, inner
+
+    return product
 
 
-def pair_matmul(
+def pair_plan(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the output and ``scale x [S1 | U2]``, for any rank, in two kernels, or three for many partial sums."""
+) -> SketchedProduct:
+    """Return the product of these operands, of any rank, in two kernels, or three for many partial sums."""
     (M, K), (R, N) = x.shape, S2.shape
-    x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
-    out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     half = x.element_size() == 2
     RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
     rank_tiles = cdiv(R, RP)
@@ -289,17 +285,18 @@ def pair_matmul(
     splits = max(1, min(32, programs // (row_tiles * rank_tiles), cdiv(K, 2 * BK)))
     split_k = cdiv(cdiv(K, splits), BK) * BK
     splits = cdiv(K, split_k)
-    partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
-    stages = pipeline_stages(3) if half else 2
-    _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
-        x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
-        RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,
+    part_stride = 2 * M * R
+    launch_inner = Launch(
+        _pair_inner_kernel, (row_tiles, rank_tiles, splits), M, K, R, split_k, part_stride,
+        *x.stride(), *S1.stride(), *_strides(U2),
+        RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=pipeline_stages(3) if half else 2, **signs,
     )  # fmt: skip
     n_tiles = cdiv(N, BN)
     reduce = 8 * R * M * splits * min(n_tiles, programs) <= _REDUCED_BYTES
+    launch_reduce = None
     if not reduce:
-        _pair_reduce_kernel[(cdiv(M * 2 * R, _BLOCK),)](
-            partial, inner, scale, M * 2 * R, splits, partial.stride(0), BLOCK=_BLOCK
+        launch_reduce = Launch(
+            _pair_reduce_kernel, (cdiv(part_stride, _BLOCK),), scale, part_stride, splits, part_stride, BLOCK=_BLOCK
         )
 
     # Every tile of rows reads the factors, and every program reads the partial sums of its rows, both through the L2
@@ -310,13 +307,45 @@ def pair_matmul(
     tiles = min(n_tiles, cdiv(n_tiles * row_tiles, programs))
     # Packed signs, and float32 as three TF32 products, need more registers than four warps have.
     outer_warps = 8 if BM == 64 or (signs["PACKED"] and not half) else 4
-    _pair_outer_kernel[(row_tiles, cdiv(n_tiles, tiles))](
-        partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
+    launch_outer = Launch(
+        _pair_outer_kernel, (row_tiles, cdiv(n_tiles, tiles)), scale, M, N, R, splits, part_stride, tiles,
         *_strides(U1), *S2.stride(),
         RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
         num_warps=outer_warps, num_stages=2, **signs,
     )  # fmt: skip
-    return out, inner
+
+    def product(
+        x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
+        partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
+        launch_inner(x, S1, U2, partial)
+        if launch_reduce is not None:
+            launch_reduce(partial, inner)
+        launch_outer(partial, U1, S2, bias, out, inner)
+        return out, inner
+
+    return product
+
+
+def _fused_tile(M: int, half: bool, multiprocessors: int) -> dict[str, int]:
+    """Return the tile of the fused kernel, its warps and the depth of its pipeline.
+
+    A rule instead of measurements in every process, so that all ranks choose alike. It is made from the registers and
+    the shared memory of compiled kernels, and no GPU has confirmed it. A tile of more rows reads the factors less
+    often. The rule takes the largest tile with which three quarters of the multiprocessors have a program. Its pipeline
+    keeps 16 KB of x or more on the way, and a multiprocessor needs about 18 KB in flight, with the factors, to fill
+    the memory system.
+    """
+    if is_hip():
+        BM, BK, BN, warps, stages = (64, 64, 128, 4, 1) if half else (64, 32, 64, 4, 1)
+    elif not half:
+        BM, BK, BN, warps, stages = 32, 32, 32, 4, 3
+    else:
+        fits = [rows for rows in (128, 64) if 4 * cdiv(M, rows) >= 3 * multiprocessors]
+        BM, BK, BN = max(fits, default=32), 64, 64
+        warps, stages = (8, 3) if BM == 128 else (4, 4)
+    return {"BM": BM, "BK": BK, "BN": BN, "num_warps": warps, "num_stages": stages}
 
 
 def _row_tile(M: int, most: int, target_rows: float = math.inf) -> int:
@@ -330,12 +359,14 @@ def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
     return columns
 
 
-def _addressable(*operands: Tensor) -> list[Tensor]:
-    """Return the operands, contiguous where the second index times its stride would overflow 32 bits in the kernels."""
-    return [
-        operand if _is_packed(operand) or (operand.shape[1] - 1) * operand.stride(1) < 1 << 31 else operand.contiguous()
-        for operand in operands
-    ]
+def is_addressable(operand: Tensor) -> bool:
+    """Return whether the kernels can address an operand: its second index times the stride must fit 32 bits.
+
+    Words of signs must be contiguous, because the kernels take no strides for them.
+    """
+    if _is_packed(operand):
+        return operand.is_contiguous()
+    return (operand.shape[1] - 1) * operand.stride(1) < 1 << 31
 
 
 def _strides(U: Tensor) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ..reference.windowed_attention import _finite, _ratio, _running
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision
+from ._launch import launch
+from ._runtime import current_target
 from .attention import _inner, _padded, _subtrahend, _Tile, _tiles
 
 _SCAN_BLOCK = 256
@@ -379,10 +381,11 @@ def windowed_forward(
     window = min(window, q.shape[1])
     states, units = _far(v, phi_k, b, window, causal)
     tile = _near_shape(q, window, max(q.shape[-1], phi_q.shape[-1]), v.shape[-1], gradient=False)
-    _forward_kernel[_grid(q, window, tile, v.shape[-1])](
-        q, k, v, phi_q, a, b, states, units, y, log_den, q.shape[1], cdiv(q.shape[1], window),
+    launch(
+        _forward_kernel, _grid(q, window, tile, v.shape[-1]), (q, k, v, phi_q, a, b, states, units, y, log_den),
+        q.shape[1], cdiv(q.shape[1], window),
         SCALED=a is not None, **_near_settings(q, v, phi_q, window, causal, b, tile), FAR=states is not None,
-        BLOCK_E=min(tile.columns, _padded(v.shape[-1])), **_launch(tile),
+        BLOCK_E=min(tile.columns, _padded(v.shape[-1])), **_options(tile),
     )  # fmt: skip
     return y, log_den
 
@@ -411,8 +414,9 @@ def windowed_backward(
     states, units = _far(v, phi_k, b, window, causal)
     delta, g = torch.empty_like(log_den), torch.empty_like(log_den)
     tile = _shape(q, window, E, M)
-    _rows_kernel[_grid(q, window, tile)](
-        grad, y, log_den, phi_q, a, states, units, delta, g, n, blocks, E=E, M=M, WINDOW=window,
+    launch(
+        _rows_kernel, _grid(q, window, tile), (grad, y, log_den, phi_q, a, states, units, delta, g),
+        n, blocks, E=E, M=M, WINDOW=window,
         FAR=states is not None, SCALED=a is not None, ROWS=tile.rows, BLOCK=min(64, _padded(max(E, M))),
     )  # fmt: skip
     reached, factor, da, db = None, None, None, None
@@ -431,11 +435,12 @@ def windowed_backward(
     for out, value, keys, weights in ((dq, k, False, False), (dk, q, True, False), (dv, grad, True, True)):
         width = value.shape[-1]
         tile = _near_shape(q, window, max(D, E), width, gradient=True)
-        _near_gradient_kernel[_grid(q, window, tile, width)](
-            q, k, v, grad, value, delta, log_den, b, phi_k, factor, reached, out, n, blocks,
+        launch(
+            _near_gradient_kernel, _grid(q, window, tile, width),
+            (q, k, v, grad, value, delta, log_den, b, phi_k, factor, reached, out), n, blocks,
             KEYS=keys, WEIGHTS=weights, **_near_settings(q, v, phi_q, window, causal, b, tile),
             FAR=weights and reached is not None, BLOCK_E=min(tile.inner, _padded(E)), BLOCK_OUT=tile.columns,
-            **_launch(tile),
+            **_options(tile),
         )  # fmt: skip
     return dq, dk, dv, dphi_q, dphi_k, da, db
 
@@ -465,10 +470,11 @@ def _sums(left: Tensor, right: Tensor, extra: Tensor | None, weight: Tensor, win
     T = cdiv(n, window)
     sums = torch.empty(batch, T, M * E + M, dtype=torch.float32, device=left.device)
     tile = _shape(left, window, M, E)
-    _sums_kernel[(batch * T, cdiv(M, tile.inner), cdiv(E, tile.columns))](
-        left, right, extra, weight, sums, n, T, M=M, E=E, WINDOW=window, EXTRA=extra is not None,
+    launch(
+        _sums_kernel, (batch * T, cdiv(M, tile.inner), cdiv(E, tile.columns)), (left, right, extra, weight, sums), n, T,
+        M=M, E=E, WINDOW=window, EXTRA=extra is not None,
         INNER=_dtype(left), PRECISION=dot_precision(left.dtype), ROWS=tile.rows, BLOCK_M=tile.inner,
-        BLOCK_E=tile.columns, **_launch(tile),
+        BLOCK_E=tile.columns, **_options(tile),
     )  # fmt: skip
     return sums
 
@@ -485,8 +491,9 @@ def _scan(sums: Tensor, units: Tensor, causal: bool, *, reverse: bool = False) -
         decay = _ratio(torch.nn.functional.pad(most[:, :-1], (1, 0), value=-torch.inf), most)
         gain = _ratio(torch.nn.functional.pad(block_units[:, :-2], (2, 0), value=-torch.inf), most)
         decay, gain = (x.flip(-1).contiguous() if backward else x.contiguous() for x in (decay, gain))
-        _scan_kernel[(batch * cdiv(width, _SCAN_BLOCK),)](
-            sums, states, decay, gain, _ratio(running[i], both).contiguous(), T, width,
+        launch(
+            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),),
+            (sums, states, decay, gain, _ratio(running[i], both).contiguous()), T, width,
             REVERSE=backward, ADD=i > 0, BLOCK=_SCAN_BLOCK, num_warps=2,
         )  # fmt: skip
     return states, both.contiguous()
@@ -500,10 +507,11 @@ def _feature_gradient(
     (batch, n, E), M = left.shape, phi.shape[-1]
     tile = _shape(left, window, E, M)
     parts = torch.empty(cdiv(M, tile.columns), batch, n, dtype=torch.float32, device=left.device)
-    _feature_gradient_kernel[_grid(left, window, tile, M)](
-        left, extra, factor, phi, states, out, parts if side else None, n, states.shape[1], E=E, M=M, WINDOW=window,
+    launch(
+        _feature_gradient_kernel, _grid(left, window, tile, M),
+        (left, extra, factor, phi, states, out, parts if side else None), n, states.shape[1], E=E, M=M, WINDOW=window,
         EXTRA=extra is not None, SIDE=side, INNER=_dtype(left), PRECISION=dot_precision(left.dtype),
-        ROWS=tile.rows, BLOCK_E=tile.inner, BLOCK_M=tile.columns, **_launch(tile),
+        ROWS=tile.rows, BLOCK_E=tile.inner, BLOCK_M=tile.columns, **_options(tile),
     )  # fmt: skip
     return parts.sum(0) if side else None
 
@@ -522,7 +530,7 @@ def _near_shape(x: Tensor, window: int, inner: int, outer: int, *, gradient: boo
     tile = _shape(x, window, inner, outer)
     if INTERPRETED.value:
         return tile
-    target = triton.runtime.driver.active.get_current_target()
+    target = current_target()
     hopper = target.backend == "cuda" and target.arch >= 90
     if gradient and x.dtype is torch.float32 and (not hopper or inner > 128):
         tile = tile._replace(rows=min(tile.rows, 32), inner=min(tile.inner, 32))
@@ -549,7 +557,7 @@ def _near_settings(
     }  # fmt: skip
 
 
-def _launch(tile: _Tile) -> dict[str, int]:
+def _options(tile: _Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 

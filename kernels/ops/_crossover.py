@@ -9,6 +9,8 @@ __all__ = ["PATHS", "choose_path", "using_path"]
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ._plans import forget_plans
+
 PATHS = ("chain", "joined", "pair", "fused")
 _forced: list[str] = []
 
@@ -47,7 +49,9 @@ def using_path(path: str) -> Iterator[None]:
     if path not in PATHS:
         raise ValueError(f"path={path!r} must be one of {', '.join(PATHS)}")
     _forced.append(path)
+    forget_plans()
     try:
         yield
     finally:
         _forced.pop()
+        forget_plans()

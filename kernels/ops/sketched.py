@@ -2,6 +2,7 @@
 
 __all__ = ["sketched_matmul"]
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from .. import reference
 from .._torch import are_transforms_active
 from ..cpu import sketched as torch_orders
-from ..selection import use_triton
+from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
+from ._plans import Plans, plan_key
 from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "sketched_matmul"
@@ -131,6 +133,8 @@ def _implementation(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and ``scale x [S1 | U2]``, which backward needs."""
+    if runs_kernels(x) and (plan := _plans.get(plan_key(scale, x, S1, U1, S2, U2, bias))) is not None:
+        return plan(x, S1, U1, S2, U2, bias)
     _check(x, S1, U1, S2, U2, bias)
     packed = not U1.is_floating_point()
     triton = use_triton(_NAME, x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
@@ -139,15 +143,21 @@ def _implementation(
     if path in ("pair", "fused"):
         from .._triton import sketched
 
-        kernel = sketched.pair_matmul if path == "pair" else sketched.fused_matmul
-        if packed:
-            U1, U2 = U1.contiguous(), U2.contiguous()
-        return kernel(x, S1, U1, S2, U2, None if bias is None else bias.contiguous(), scale)
+        x, S1, U1, S2, U2 = (A if sketched.is_addressable(A) else A.contiguous() for A in (x, S1, U1, S2, U2))
+        bias = None if bias is None else bias.contiguous()
+        make_plan = sketched.pair_plan if path == "pair" else sketched.fused_plan
+        plan = make_plan(x, S1, U1, S2, U2, bias, scale)
+        _plans.add(plan_key(scale, x, S1, U1, S2, U2, bias), plan)
+        return plan(x, S1, U1, S2, U2, bias)
     if packed and not x.is_cuda:
         return torch_orders.packed_matmul(x, S1, U1, S2, U2, bias, scale)
     U1, U2 = dense_signs(S1, U1, S2, U2)
     product = torch_orders.chained_matmul if path == "chain" else torch_orders.joined_matmul
     return product(x, S1, U1, S2, U2, bias, scale)
+
+
+# The plans of the Triton kernels. Products by torch are not planned.
+_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
 
 
 def _aligned(x: Tensor, S1: Tensor, *factors: Tensor) -> bool:
@@ -181,7 +191,8 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
     if need_x:
         V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # Both are packed along the features.
         dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
-        d_right, d_left = d_inner[:, :R], d_inner[:, R:]
+        d_right = d_inner[:, :R] if need_U2 or grad_inner is not None else None
+        d_left = d_inner[:, R:]
     elif need_S1 or need_U2:
         d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale if need_S1 else None
         d_right = (grad @ S2.mT) * scale if need_U2 else None

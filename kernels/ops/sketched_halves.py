@@ -2,7 +2,7 @@
 
 __all__ = ["sketched_inner", "sketched_outer"]
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import reference
 from ..cpu import sketched_halves as joined
-from ..selection import use_triton
+from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
+from ._plans import Plans, plan_key
 from .library import check_one_device, define, needs_torch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -119,24 +120,39 @@ def _check(name: str, fits: bool, **operands: Tensor) -> None:
 
 
 def _inner_implementation(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Tensor:
+    if runs_kernels(x) and (plan := _inner_plans.get(plan_key(scale, x, S1, U2))) is not None:
+        return plan(x, S1, U2)
     fits = x.dim() == S1.dim() == 2 and S1.shape == U2.shape and x.shape[1] == len(S1)
     _check("sketched_inner", fits, x=x, S1=S1, U2=U2)
     if _uses_triton("sketched_inner", x, S1.shape[1], S1, U2):
-        from .._triton.sketched_halves import pair_inner
+        from .._triton.sketched import is_addressable
+        from .._triton.sketched_halves import pair_inner_plan
 
-        return pair_inner(x, S1, U2, scale)
+        x, S1, U2 = (A if is_addressable(A) else A.contiguous() for A in (x, S1, U2))
+        return _inner_plans.add(plan_key(scale, x, S1, U2), pair_inner_plan(x, S1, U2, scale))(x, S1, U2)
     return joined.joined_inner(x, (S1, U2), scale)
 
 
 def _outer_implementation(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:
+    if runs_kernels(inner) and (plan := _outer_plans.get(plan_key(1.0, inner, U1, S2, bias))) is not None:
+        return plan(inner, U1, S2, bias)
     fits = inner.dim() == U1.dim() == 2 and U1.shape == S2.shape and inner.shape[1] == 2 * len(U1)
     operands = {"inner": inner, "U1": U1, "S2": S2} | ({} if bias is None else {"bias": bias})
     _check("sketched_outer", fits and (bias is None or bias.shape == U1.shape[1:]), **operands)
     if _uses_triton("sketched_outer", inner, len(U1), U1, S2, bias):
-        from .._triton.sketched_halves import pair_outer
+        from .._triton.sketched import is_addressable
+        from .._triton.sketched_halves import pair_outer_plan
 
-        return pair_outer(inner, U1, S2, None if bias is None else bias.contiguous())
+        U1, S2 = (A if is_addressable(A) else A.contiguous() for A in (U1, S2))
+        inner = inner.contiguous()  # The kernel takes no strides for it.
+        bias = None if bias is None else bias.contiguous()
+        plan = _outer_plans.add(plan_key(1.0, inner, U1, S2, bias), pair_outer_plan(inner, U1, S2, bias))
+        return plan(inner, U1, S2, bias)
     return joined.joined_outer(inner, U1, S2, bias)
+
+
+_inner_plans: Plans[Callable[..., Tensor]] = Plans()
+_outer_plans: Plans[Callable[..., Tensor]] = Plans()
 
 
 def _inner_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from panther.kernels import selection
+from panther.kernels.ops._plans import forget_plans
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +40,14 @@ def _interpret_faster():
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forget_plans():
+    """Plan again in every test, because tests replace what plans are chosen by."""
+    forget_plans()
+    yield
+    forget_plans()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

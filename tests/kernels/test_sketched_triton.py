@@ -293,10 +293,10 @@ def test_wide_strides_are_addressed_in_full():
     triton_sketched = pytest.importorskip("panther.kernels._triton.sketched")
     near, far = (torch.empty_strided((1, 70), (1, stride), device="meta") for stride in (30_000_000, 40_000_000))
     words = torch.zeros(1, 70, dtype=torch.int32)
-    kept, copied, same = triton_sketched._addressable(near, far, words)
-    assert kept is near
-    assert same is words
-    assert copied.stride() == (70, 1)
+    assert triton_sketched.is_addressable(near)
+    assert not triton_sketched.is_addressable(far)
+    assert triton_sketched.is_addressable(words)
+    assert not triton_sketched.is_addressable(words.expand(2, 70).mT)
 
 
 @pytest.mark.parametrize(
