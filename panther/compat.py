@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
-from panther.nn.attention.running_state import AttentionState
+from panther.nn.attention.decoding.states import AttentionState
 
 _LINEAR = {"S1s", "S2s", "U1s", "U2s"}
 _CONV = {"S1s", "U1s"}

@@ -163,6 +163,34 @@ def test_without_batch_and_with_the_batch_second():
     torch.testing.assert_close(first[0](*(x[None],) * 3)[0][0], whole[:, 0])
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_of_torch_reads_token_by_token(batch_first):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=batch_first, dtype=torch.float64)
+    pr.linearize_(model, num_features=4, window=6)
+    attention, x = model.attention.eval(), torch.randn(2, 30, WIDTH, dtype=torch.float64)
+    padding = torch.arange(30) < torch.tensor([[0], [7]])
+    mask = nn.Transformer.generate_square_subsequent_mask(30) == -torch.inf
+    dim = 1 if batch_first else 0
+    x = x if batch_first else x.transpose(0, 1)
+    with torch.no_grad():
+        whole, _ = attention(x, x, x, padding, attn_mask=mask)
+        state, outputs, start = attention.init_state(2), [], 0
+        for chunk in x.split([9, 1, 1, 19], dim):
+            stop = start + chunk.shape[dim]
+            output, state = attention.step(chunk, state, padding[:, start:stop])
+            outputs.append(output)
+            start = stop
+        torch.testing.assert_close(torch.cat(outputs, dim), whole)
+        for queries in (1, 4):
+            last = x.narrow(dim, 30 - queries, queries)
+            output, _ = attention(last, x, x, padding, attn_mask=mask[-queries:], is_causal=True)
+            torch.testing.assert_close(output, whole.narrow(dim, 30 - queries, queries))
+    with pytest.raises(ValueError, match="three dimensions"):
+        attention.step(x[0], state)
+
+
 def test_a_state_dict_goes_into_a_model_converted_without_data():
     model, other = Encoder(True).eval(), Encoder(True).eval()
     pr.linearize_(model, batches(), **OPTIONS)

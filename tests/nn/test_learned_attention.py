@@ -141,6 +141,90 @@ def test_sizes_are_checked():
         LearnedLinearAttention(2, 4, window=0)
 
 
+def read(module, q, k, v, chunks, key_mask=None):
+    """Return the outputs of a sequence that is read in chunks, and the last state."""
+    state, outputs, start = module.init_state(2, num_key_heads=k.shape[1]), [], 0
+    for parts in zip(*(x.split(chunks, 2) for x in (q, k, v)), strict=True):
+        count = parts[0].shape[2]
+        mask = None if key_mask is None else key_mask[:, start : start + count]
+        output, state = module.step(*parts, state, mask)
+        outputs.append(output)
+        start += count
+    return torch.cat(outputs, 2), state
+
+
+@pytest.mark.parametrize("chunks", [1, 7, [1, 0, 2, 20, 14], [LENGTH]])
+@pytest.mark.parametrize(("window", "features"), [(5, 6), (1, 3), (3, 7), (LENGTH, 4)])
+@pytest.mark.parametrize("pads", [None, (0, 4), (11, 3), (LENGTH, 1)])
+def test_any_chunks_give_the_outputs_of_the_whole(pads, window, features, chunks):
+    module, (q, k, v) = attention(window=window, num_features=features), operands(2)
+    key_mask = None
+    if pads is not None:
+        place = torch.arange(LENGTH)
+        key_mask = (place >= torch.tensor(pads)[:, None]) & ((place % 9 != 5) | (place < 12))
+        k = k.masked_fill(~key_mask[:, None, :, None], torch.nan)
+    with torch.no_grad():
+        whole = module(q, k.nan_to_num(0), v, key_mask, is_causal=True)
+        output, state = read(module, q, k, v, chunks, key_mask)
+    torch.testing.assert_close(output, whole)
+    assert state.length == LENGTH
+    empty = module.init_state(2, num_key_heads=2)
+    assert [x.shape for x in state if torch.is_tensor(x)] == [x.shape for x in empty if torch.is_tensor(x)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_thousand_steps_lose_no_digits(dtype):
+    module, (q, k, v) = attention(dtype, window=32), operands(length=1000, dtype=dtype)
+    with torch.no_grad():
+        whole = module(q, k, v, is_causal=True)
+        output, state = read(module, q, k, v, 1)
+    assert output.dtype is dtype
+    assert state.sums.dtype is torch.float32
+    assert state.keys.dtype is dtype
+    assert ((output - whole).norm() / whole.norm()).item() < (1e-5 if dtype is torch.float32 else 6e-3)
+
+
+def test_gradients_pass_through_states():
+    module, (q, k, v) = attention(), operands(2)
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), *module.parameters()]
+    upstream = torch.randn(2, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    expected = torch.autograd.grad(module(q, k, v, is_causal=True), leaves, upstream)
+    for chunks in (1, [20, 3, 14]):
+        gradients = torch.autograd.grad(read(module, q, k, v, chunks)[0], leaves, upstream)
+        torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (2, 6)])
+def test_states_are_not_changed_and_can_be_selected(pads):
+    module, (q, k, v) = attention(), operands(2)
+    key_mask = torch.arange(LENGTH) >= torch.tensor(pads)[:, None]
+    whole = module(q, k, v, key_mask, is_causal=True)
+    with torch.no_grad():
+        _, state = module.step(
+            *(x[:, :, :20] for x in (q, k, v)), module.init_state(2, num_key_heads=2), key_mask[:, :20]
+        )
+        chosen = torch.tensor([1, 0, 1])
+        for _ in range(2):
+            selected, outputs = state.select(chosen), []
+            for t in range(20, LENGTH):
+                y, selected = module.step(*(x[chosen, :, t : t + 1] for x in (q, k, v)), selected)
+                outputs.append(y)
+            torch.testing.assert_close(torch.cat(outputs, 2), whole[chosen, :, 20:])
+
+
+def test_steps_that_do_not_fit_are_refused():
+    module, (q, k, v) = attention(), operands(2)
+    state = module.init_state(2, num_key_heads=2)
+    with pytest.raises(TypeError, match="must be the result of init_state"):
+        module.step(q, k, v, None)
+    with pytest.raises(ShapeError, match="a batch of 2 and the input one of 1"):
+        module.step(q[:1], k[:1], v[:1], state)
+    with pytest.raises(ShapeError, match="as many queries as keys"):
+        module.step(q[:, :, :3], k, v, state)
+    with pytest.raises(ShapeError, match="with the heads and widths of the state"):
+        module.step(q, k, v, module.init_state(2))
+
+
 class _Caller(nn.Module):
     """As much of a transformers module as an attention function reads."""
 

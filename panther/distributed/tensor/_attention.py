@@ -34,7 +34,7 @@ from panther.distributed.tensor._module import (
 )
 from panther.errors import ShapeError, check_size
 from panther.nn import RandMultiHeadAttention
-from panther.nn.attention.running_state import AttentionState
+from panther.nn.attention.decoding.states import AttentionState
 
 
 class HeadwiseAttention(ShardedModule):

@@ -1,9 +1,9 @@
 """Attention by feature maps, in time linear in the length of the sequence."""
 
+from .decoding.states import AttentionState, WindowedAttentionState
 from .learned import LearnedLinearAttention
 from .multi_head import RandMultiHeadAttention, make_performer
 from .positional import sinSRPE
-from .running_state import AttentionState, WindowedAttentionState
 
 __all__ = [
     "AttentionState", "LearnedLinearAttention", "RandMultiHeadAttention", "WindowedAttentionState", "make_performer",

@@ -24,7 +24,7 @@ from panther.nn.attention._hermite import (
     hermite_queries,
     key_norms,
 )
-from panther.nn.attention.running_state import AttentionState, units_with
+from panther.nn.attention.decoding.states import AttentionState, units_with
 from panther.nn.functional import linear_attention
 from panther.nn.sketch_record import has_values, read_integers
 

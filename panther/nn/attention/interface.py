@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from panther._torch import version_of
+from panther.nn.attention.decoding.cache import register_layer
 
 NAME = "panther_linear"  # key in transformers' table of attention functions
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -37,6 +38,7 @@ def register() -> None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, attend)
+        register_layer()
 
 
 def calls_interface(module: nn.Module) -> bool:
@@ -66,9 +68,13 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    panther_state: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (N, L, H, E)
     """Attend, with the arguments that transformers gives its attention functions.
+
+    ``panther_state`` is the module's :class:`~panther.nn.attention.decoding.cache.RunningStateLayer`, if its cache has
+    one. Keys and values are then of the new tokens alone.
 
     Raises:
         UnsupportedCallError: If weights would be dropped, or pairs are masked or weighted one by one.
@@ -78,6 +84,10 @@ def attend(
     try:
         check_dropout(dropout)
         _check_arguments(kwargs, key.shape[-2])
+        if panther_state is not None:
+            key_mask = _mask_of_new_keys(attention_mask, query.shape[-2])
+            y = panther_state.attend(attention, query, key, value, key_mask, scaling)
+            return y.transpose(1, 2).contiguous(), None
         if attention_mask is None:
             key_mask = positions = None
             if causal and query.shape[-2] > 1:  # a prefill of a static cache with empty entries
@@ -109,22 +119,35 @@ def _check_arguments(kwargs: dict[str, Any], keys: int) -> None:
         raise UnsupportedCallError(f"has a sliding window of {window} positions, which already makes its cost linear")
 
 
+def _mask_of_new_keys(mask: Tensor | None, L: int) -> Tensor | None:
+    """Return the mask (N, L) of the keys of new tokens, whose queries see all earlier keys that take part."""
+    if mask is None:
+        return None
+    key_mask, _, causal = _read_mask(mask, L, L, True, last=True)
+    if not causal and L > 1 and key_mask is not None and bool(key_mask.any()):
+        raise UnsupportedCallError("attends to later tokens, which a state cannot have")
+    return key_mask
+
+
 # All layers of a forward share one mask tensor, so its values are read once.
 _ReadMask = tuple[Tensor | None, Tensor | None, bool]
-_read: MutableMapping[Tensor, tuple[tuple[int, int, int, bool], _ReadMask]] = WeakTensorKeyDictionary()
+_read: MutableMapping[Tensor, tuple[tuple[int, int, int, bool, bool], _ReadMask]] = WeakTensorKeyDictionary()
 
 
-def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
-    """Return the mask of keys (N, S), the positions of queries if some are missing, and whether it is causal."""
+def _read_mask(mask: Tensor, L: int, S: int, causal: bool, *, last: bool = False) -> _ReadMask:
+    """Return the mask of keys (N, S), the positions of queries if some are missing, and whether it is causal.
+
+    With ``last`` the mask may have more keys, and the last ones are read.
+    """
     if mask.dim() == 2:
         return mask[:, -S:].bool(), None, causal
     if torch.compiler.is_compiling():
-        return _parse(mask, L, S, causal)
+        return _parse(mask[..., -S:] if last else mask, L, S, causal)
     # Inference tensors do not count writes.
-    key = (0 if mask.is_inference() else version_of(mask), L, S, causal)
+    key = (0 if mask.is_inference() else version_of(mask), L, S, causal, last)
     entry = _read.get(mask)
     if entry is None or entry[0] != key:
-        entry = (key, _parse(mask, L, S, causal))
+        entry = (key, _parse(mask[..., -S:] if last else mask, L, S, causal))
         _read[mask] = entry
     return entry[1]
 

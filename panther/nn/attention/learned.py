@@ -24,6 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from panther._torch import buffers_of, version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
+from panther.nn.attention.decoding.states import WindowedAttentionState, check_state
+from panther.nn.attention.decoding.windowed import advanced, attend_chunk, attend_token, empty_state, extended
 from panther.nn.attention.interface import register
 from panther.nn.functional import windowed_linear_attention
 from panther.nn.sketch_record import has_values
@@ -155,17 +157,26 @@ class LearnedLinearAttention(nn.Module):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
-        # float32 or float64, because an exponent of 20 has an error of 0.08 in bfloat16.
+        (phi_q, log_q), (phi_k, log_k) = self.query_features(q), self.key_features(k)
+        return phi_q, phi_k, log_q, log_k
+
+    def query_features(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features of scaled queries, (N, H, L, m), and their exponents, (N, H, L), in float32 or float64."""
+        # An exponent of 20 has an error of 0.08 in bfloat16.
         dtype = torch.promote_types(q.dtype, torch.float32)
         with no_autocast(q.device):
-            q, k = q.to(dtype), k.to(dtype)
-            weights = {name: parameter.to(dtype) for name, parameter in self.named_parameters()}
-            alpha = q @ weights["query_weight"].mT + weights["query_bias"][:, None]
+            alpha = q.to(dtype) @ self.query_weight.to(dtype).mT + self.query_bias.to(dtype)[:, None]
             log_q = alpha.detach().amax(-1)
-            phi_q = (alpha - log_q[..., None]).exp()
-            phi_k = (k @ weights["key_weight"].mT + weights["key_bias"][:, None]).softmax(-1)
-            log_k = (k @ weights["key_scale"][..., None])[..., 0] + weights["key_offset"][:, None]
-        return phi_q, phi_k, log_q, log_k
+            return (alpha - log_q[..., None]).exp(), log_q
+
+    def key_features(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features of keys of all query heads, (N, H, S, m), and their exponents, (N, H, S)."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        with no_autocast(k.device):
+            k = k.to(dtype)
+            phi_k = (k @ self.key_weight.to(dtype).mT + self.key_bias.to(dtype)[:, None]).softmax(-1)
+            log_k = (k @ self.key_scale.to(dtype)[..., None])[..., 0] + self.key_offset.to(dtype)[:, None]
+            return phi_k, log_k
 
     def scores(
         self,
@@ -215,12 +226,8 @@ class LearnedLinearAttention(nn.Module):
         Raises:
             ShapeError: If the heads do not fit, or the lengths differ and attention is not causal.
         """
+        self._check_heads(q, k)
         heads = k.shape[-3]
-        if q.shape[-3] != self.num_heads or q.shape[-1] != self.head_dim or self.num_heads % heads:
-            raise ShapeError(
-                f"this attention has {self.num_heads} heads of width {self.head_dim}, and queries have shape "
-                f"{tuple(q.shape)}, keys {tuple(k.shape)}: give (N, heads, length, width)"
-            )
         if q.shape[-2] != k.shape[-2] and not is_causal:
             raise ShapeError(
                 f"{q.shape[-2]} queries and {k.shape[-2]} keys have no common positions, which the window needs: use "
@@ -252,6 +259,107 @@ class LearnedLinearAttention(nn.Module):
         logits = self.scores(q, k, positions, is_causal, key_mask)
         # A row without any key is 0, as in the operator.
         return logits.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v
+
+    def init_state(
+        self, batch_size: int, *, num_key_heads: int | None = None, value_dim: int | None = None
+    ) -> WindowedAttentionState:
+        r"""Return the state of an empty sequence, for :meth:`step`.
+
+        Args:
+            batch_size: Sequences that are read side by side.
+            num_key_heads: Heads of keys and values; None means as many as of queries.
+            value_dim: Width of values; None is ``head_dim``.
+
+        Returns:
+            For each sequence, m (E + 1) sums for each of the query heads, in float32 or float64, and ``2 window`` keys
+            and values of each of the heads of keys, in the dtype of the parameters.
+        """
+        check_size("batch_size", batch_size, least=0)
+        key_heads = self.num_heads if num_key_heads is None else check_size("num_key_heads", num_key_heads, least=1)
+        width = self.head_dim if value_dim is None else check_size("value_dim", value_dim, least=1)
+        k, v = (self.query_weight.new_empty(0, key_heads, 0, size) for size in (self.head_dim, width))
+        return empty_state(batch_size, self.num_heads, self.num_features, self.window, k, v)
+
+    def step(
+        self,
+        q: Tensor,  # (N, H, T, d)
+        k: Tensor,  # (N, heads of keys, T, d)
+        v: Tensor,  # (N, heads of keys, T, E)
+        state: WindowedAttentionState,
+        key_mask: Tensor | None = None,  # (N, T)
+        *,
+        scale: float | None = None,
+    ) -> tuple[Tensor, WindowedAttentionState]:  # (N, H, T, E)
+        """Attend from the next tokens to themselves and to all earlier tokens, in constant time a token.
+
+        The outputs of a sequence that is passed in any chunks are the outputs of the whole sequence with
+        ``is_causal=True``, up to rounding.
+
+        Args:
+            q: Queries of the next T tokens.
+            k: Keys.
+            v: Values.
+            state: The result of :meth:`init_state` or of the previous step. It is not changed.
+            key_mask: True where one of these keys takes part. Tokens before the first key of a sequence take no
+                position in its blocks, as in a call.
+            scale: As for a call.
+
+        Returns:
+            The output, and the state after these tokens.
+
+        Raises:
+            ShapeError: If shapes do not fit, or the state has a different batch size.
+            DTypeError: If the dtype or the device differs from the state's.
+            TypeError: If ``state`` is not a state of this kind of layer.
+
+        Cost: for one token ``4 window d`` flops for each head, and ``4 m d`` for the sums. Once in a block of
+        ``window`` tokens its keys are added to the sums. The position of each sample in its block is known without
+        reading tensors, except while masked tokens precede a first key.
+
+        Example:
+            >>> attention = LearnedLinearAttention(4, 16, num_features=32, window=32)
+            >>> q, k, v = torch.randn(3, 2, 4, 200, 16).unbind()
+            >>> output, state = attention.step(q, k, v, attention.init_state(2))
+            >>> output, state = attention.step(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], state)
+            >>> output.shape, state.length
+            (torch.Size([2, 4, 1, 16]), 201)
+        """
+        self._check_heads(q, k)
+        check_state(state, WindowedAttentionState, len(q), q)
+        if q.shape[-2] != k.shape[-2] or k.shape[1] != state.keys.shape[1] or v.shape[-1] != state.values.shape[-1]:
+            raise ShapeError(
+                f"step takes as many queries as keys, and keys and values with the heads and widths of the state, "
+                f"{tuple(state.keys.shape)} and {tuple(state.values.shape)}, not queries {tuple(q.shape)}, keys "
+                f"{tuple(k.shape)} and values {tuple(v.shape)}: see init_state"
+            )
+        if not k.shape[-2]:
+            return v.new_zeros(*q.shape[:3], v.shape[-1]), state
+        if state.length == 0:
+            return self(q, k, v, key_mask, is_causal=True, scale=scale), self.state_after(k, v, state, key_mask)
+        q = q * (self.head_dim**-0.5 if scale is None else scale)
+        # Under autocast the dtype of the state may be wider.
+        dtype, k, v = v.dtype, k.to(state.keys.dtype), v.to(state.values.dtype)
+        if k.shape[-2] == 1 and all(state.positions):
+            y, state = attend_token(self, state, q, k, v, key_mask)
+            return y.to(dtype), state
+        chunk = extended(state, k, v, key_mask, self.window)
+        return attend_chunk(self, state, chunk, q).to(dtype), advanced(self, state, chunk)
+
+    def state_after(
+        self, k: Tensor, v: Tensor, state: WindowedAttentionState | None = None, key_mask: Tensor | None = None
+    ) -> WindowedAttentionState:
+        """Return the state after these keys and values, without attending; None is the state before the first key."""
+        if state is None:
+            state = empty_state(len(k), self.num_heads, self.num_features, self.window, k, v)
+        k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
+        return advanced(self, state, extended(state, k, v, key_mask, self.window))
+
+    def _check_heads(self, q: Tensor, k: Tensor) -> None:
+        if q.shape[-3] != self.num_heads or q.shape[-1] != self.head_dim or self.num_heads % k.shape[-3]:
+            raise ShapeError(
+                f"this attention has {self.num_heads} heads of width {self.head_dim}, and queries have shape "
+                f"{tuple(q.shape)}, keys {tuple(k.shape)}: give (N, heads, length, width)"
+            )
 
     def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Attend from all positions to all positions, with blocks counted from position 0."""

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther._torch import MODULE_DICTIONARIES
+from panther.errors import ShapeError
 from panther.nn.attention._features import is_causal_mask
+from panther.nn.attention.decoding.cache import pass_state, takes_state
+from panther.nn.attention.decoding.states import WindowedAttentionState
 from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
 from panther.nn.attention.learned import LearnedLinearAttention
 from panther.nn.base import keep_own_forward
@@ -41,6 +44,8 @@ def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
         config: Any = copy.copy(module.config)  # Modules of transformers share a config.
         config._attn_implementation_internal = NAME  # The public setter would also set it in nested configurations.
         new.config = config
+        if takes_state(module):
+            new.register_forward_pre_hook(pass_state, with_kwargs=True)
     return new
 
 
@@ -48,7 +53,8 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
     """A :class:`torch.nn.MultiheadAttention` with :class:`LearnedLinearAttention`, made by :func:`panther.linearize_`.
 
     It has the original's projections and takes the same arguments, and returns no weights. Masks can be causal or
-    masks of keys. In training mode ``dropout`` must be 0.
+    masks of keys. In causal attention there may be more keys than queries, which then have the last positions. In
+    training mode ``dropout`` must be 0.
 
     Raises:
         ValueError: If a mask has another kind, queries and keys have different lengths, or weights would be dropped.
@@ -78,42 +84,89 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
         masks: Any = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
         return super().forward(query, key, value, need_weights=False, **masks)[0], None
 
+    def init_state(self, batch_size: int) -> WindowedAttentionState:
+        """Return the state of an empty sequence, for :meth:`step`."""
+        return self.linear_attention.init_state(batch_size)
+
+    def step(
+        self,
+        x: Tensor,  # (N, T, embed_dim), or (T, N, embed_dim) without batch_first
+        state: WindowedAttentionState,
+        key_padding_mask: Tensor | None = None,  # (N, T)
+    ) -> tuple[Tensor, WindowedAttentionState]:
+        """Attend from the next tokens of a sequence to themselves and to all earlier tokens, in constant time a token.
+
+        It is causal self-attention, as :meth:`panther.nn.LearnedLinearAttention.step` describes it.
+
+        Args:
+            x: The next T tokens of each sequence.
+            state: The result of :meth:`init_state` or of the previous step. It is not changed.
+            key_padding_mask: True where one of these tokens is to be ignored.
+
+        Returns:
+            The output, shaped as ``x``, and the state after these tokens.
+
+        Raises:
+            ValueError: If shapes do not fit, numbers would be added to the logits of a key, or weights would be
+                dropped.
+        """
+        if x.dim() != 3:
+            raise ShapeError(f"step takes x with three dimensions, a batch included, not {tuple(x.shape)}: x[None]")
+        check_dropout(self.dropout if self.training else 0.0)
+        x = x if self.batch_first else x.transpose(0, 1)
+        q, k, v = self._heads(x, x, x)
+        y, state = self.linear_attention.step(q, k, v, state, _key_mask(key_padding_mask))
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        return (y if self.batch_first else y.transpose(0, 1)), state
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         check_dropout(self.dropout if self.training else 0.0)
         # The window cannot tell apart two sequences of the same length. They are refused only during conversion.
-        recorded = self.linear_attention.recorder is not None and query is not key
-        batched = query.dim() == 3
+        recorder = self.linear_attention.recorder
+        is_cross, batched = query is not key, query.dim() == 3
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
             padding = None if padding is None else padding[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if recorded or query.shape[1] != key.shape[1]:
-            raise UnsupportedCallError("attends from one sequence to another, whose positions no window relates")
+        L, S = query.shape[1], key.shape[1]
         if mask is not None:
             try:
-                is_causal = is_causal_mask(mask, query.shape[1], key.shape[1])
+                # The causal mask of one query masks nothing.
+                is_causal = is_causal_mask(mask, L, S) or (is_causal and L == 1)
             except ValueError:
                 raise UnsupportedCallError(
                     "masks pairs of positions in a way that is neither causal nor one of keys"
                 ) from None
-        key_mask = None
-        if padding is not None:
-            key_mask = ~padding if padding.dtype is torch.bool else padding > -torch.inf
-            if padding.is_floating_point() and (padding.masked_fill(~key_mask, 0) != 0).any():
-                raise UnsupportedCallError("adds numbers to the logits of single keys: leave keys out, or not")
+        fits = L == S or (is_causal and L < S and recorder is None)
+        if not fits or (recorder is not None and is_cross):
+            raise UnsupportedCallError("attends from one sequence to another, whose positions no window relates")
+        q, k, v = self._heads(query, key, value)
+        y: Tensor = self.linear_attention(q, k, v, _key_mask(padding), is_causal=is_causal)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        if not batched:
+            return y[0]
+        return y if self.batch_first else y.transpose(0, 1)
+
+    def _heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:  # (N, n, in) -> (N, H, n, d)
+        """Return projected queries, keys and values by heads."""
         weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (
+        return tuple(
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
-        merged = self.linear_attention(q, k, v, key_mask, is_causal=is_causal).transpose(1, 2).flatten(2)
-        y: Tensor = self.out_proj(merged)
-        if not batched:
-            return y[0]
-        return y if self.batch_first else y.transpose(0, 1)
+
+
+def _key_mask(padding: Tensor | None) -> Tensor | None:
+    """Return True where a key takes part, from a mask of keys as for nn.MultiheadAttention."""
+    if padding is None:
+        return None
+    key_mask: Tensor = ~padding if padding.dtype is torch.bool else padding > -torch.inf
+    if padding.is_floating_point() and (padding.masked_fill(~key_mask, 0) != 0).any():
+        raise UnsupportedCallError("adds numbers to the logits of single keys: leave keys out, or not")
+    return key_mask

@@ -17,9 +17,9 @@ from panther.nn.attention._features import (
     key_exponent,
 )
 from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention.decoding.states import AttentionState, check_state
 from panther.nn.attention.feature_map import KERNELS, FeatureMap
 from panther.nn.attention.positional import sinSRPE
-from panther.nn.attention.running_state import AttentionState, check_state
 from panther.nn.base import keep_own_forward
 from panther.sketch import check_seed
 

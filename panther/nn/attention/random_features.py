@@ -9,6 +9,7 @@ from torch import Tensor
 
 from panther.errors import check_size
 from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention.decoding.states import AttentionState, check_state
 from panther.nn.attention.feature_map import KERNELS, FeatureMap
 from panther.nn.attention.interface import UnsupportedCallError
 from panther.sketch import check_seed
@@ -90,6 +91,28 @@ class RandomFeatureAttention(FeatureMap):
             )
         q, k, v, exponent = self._inputs(q, k, v, key_mask, scale)
         return self._attend(q, k, v, exponent, is_causal)
+
+    def step(
+        self,
+        q: Tensor,  # (N, H, T, d)
+        k: Tensor,  # (N, heads of keys, T, d)
+        v: Tensor,  # (N, heads of keys, T, E)
+        state: AttentionState,
+        key_mask: Tensor | None = None,  # (N, T)
+        *,
+        scale: float | None = None,
+    ) -> tuple[Tensor, AttentionState]:  # (N, H, T, E)
+        """Attend from the next tokens to themselves and to all earlier tokens; return the output and the new state."""
+        check_state(state, AttentionState, len(q), q)
+        return self._extend(state, *self._inputs(q, k, v, key_mask, scale))
+
+    def state_after(
+        self, k: Tensor, v: Tensor, state: AttentionState | None = None, key_mask: Tensor | None = None
+    ) -> AttentionState:
+        """Return the state after these keys and values, without attending; None is the state before the first key."""
+        like = k.new_empty(len(k), self.num_heads, 0, k.shape[-1])
+        _, k, v, exponent = self._inputs(like, k, v, key_mask, None)
+        return self._absorb(self._no_state(k, v) if state is None else state, k, v, exponent)
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None

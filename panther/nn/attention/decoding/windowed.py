@@ -1,0 +1,257 @@
+r"""Attention that is exact in a window and linear beyond it, continued from a state.
+
+A state has the keys and values of the previous and of the current block, and sums over all keys before them. New tokens
+are appended to the window (:func:`extended`), so that position 0 is the first position of the previous block, and
+attention among these positions is that of a whole sequence. The sums enter it as m further keys, far before all
+queries: for feature f the key has the feature f alone, the exponent :math:`\log z_f` of the normaliser, and the value
+:math:`s_f / z_f`. One token alone needs no blocks, and takes one product with the window and one with the sums.
+"""
+
+__all__ = ["Extended", "advanced", "attend_chunk", "attend_token", "empty_state", "extended", "fills_of"]
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from panther.kernels.reference.attention import absorb_keys, no_autocast
+from panther.nn.attention.decoding.states import WindowedAttentionState
+from panther.nn.functional import windowed_linear_attention
+
+
+def empty_state(
+    batch_size: int,
+    num_heads: int,
+    num_features: int,
+    window: int,
+    k: Tensor,  # (*, heads of keys, *, d)
+    v: Tensor,  # (*, heads of keys, *, E)
+) -> WindowedAttentionState:
+    """Return the state before the first key, for keys and values like these."""
+    sums = k.new_zeros(
+        batch_size, num_heads, num_features, v.shape[-1] + 1, dtype=torch.promote_types(k.dtype, torch.float32)
+    )
+    return WindowedAttentionState(
+        sums,
+        sums.new_full((batch_size, num_heads, 1), -torch.inf),
+        k.new_zeros(batch_size, k.shape[1], 2 * window, k.shape[-1]),
+        v.new_zeros(batch_size, v.shape[1], 2 * window, v.shape[-1]),
+        torch.zeros(batch_size, 2 * window, dtype=torch.bool, device=k.device),
+        (0,) * batch_size,
+        0,
+    )
+
+
+class Extended(NamedTuple):
+    """The window of a state and the tokens after it. Position 0 is the first position of the previous block."""
+
+    keys: Tensor  # (N, heads of keys, n, d), finite where they are masked
+    values: Tensor  # (N, heads of keys, n, E)
+    is_key: Tensor  # (N, n)
+    starts: tuple[int, ...]  # for each sample, the position of its first new token that is not skipped
+    skipped: tuple[int, ...]  # for each sample, the new tokens before its first key, which take no position
+    tokens: int
+
+
+def fills_of(positions: tuple[int, ...], window: int) -> tuple[int, ...]:
+    """Return how many positions of the current block are filled: 0 before the first position, later 1 to window."""
+    return tuple(position - _block(position, window) * window for position in positions)
+
+
+def extended(
+    state: WindowedAttentionState,
+    k: Tensor,  # (N, heads of keys, T, d)
+    v: Tensor,  # (N, heads of keys, T, E)
+    key_mask: Tensor | None,  # (N, T)
+    window: int,
+) -> Extended:
+    """Return the window of a state with new tokens after it."""
+    N, _, T, _ = k.shape
+    if key_mask is not None:
+        left_out = ~key_mask[:, None, :, None]  # Masked keys may be NaN.
+        k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+    skipped = _leading_padding(state.positions, key_mask, T)
+    mask = torch.ones(N, T, dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    starts = tuple(window + fill for fill in fills_of(state.positions, window))
+    if len(set(starts)) <= 1 and not any(skipped):
+        stop = starts[0] if starts else window
+        keys, values = torch.cat((state.keys[:, :, :stop], k), 2), torch.cat((state.values[:, :, :stop], v), 2)
+        return Extended(keys, values, torch.cat((state.is_key[:, :stop], mask), 1), starts, skipped, T)
+    first, skip = _column(starts, k), _column(skipped, k)
+    place = torch.arange(max(starts) + T, device=k.device)
+    source = torch.where(place < first, place, place - first + skip + 2 * window)  # in the window and the new tokens
+    exists = source < 2 * window + T
+    source = source.clamp_max(2 * window + T - 1)
+    keys, values = (_take(torch.cat(pair, 2), source) for pair in ((state.keys, k), (state.values, v)))
+    is_key = torch.cat((state.is_key, mask), 1).gather(1, source) & exists
+    return Extended(keys, values, is_key, starts, skipped, T)
+
+
+def advanced(attention: Any, state: WindowedAttentionState, chunk: Extended) -> WindowedAttentionState:
+    """Return the state after new tokens: the last two blocks, and sums over all keys before them."""
+    window = attention.window
+    positions = tuple(p + chunk.tokens - skip for p, skip in zip(state.positions, chunk.skipped, strict=True))
+    blocks = ((_block(new, window), _block(old, window)) for new, old in zip(positions, state.positions, strict=True))
+    shifts = tuple((new - old) * window for new, old in blocks)
+    sums, units, keys, values, is_key = _moved(attention, state, chunk, shifts)
+    return WindowedAttentionState(sums, units, keys, values, is_key, positions, state.length + chunk.tokens)
+
+
+def attend_chunk(
+    attention: Any,
+    state: WindowedAttentionState,
+    chunk: Extended,
+    q: Tensor,  # (N, H, T, d), scaled
+) -> Tensor:  # (N, H, T, E)
+    """Return the outputs of new tokens."""
+    n, m, window = chunk.keys.shape[2], attention.num_features, attention.window
+    T = q.shape[2]
+    equal = len(set(chunk.starts)) <= 1 and not any(chunk.skipped)
+    if equal:
+        start = n - T
+        rows = F.pad(q, (0, 0, start, 0))
+    else:
+        first, skip = _column(chunk.starts, q), _column(chunk.skipped, q)
+        place = torch.arange(n, device=q.device)
+        rows = _take(q, (place - first + skip).clamp(0, T - 1))  # Rows without a token are not read.
+    k, v = _of_query_heads(chunk.keys, attention.num_heads), _of_query_heads(chunk.values, attention.num_heads)
+    phi_q, log_q = attention.query_features(rows)
+    phi_k, log_k = attention.key_features(k)
+    log_k = log_k.masked_fill(~chunk.is_key[:, None], -torch.inf)
+    extra = -(-m // window) * window  # positions of the sums, whole blocks
+    with no_autocast(q.device):
+        sums, mass = state.sums[..., :-1], state.sums[..., -1]
+        empty = mass == 0
+        mass = mass.masked_fill(empty, 1)
+        means = (sums / mass[..., None]).to(v.dtype)
+        log_mass = (mass.log() + state.units).masked_fill(empty, -torch.inf)
+    one_hot = torch.eye(m, dtype=q.dtype, device=q.device).expand(*q.shape[:2], m, m)
+    y = windowed_linear_attention(
+        F.pad(rows, (0, 0, extra, 0)),
+        F.pad(k, (0, 0, extra, 0)),
+        torch.cat((F.pad(means, (0, 0, 0, extra - m)), v), 2),
+        F.pad(phi_q.to(q.dtype), (0, 0, extra, 0)),
+        torch.cat((F.pad(one_hot, (0, 0, 0, extra - m)), phi_k.to(q.dtype)), 2),
+        F.pad(log_q, (extra, 0)),
+        torch.cat((F.pad(log_mass, (0, extra - m), value=-torch.inf), log_k), 2),
+        window=window,
+        is_causal=True,
+    )[:, :, extra:]
+    if equal:
+        return y[:, :, start:]
+    token = torch.arange(T, device=q.device)
+    y = _take(y, (token + first - skip).clamp_min(0))
+    return y.masked_fill((token < skip)[:, None, :, None], 0)  # Padding before a sequence sees no key.
+
+
+def attend_token(
+    attention: Any,
+    state: WindowedAttentionState,
+    q: Tensor,  # (N, H, 1, d), scaled
+    k: Tensor,  # (N, heads of keys, 1, d)
+    v: Tensor,  # (N, heads of keys, 1, E)
+    key_mask: Tensor | None,  # (N, 1)
+) -> tuple[Tensor, WindowedAttentionState]:
+    """Return the output of one token and the state after it. All samples have a first key already."""
+    window = attention.window
+    fills = fills_of(state.positions, window)
+    sums, units, keys, values, is_key = state[:5]
+    if window in fills:  # A block is full.
+        shifts = tuple(window if fill == window else 0 for fill in fills)
+        chunk = Extended(keys, values, is_key, (), (), 0)
+        sums, units, keys, values, is_key = _moved(attention, state, chunk, shifts)
+        fills = tuple(fill % window for fill in fills)
+    if key_mask is not None:
+        left_out = ~key_mask[:, None, :, None]
+        k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+    slots = tuple(window + fill for fill in fills)
+    slot = slots[0] if len(set(slots)) == 1 else _column(slots, k)
+    takes_part = torch.ones_like(is_key[:, :1]) if key_mask is None else key_mask
+    keys, values = _written(keys, slot, k, 2), _written(values, slot, v, 2)
+    is_key = _written(is_key, slot, takes_part, 1)
+    with no_autocast(q.device):
+        dtype = sums.dtype
+        groups = (*keys.shape[:2], -1, q.shape[-1])  # Query heads that share a head of keys are rows of one product.
+        scores = q.to(dtype).reshape(groups) @ keys.to(dtype).mT  # (N, heads of keys, group, 2 window)
+        scores = scores.masked_fill(~is_key[:, None, None], -torch.inf)
+        phi_q, log_q = attention.query_features(q)
+        far = phi_q.to(q.dtype).to(dtype) @ sums  # (N, H, 1, E + 1)
+        has_keys = ~(far[..., -1:] < torch.finfo(dtype).tiny)
+        shift = (log_q[..., None] + units[..., None]).masked_fill(~has_keys, -torch.inf)
+        near = scores.detach().amax(-1).reshape(shift.shape)
+        largest = torch.maximum(near, shift.detach() + far[..., -1:].detach().masked_fill(~has_keys, 1).log())
+        fixed = largest.masked_fill(largest == -torch.inf, 0)
+        weights = (scores - fixed.reshape(*scores.shape[:-1], 1)).exp()
+        far = (shift - fixed).exp() * far.masked_fill(~has_keys, 0)
+        numerator = (weights @ values.to(dtype)).reshape(*far.shape[:-1], -1) + far[..., :-1]
+        denominator = weights.sum(-1).reshape(shift.shape) + far[..., -1:]
+        y = (numerator / denominator.masked_fill(largest == -torch.inf, 1)).to(v.dtype)
+    positions = tuple(position + 1 for position in state.positions)
+    return y, WindowedAttentionState(sums, units, keys, values, is_key, positions, state.length + 1)
+
+
+def _moved(
+    attention: Any, state: WindowedAttentionState, chunk: Extended, shifts: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Move the window of each sample forward by a number of positions, and return the parts of the new state."""
+    window = attention.window
+    size, sums, units = 2 * window, state.sums, state.units
+    if count := max(shifts, default=0):
+        keys, values = (_of_query_heads(x[:, :, :count], attention.num_heads) for x in (chunk.keys, chunk.values))
+        phi_k, log_k = attention.key_features(keys)
+        is_far = chunk.is_key[:, :count]
+        if min(shifts) < count:
+            is_far = is_far & (torch.arange(count, device=keys.device) < _column(shifts, keys))
+        log_k = log_k.masked_fill(~is_far[:, None], -torch.inf)
+        sums, new_units = absorb_keys(phi_k.to(keys.dtype), values, log_k, sums, units)
+        assert new_units is not None
+        units = new_units
+    n = chunk.is_key.shape[1]
+    if len(set(shifts)) <= 1:
+        stop = min(count + size, n)
+        missing = size - (stop - count)
+        window_keys, window_values = (
+            F.pad(x[:, :, count:stop], (0, 0, 0, missing)) for x in (chunk.keys, chunk.values)
+        )
+        return sums, units, window_keys, window_values, F.pad(chunk.is_key[:, count:stop], (0, missing))
+    source = torch.arange(size, device=state.sums.device) + _column(shifts, state.sums)
+    exists, source = source < n, source.clamp_max(n - 1)
+    window_keys, window_values = _take(chunk.keys, source), _take(chunk.values, source)
+    return sums, units, window_keys, window_values, chunk.is_key.gather(1, source) & exists
+
+
+def _written(x: Tensor, slot: int | Tensor, token: Tensor, dim: int) -> Tensor:
+    """Return a copy of ``x`` with the token at one position, or at a position of each sample."""
+    if isinstance(slot, int):
+        x = x.clone()
+        x.narrow(dim, slot, 1).copy_(token)
+        return x
+    index = slot.view(-1, *[1] * (x.dim() - 1)).expand(token.shape)
+    return x.scatter(dim, index, token)
+
+
+def _leading_padding(positions: tuple[int, ...], key_mask: Tensor | None, tokens: int) -> tuple[int, ...]:
+    """Return the number of tokens before the first key of each sample that has no position yet."""
+    if key_mask is None or all(positions) or not tokens:
+        return (0,) * len(positions)
+    first = torch.where(key_mask.any(-1), key_mask.int().argmax(-1), tokens).tolist()
+    return tuple(0 if position else count for position, count in zip(positions, first, strict=True))
+
+
+def _block(position: int, window: int) -> int:
+    """Return the current block of a sample that has this number of positions."""
+    return max(0, position - 1) // window
+
+
+def _column(numbers: tuple[int, ...], like: Tensor) -> Tensor:  # (N, 1)
+    return torch.tensor(numbers, device=like.device)[:, None]
+
+
+def _take(x: Tensor, source: Tensor) -> Tensor:  # (N, H, n, X), (N, n') -> (N, H, n', X)
+    index = source[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
+
+
+def _of_query_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
