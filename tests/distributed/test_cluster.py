@@ -177,7 +177,10 @@ def test_time_follows_from_flops_bytes_and_operations():
 
     flops = 2 * 2 * 64 * 32 * 2  # forward, and the gradient of the weight: the input needs none
     assert compute(peak_flops_fp32=1e3) == pytest.approx(flops / 1e3)
-    assert compute(operation_seconds=1.0) == pytest.approx(sum(layer.calls for layer in stats.layers))
+    calls = sum(layer.calls for layer in stats.layers)
+    assert compute(operation_seconds=1.0) == pytest.approx(calls)
+    assert compute(host_seconds=1.0) == pytest.approx(calls)
+    assert compute(host_seconds=1.0, operation_seconds=2.0) == pytest.approx(2 * calls)  # The longer time counts.
     assert compute(memory_bandwidth=1e3) > 4 * (2 * 64 + 64 * 32) / 1e3
 
 

@@ -122,7 +122,10 @@ def _traffic(
 
 
 def microbatch_seconds(rank: Rank, cluster: ClusterSpec, itemsize: int) -> float:
-    """Return the time of computing a microbatch, forward and backward, in numbers of ``itemsize`` bytes."""
+    """Return the time of computing a microbatch, forward and backward, in numbers of ``itemsize`` bytes.
+
+    A GPU waits if its host takes longer to queue the operations than the GPU takes to run them.
+    """
     speed = cluster.operation_bandwidth or cluster.memory_bandwidth
     total, seconds_by_products = 0.0, dict[int, float]()
     for layer in rank.layers:
@@ -131,7 +134,7 @@ def microbatch_seconds(rank: Rank, cluster: ClusterSpec, itemsize: int) -> float
             seconds_by_products[id(layer.products)] = _products_seconds(layer, cluster, itemsize, rank.samples)
         total += seconds_by_products[id(layer.products)]
         total += layer.moved.at(rank.samples) / speed + layer.calls * cluster.operation_seconds
-    return total
+    return max(total, sum(layer.calls for layer in rank.layers) * cluster.host_seconds)
 
 
 def _products_seconds(layer: LayerStats, cluster: ClusterSpec, itemsize: int, samples: float) -> float:

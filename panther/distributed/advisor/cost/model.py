@@ -8,8 +8,9 @@ tensors. Before the first step, every rank holds a model with values in full; a 
 by shard, with one module at a time in full.
 
 Time: a product takes its flops over ``peak * efficiency`` plus its bytes over the bandwidth of memory, and other
-operations take their bytes over the bandwidth; every operation takes ``operation_seconds`` in addition. The optimizer
-takes its bytes over the bandwidth. Collectives run on rings: an all-reduce of V bytes over n ranks sends
+operations take their bytes over the bandwidth; every operation takes ``operation_seconds`` in addition. A microbatch
+takes at least ``host_seconds`` for each operation, because the host of a GPU has to queue it. The optimizer takes its
+bytes over the bandwidth. Collectives run on rings: an all-reduce of V bytes over n ranks sends
 :math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)` rounds; a gather or scatter of V bytes in total sends
 :math:`V (n-1)/n` bytes in :math:`n - 1` rounds. A pipeline is idle for the share :math:`(p-1)/(v m + p - 1)` of the
 time, for p ranks, m microbatches and v stages per rank with 1F1B and its interleaved form. Ranks wait for traffic over
