@@ -20,6 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 STAMP = ("card", "driver", "torch", "triton", "python", "date", "commit")
 _TABLES = {
+    "host": "Time on the host",
     "sklinear": "SKLinear",
     "quantized": "Products with quantized weights",
     "hadamard": "Walsh-Hadamard transform",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.host import host_rows
 from benchmarks.gpu.kernels import attention_problems, hadamard_problems, sparse_problems, windowed_problems
 from benchmarks.gpu.layers import sklinear_problems
 from benchmarks.gpu.quantized import quantized_problems
@@ -37,6 +38,7 @@ TESTS = ("tests/kernels", "tests/sketch", "tests/nn", "tests/linalg")
 SECTIONS = {
     "tests": 0.4,
     "roofline": 0.45,
+    "host": 0.48,
     "sklinear": 0.66,
     "quantized": 0.75,
     "attention": 0.83,
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="rehearse on the CPU with tiny sizes")
     parser.add_argument("--commit", default=None, help="what is measured, where the checkout has no git history")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--section", choices=[*_PROBLEMS, "roofline"], help=argparse.SUPPRESS)
+    parser.add_argument("--section", choices=[*_PROBLEMS, "roofline", "host"], help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
@@ -164,10 +166,33 @@ def _work(options: argparse.Namespace) -> int:
             note = f"{value / scale:.4g} {unit}"
             recorder.add({"section": "roofline", "case": name, "status": "measured", "note": note})
         return 0
+    if options.section == "host":
+        return _measure_host(recorder, options)
     timer = Timer(device, 0.02 if options.dry_run else 0.3)
     cases = _PROBLEMS[options.section](device, tiny=options.dry_run)
     bounds = json.loads(card.read_text()) if card.exists() else ceilings(device, tiny=options.dry_run)
     return run_section(options.section, cases, recorder, timer, bounds, options.deadline or time.time() + 60)
+
+
+def _measure_host(recorder: Recorder, options: argparse.Namespace) -> int:
+    """Record the time on the host of calls of layers; in a rehearsal their kernels do nothing."""
+    if options.dry_run:
+        if importlib.util.find_spec("triton") is None:
+            recorder.add({"section": "host", "case": "host", "status": "skipped", "note": "Triton is not installed"})
+            return 0
+        from benchmarks.gpu import stub  # here, because the import sets environment variables
+
+        stub.install()
+    device, calls = ("cpu", 3) if options.dry_run else ("cuda", 300)
+    for row in host_rows(device, (torch.bfloat16, torch.float32), calls):
+        facts = {"case": row["case"], "dtype": row["dtype"], "direction": row["mode"], "mode": "host"}
+        note = f"{row['x dense']} times the dense one" if row["x dense"] else ""
+        recorder.add({"section": "host", **facts, "status": "measured", "time_us": row["host_us"], "note": note})
+        if options.deadline and time.time() > options.deadline:
+            note = "the time for this section is up"
+            recorder.add({"section": "host", "case": "further cases", "status": "skipped", "note": note})
+            break
+    return 0
 
 
 def run_section(

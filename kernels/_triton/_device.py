@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._torch import float32_precision
 from ..selection import interpreting
 from ._runtime import current_target
 
@@ -32,7 +33,7 @@ def dot_precision(dtype: torch.dtype) -> str:
         return "ieee"
     target = current_target()
     # torch.get_float32_matmul_precision() raises once this newer setting was used.
-    full = torch.backends.cuda.matmul.fp32_precision != "tf32"
+    full = float32_precision() != "tf32"
     if target.backend == "hip":
         return "ieee" if full or "gfx94" not in str(target.arch) else "tf32"
     return "tf32x3" if full else "tf32"

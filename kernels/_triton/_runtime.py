@@ -5,6 +5,7 @@ No other module of the kernels uses a private name of Triton.
 
 __all__ = ["are_launches_observed", "bind", "current_target"]
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,13 @@ def current_target() -> Any:
 
     The fallback is ``torch.cuda.get_device_capability``, which knows nothing of a target that a test names.
     """
-    return triton.runtime.driver.active.get_current_target()
+    driver = triton.runtime.driver.active
+    return _target(driver, driver.get_current_device())
+
+
+@functools.lru_cache(maxsize=64)  # Triton asks the device for its properties in every call.
+def _target(driver: Any, device: Any) -> Any:
+    return driver.get_current_target()
 
 
 def are_launches_observed() -> bool:

@@ -14,7 +14,8 @@ values, within a chunk; other chunks enter through a state, D x E and D more for
 
 __all__ = ["attention_backward", "attention_forward"]
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -387,12 +388,16 @@ class _Tile(NamedTuple):
 
 def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     """Return tiles that compile without spilling registers, for widths up to 256. Other tiles may be faster."""
-    precision = dot_precision(x.dtype)
     target = None if INTERPRETED.value else current_target()
+    return _tiles_of(x.dtype, inner, outer, dot_precision(x.dtype), target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiles_of(dtype: torch.dtype, inner: int, outer: int, precision: str, target: Any) -> _Tile:
     ampere = target is not None and target.backend == "cuda" and target.arch < 90
     # Rows whose width is not a multiple of 16 bytes are loaded entry by entry, which takes registers for the addresses.
     aligned = inner % 16 == outer % 16 == 0
-    light = aligned and max(inner, outer) <= 64 and x.dtype is not torch.float32
+    light = aligned and max(inner, outer) <= 64 and dtype is not torch.float32
     tile = _Tile(rows=64, inner=64, columns=64 if aligned else 32, warps=4 if light else 8, stages=1)
     if precision == "tf32x3":  # Each operand takes two tiles.
         tile = _Tile(32, 32, 32, 8, 1) if ampere else _Tile(64, 32, 64, 8, 2)

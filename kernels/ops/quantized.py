@@ -185,7 +185,10 @@ def _by_kernel(x: Tensor, weight: QuantizedOperands, codes: QuantizedCodes, bias
     inner = left = None
     if weight.factors is not None:
         left, right, scales = weight.factors
-        inner = (rows @ (right.to(x.dtype) * FACTOR_UNIT).mT) * (scales / FACTOR_UNIT).to(x.dtype)
+        if x.dtype is torch.float16:
+            inner = (rows @ (right.to(x.dtype) * FACTOR_UNIT).mT) * (scales / FACTOR_UNIT).to(x.dtype)
+        else:  # The other dtypes cannot overflow, and each operation takes time on the host.
+            inner = (rows @ right.to(x.dtype).mT).mul_(scales)
     return _quantized_matmul(rows, *codes, inner, left, bias).view(*x.shape[:-1], len(codes.packed))
 
 

@@ -43,9 +43,9 @@ def test_rehearsal_of_two_sections_in_their_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "--out", tmp_path / "out", "--commit", "abc"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    waits.run([*command, "--sections", "tests", "roofline", "hadamard"], cwd=ROOT, env=environment, check=True)
+    waits.run([*command, "--sections", "tests", "roofline", "host", "hadamard"], cwd=ROOT, env=environment, check=True)
     rows = read_rows(tmp_path / "out/gpu_suite.csv")
-    assert {row["section"] for row in rows} == {"tests", "roofline", "hadamard"}
+    assert {row["section"] for row in rows} == {"tests", "roofline", "host", "hadamard"}
     assert [row for row in rows if row["status"] == "failed"] == []
     assert all(row["commit"] == "abc" and row["torch"] and row["date"] and row["card"] for row in rows)
     page = (tmp_path / "out/gpu_suite.md").read_text()

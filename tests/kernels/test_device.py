@@ -9,13 +9,24 @@ triton = pytest.importorskip("triton")
 from panther.kernels._triton import _device  # noqa: E402
 
 
+class Driver:
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+
 @pytest.fixture
 def on(monkeypatch):
     """Pretend to be on a GPU of the given kind."""
 
     def pretend(backend, arch):
         target = SimpleNamespace(backend=backend, arch=arch)
-        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+        monkeypatch.setattr(triton.runtime.driver, "_active", Driver(target))
         monkeypatch.setattr(_device, "INTERPRETED", triton.language.constexpr(False))
 
     return pretend

@@ -1,0 +1,160 @@
+"""Measure the time that a call of a layer takes on the host before its kernels run.
+
+    python -m benchmarks.gpu.host [--device cpu | cuda] [--calls 1000] [--quick]
+
+Without a GPU the kernels do nothing, see ``stub.py``, and tensors on the CPU stand for tensors on the GPU. What torch
+itself computes, such as nn.Linear and the gradients of the factors, runs on the CPU then, and its time is included. The
+launch in C, which takes one to three microseconds a kernel, is not included. On a GPU the calls are those of a program,
+and the device is waited for outside of the measured calls.
+
+A figure is the median over calls of the CPU time of the thread, which other processes do not lengthen.
+"""
+
+__all__ = ["Case", "host_cases", "host_rows"]
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import figure, print_table, write_csv
+
+_SIZE, _RANK, _HEAD_DIM, _LENGTH = 256, 16, 64, 64
+_WARM_CALLS = 30
+# The device is waited for after this many calls, so that the queue of launches never fills.
+_CALLS_AT_ONCE = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, or a function, that a dense one may replace."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    x: Tensor
+    baseline: str = ""
+    """The name of the case to compare with."""
+    is_differentiable: bool = True
+
+
+def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield the cases, a baseline before what is compared with it."""
+    from panther.kernels import causal_linear_attention, hadamard_transform
+    from panther.kernels.ops._crossover import using_path
+
+    from panther.nn import QuantizedLinear, SKConv2d, SKLinear
+
+    torch.manual_seed(0)
+    x = torch.randn(1, _SIZE).to(device, dtype)
+    dense = nn.Linear(_SIZE, _SIZE).to(device, dtype)
+    shape = f"{_SIZE} x {_SIZE}"
+    yield Case(f"nn.Linear, {shape}", dense, x)
+    sketched = SKLinear(_SIZE, _SIZE, _RANK, seed=0).to(device, dtype)
+    for path in ("", "fused", "joined", "chain"):
+        with using_path(path) if path else contextlib.nullcontext():
+            name = f"SKLinear, {shape}, R = {_RANK}" + (f", path {path}" if path else "")
+            yield Case(name, sketched, x, f"nn.Linear, {shape}")
+    packed = SKLinear(_SIZE, _SIZE, _RANK, seed=0, packed=True).to(device, dtype)
+    yield Case(f"SKLinear, packed, {shape}, R = {_RANK}", packed, x, f"nn.Linear, {shape}")
+    quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=8).eval()
+    yield Case(f"QuantizedLinear, 4 bits, rank 8, {shape}", quantized, x, f"nn.Linear, {shape}", False)
+    if dtype is torch.float32:
+
+        def under_autocast(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+            def call(x: Tensor) -> Tensor:
+                with torch.autocast(device, torch.bfloat16):
+                    output: Tensor = layer(x)
+                return output
+
+            return call
+
+        yield Case("nn.Linear, autocast", under_autocast(dense), x)
+        yield Case("SKLinear, autocast", under_autocast(sketched), x, "nn.Linear, autocast")
+    image = torch.randn(1, 64, 4, 4).to(device, dtype)
+    yield Case("nn.Conv2d, 64 to 64, 3 x 3", nn.Conv2d(64, 64, 3).to(device, dtype), image)
+    conv = SKConv2d(64, 64, 3, num_terms=1, low_rank=4, seed=0).to(device, dtype)
+    yield Case("SKConv2d, 64 to 64, 3 x 3", conv, image, "nn.Conv2d, 64 to 64, 3 x 3")
+    q = torch.rand(1, 1, _LENGTH, _HEAD_DIM).to(device, dtype)
+    softmax = "scaled_dot_product_attention, causal"
+    yield Case(softmax, lambda q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    yield Case("causal_linear_attention", lambda q: causal_linear_attention(q, q, q), q, softmax)
+    yield Case("hadamard_transform, 64 x 64", lambda q: hadamard_transform(q), q)
+
+
+def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Iterator[dict[str, Any]]:
+    """Measure the cases and yield a row for each case, dtype and mode."""
+    for dtype in dtypes:
+        medians: dict[tuple[str, str], float] = {}
+        for case in host_cases(device, dtype):
+            for mode, function in _modes(case).items():
+                median_us = medians[case.name, mode] = _median_us(function, device, calls)
+                reference = medians.get((case.baseline, mode))
+                yield {
+                    "case": case.name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "mode": mode,
+                    "host_us": round(median_us, 1),
+                    "x dense": figure(median_us / reference) if reference else "",
+                }
+
+
+def _modes(case: Case) -> dict[str, Callable[[], object]]:
+    function, x = case.function, case.x
+    trained = x.clone().requires_grad_()
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            function(x)
+
+    modes: dict[str, Callable[[], object]] = {"no gradients": without_gradients}
+    if not case.is_differentiable:
+        return modes
+    grad = torch.ones_like(function(trained).detach())
+    modes["forward"] = lambda: function(trained)
+    modes["forward and backward"] = lambda: function(trained).backward(grad)
+    return modes
+
+
+def _median_us(function: Callable[[], object], device: str, calls: int) -> float:
+    for _ in range(_WARM_CALLS):
+        function()
+    times = []
+    for i in range(calls):
+        if device == "cuda" and i % _CALLS_AT_ONCE == 0:
+            torch.cuda.synchronize()
+        start = time.thread_time_ns()
+        function()
+        times.append(time.thread_time_ns() - start)
+    return statistics.median(times) / 1e3
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--calls", type=int, default=1000, help="calls of which the median is taken")
+    parser.add_argument("--quick", action="store_true", help="a few calls, nothing written")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+        from benchmarks.gpu import stub
+
+        stub.install()
+    calls = 3 if options.quick else options.calls
+    rows = list(host_rows(options.device, (torch.bfloat16, torch.float32), calls))
+    print_table(rows)
+    if not options.quick:
+        kernels = "stubs" if options.device == "cpu" else "run"
+        stamped = [row | {"kernels": kernels, "triton": version("triton")} for row in rows]
+        print(f"written to {write_csv('host', stamped, device=options.device)}")
+
+
+if __name__ == "__main__":
+    main()
