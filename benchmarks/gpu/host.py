@@ -22,17 +22,20 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from panther.kernels import causal_linear_attention, hadamard_transform
+from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
 from benchmarks.harness import figure, print_table, write_csv
+from panther.nn import QuantizedLinear, SKConv2d, SKLinear
 
 _SIZE, _RANK, _HEAD_DIM, _LENGTH = 256, 16, 64, 64
-_WARM_CALLS = 30
+_WARM_CALLS = 3
 # The device is waited for after this many calls, so that the queue of launches never fills.
 _CALLS_AT_ONCE = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A layer, or a function, that a dense one may replace."""
 
@@ -42,25 +45,21 @@ class Case:
     baseline: str = ""
     """The name of the case to compare with."""
     is_differentiable: bool = True
+    path: str = ""
+    """The path to force for the sketched product."""
 
 
 def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield the cases, a baseline before what is compared with it."""
-    from panther.kernels import causal_linear_attention, hadamard_transform
-    from panther.kernels.ops._crossover import using_path
-
-    from panther.nn import QuantizedLinear, SKConv2d, SKLinear
-
     torch.manual_seed(0)
     x = torch.randn(1, _SIZE).to(device, dtype)
     dense = nn.Linear(_SIZE, _SIZE).to(device, dtype)
     shape = f"{_SIZE} x {_SIZE}"
     yield Case(f"nn.Linear, {shape}", dense, x)
     sketched = SKLinear(_SIZE, _SIZE, _RANK, seed=0).to(device, dtype)
-    for path in ("", "fused", "joined", "chain"):
-        with using_path(path) if path else contextlib.nullcontext():
-            name = f"SKLinear, {shape}, R = {_RANK}" + (f", path {path}" if path else "")
-            yield Case(name, sketched, x, f"nn.Linear, {shape}")
+    yield Case(f"SKLinear, {shape}, R = {_RANK}", sketched, x, f"nn.Linear, {shape}")
+    for path in ("fused", "joined", "chain"):
+        yield Case(f"SKLinear, {shape}, R = {_RANK}, path {path}", sketched, x, f"nn.Linear, {shape}", path=path)
     packed = SKLinear(_SIZE, _SIZE, _RANK, seed=0, packed=True).to(device, dtype)
     yield Case(f"SKLinear, packed, {shape}, R = {_RANK}", packed, x, f"nn.Linear, {shape}")
     quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=8).eval()
@@ -91,11 +90,14 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Iterator[dict[str, Any]]:
     """Measure the cases and yield a row for each case, dtype and mode."""
     for dtype in dtypes:
-        medians: dict[tuple[str, str], float] = {}
-        for case in host_cases(device, dtype):
-            for mode, function in _modes(case).items():
-                median_us = medians[case.name, mode] = _median_us(function, device, calls)
-                reference = medians.get((case.baseline, mode))
+        cases = list(host_cases(device, dtype))
+        for mode in ("no gradients", "forward", "forward and backward"):
+            functions = {case: function for case in cases if (function := _call(case, mode)) is not None}
+            with torch.set_grad_enabled(mode != "no gradients"):
+                medians = _medians_us(functions, device, calls)
+            by_name = {case.name: median_us for case, median_us in medians.items()}
+            for case, median_us in medians.items():
+                reference = by_name.get(case.baseline)
                 yield {
                     "case": case.name,
                     "dtype": str(dtype).removeprefix("torch."),
@@ -105,34 +107,34 @@ def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Itera
                 }
 
 
-def _modes(case: Case) -> dict[str, Callable[[], object]]:
+def _call(case: Case, mode: str) -> Callable[[], object] | None:
     function, x = case.function, case.x
-    trained = x.clone().requires_grad_()
-
-    def without_gradients() -> None:
-        with torch.no_grad():
-            function(x)
-
-    modes: dict[str, Callable[[], object]] = {"no gradients": without_gradients}
+    if mode == "no gradients":
+        return lambda: function(x)
     if not case.is_differentiable:
-        return modes
+        return None
+    trained = x.clone().requires_grad_()
+    if mode == "forward":
+        return lambda: function(trained)
     grad = torch.ones_like(function(trained).detach())
-    modes["forward"] = lambda: function(trained)
-    modes["forward and backward"] = lambda: function(trained).backward(grad)
-    return modes
+    return lambda: function(trained).backward(grad)
 
 
-def _median_us(function: Callable[[], object], device: str, calls: int) -> float:
-    for _ in range(_WARM_CALLS):
-        function()
-    times = []
-    for i in range(calls):
-        if device == "cuda" and i % _CALLS_AT_ONCE == 0:
-            torch.cuda.synchronize()
-        start = time.thread_time_ns()
-        function()
-        times.append(time.thread_time_ns() - start)
-    return statistics.median(times) / 1e3
+def _medians_us(functions: dict[Case, Callable[[], object]], device: str, calls: int) -> dict[Case, float]:
+    """Measure all functions in turn, a few calls of each at a time, so that what disturbs one disturbs all."""
+    times: dict[Case, list[int]] = {case: [] for case in functions}
+    for _ in range(-(-calls // _CALLS_AT_ONCE)):
+        for case, function in functions.items():
+            with using_path(case.path) if case.path else contextlib.nullcontext():
+                for _ in range(_WARM_CALLS):
+                    function()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                for _ in range(min(calls, _CALLS_AT_ONCE)):
+                    start = time.thread_time_ns()
+                    function()
+                    times[case].append(time.thread_time_ns() - start)
+    return {case: statistics.median(samples) / 1e3 for case, samples in times.items()}
 
 
 def main() -> None:

@@ -108,9 +108,10 @@ _PLAIN_TYPES = _TENSOR_TYPES | {int, float, bool, type(None)}
 
 def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
     """Return the operands in autocast's dtype for a matrix product, except for float64 and integers."""
-    if not (can_autocast(device.type) and torch.is_autocast_enabled(device.type)):
+    device_type = device.type
+    if not (can_autocast(device_type) and torch.is_autocast_enabled(device_type)):
         return list(operands)
-    dtype = torch.get_autocast_dtype(device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     return [x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype) for x in operands]
 
 

@@ -63,7 +63,7 @@ def sketched_matmul(
     # A compiled graph may run for any batch size, so it must not branch on one. On a GPU the operator chooses its
     # kernel at run time. On the CPU Inductor fuses the two writes of the chain's output.
     compiling = torch.compiler.is_compiling()
-    to_operator = packed or (x.is_cuda if compiling else use_triton(_NAME, x.device))
+    to_operator = packed or (x.is_cuda if compiling else runs_kernels(x) or use_triton(_NAME, x.device))
     if to_operator and (compiling or not needs_torch()):
         x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)
         return _sketched_matmul(x, S1, U1, S2, U2, bias, scale)[0]
