@@ -62,8 +62,10 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"SKLinear, {shape}, R = {_RANK}, path {path}", sketched, x, f"nn.Linear, {shape}", path=path)
     packed = SKLinear(_SIZE, _SIZE, _RANK, seed=0, packed=True).to(device, dtype)
     yield Case(f"SKLinear, packed, {shape}, R = {_RANK}", packed, x, f"nn.Linear, {shape}")
-    quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=8).eval()
-    yield Case(f"QuantizedLinear, 4 bits, rank 8, {shape}", quantized, x, f"nn.Linear, {shape}", False)
+    for rank in (0, 8):
+        quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=rank).eval()
+        name = f"QuantizedLinear, 4 bits, {shape}" + (f", rank {rank}" if rank else "")
+        yield Case(name, quantized, x, f"nn.Linear, {shape}", False)
     if dtype is torch.float32:
 
         def under_autocast(layer: nn.Module) -> Callable[[Tensor], Tensor]:
