@@ -152,10 +152,10 @@ class SKLinear(SketchedModule):
         nn.Module's ``__getattr__`` takes 0.5 us, and a look-up in its dictionaries 0.1 us.
         """
         parameters: Any = parameters_of(self)
-        sketches: Any = parameters if self.seed is None else buffers_of(self)
+        sketches: Any = self.__dict__ if self.packed else parameters if self.seed is None else buffers_of(self)
         try:
             S1, S2, U1, U2 = parameters["S1"], parameters["S2"], sketches["U1"], sketches["U2"]
-        except KeyError:  # The layer is packed, parametrized, or a replica of DataParallel.
+        except KeyError:  # The layer is parametrized, or a replica of DataParallel.
             return None
         bias, dtype = parameters.get("bias"), S1.dtype
         if x.dtype is not dtype or x.is_nested or not (x.is_cpu or x.is_cuda):
@@ -163,9 +163,13 @@ class SKLinear(SketchedModule):
         shape = x.shape
         if len(shape) < 2 or shape[-1] != self.in_features or torch.is_autocast_enabled(x.device.type):
             return None
-        if S2.dtype is U1.dtype is U2.dtype is dtype and (bias is None or bias.dtype is dtype):
-            return S1, U1, S2, U2, bias
-        return None
+        if S2.dtype is not dtype or (bias is not None and bias.dtype is not dtype):
+            return None
+        if self.packed:
+            fits = U1.dtype is U2.dtype is torch.int32 and U1.device == S1.device
+        else:
+            fits = U1.dtype is U2.dtype is dtype
+        return (S1, U1, S2, U2, bias) if fits else None
 
     @property
     def weight(self) -> Tensor:  # (out, in)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from panther.nn import SKLinear
 from panther.nn.functional import sketched_linear
 
 SHAPES = ((3, 40), (40, 5), (5, 70), (5, 70), (40, 5), (70,))
@@ -94,3 +95,78 @@ def test_a_planned_call_allocates_and_launches_and_does_nothing_else(device):
         assert set(mode.names) <= allocations
     else:  # The interpreter itself computes with tensors.
         assert mode.names[:3] == ["new_empty"] * 3
+
+
+@pytest.fixture
+def layer_on_a_gpu():
+    return SKLinear(256, 256, 16, seed=0, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def row_on_a_gpu():
+    return torch.randn(1, 256, generator=torch.Generator().manual_seed(2)).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_cuda_replays_a_layer(layer_on_a_gpu, row_on_a_gpu):
+    with torch.no_grad():
+        expected = layer_on_a_gpu(row_on_a_gpu)
+        x = torch.zeros_like(row_on_a_gpu)
+        layer_on_a_gpu(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer_on_a_gpu(x)
+        for _ in range(2):
+            x.copy_(row_on_a_gpu)
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_compiled_layer_runs_in_graphs_of_cuda(layer_on_a_gpu, row_on_a_gpu, trains):
+    compiled = torch.compile(layer_on_a_gpu, mode="reduce-overhead", fullgraph=True)
+    with torch.set_grad_enabled(trains):
+        expected = layer_on_a_gpu(row_on_a_gpu)
+        for _ in range(4):  # Warm up, record, and replay twice.
+            torch.compiler.cudagraph_mark_step_begin()
+            y = compiled(row_on_a_gpu)
+            assert torch.equal(y, expected)
+            if trains:
+                y.float().square().sum().backward()
+    if trains:
+        assert torch.isfinite(layer_on_a_gpu.S1.grad).all()
+
+
+@pytest.mark.gpu
+def test_launches_go_to_the_stream_that_is_current(layer_on_a_gpu, row_on_a_gpu):
+    with torch.no_grad():
+        expected = layer_on_a_gpu(row_on_a_gpu)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            x = row_on_a_gpu * 2  # after the sleep, on this stream alone
+            y = layer_on_a_gpu(x)
+        stream.synchronize()
+        bias = layer_on_a_gpu.bias
+        assert torch.allclose((y - bias).float(), 2 * (expected - bias).float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+def test_later_launches_do_without_the_front_end_of_triton(layer_on_a_gpu, row_on_a_gpu, monkeypatch):
+    from panther.kernels._triton import _launch
+
+    bound = []
+
+    def bind(*args):
+        bound.append(unpatched(*args))
+        return bound[-1]
+
+    unpatched = _launch.bind
+    monkeypatch.setattr(_launch, "bind", bind)
+    with torch.no_grad():
+        first, second = layer_on_a_gpu(row_on_a_gpu), layer_on_a_gpu(row_on_a_gpu)
+    assert bound
+    assert None not in bound
+    assert torch.equal(first, second)
