@@ -27,12 +27,14 @@ from torch._C import _are_functorch_transforms_active as are_transforms_active
 
 # Modes intercept operators and functions: fake tensors, traces, checkpointing, counters of operations. The numbers of
 # active modes are not public. The fallback is to call operators, which consult the modes, in every call.
+from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
 from torch._C import _len_torch_function_stack as count_function_modes
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 _AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
@@ -77,15 +79,13 @@ def is_plain_call() -> bool:
     """Return whether nothing records, replaces or transforms the operations that are called now.
 
     An operator with autograd and all rules of dispatch takes about 16 microseconds more than its implementation.
-    A call that nothing observes can do without.
+    A call that nothing observes can do without. The mode of ``torch.set_default_device`` only adds a device to calls
+    that make tensors from nothing.
     """
-    return not (
-        count_dispatch_modes()
-        or count_function_modes()
-        or are_transforms_active()
-        or forward_ad._current_level >= 0
-        or is_tracing()
-    )
+    if count_dispatch_modes() or are_transforms_active() or forward_ad._current_level >= 0 or is_tracing():
+        return False
+    modes = count_function_modes()
+    return modes == 0 or (modes == 1 and type(function_mode_at(0)) is DeviceContext)
 
 
 def int_mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:  # (m, k) int8, (k, n) int8 -> (m, n) int32
