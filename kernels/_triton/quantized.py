@@ -6,7 +6,9 @@ programs, and torch adds the partial sums in a fixed order. The caller passes th
 the correction, which is small.
 """
 
-__all__ = ["quantized_matmul"]
+__all__ = ["quantized_matmul", "quantized_plan"]
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import cdiv, dot_operand, dot_precision, multiprocessors, pipeline_stages
-from ._launch import launch
+from ._launch import Launch
 
 # A program takes at least this many columns, so that a split does not cost more than it gains.
 _LEAST_SPLIT = 256
@@ -108,10 +110,25 @@ def quantized_matmul(
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (rows, out)
     """Return ``x Q^T + inner left^T + bias`` with ``Q = scales * (codes - zeros)`` by groups."""
+    if not len(x) or not len(codes):
+        return x.new_empty(len(x), len(codes))
+    plan = quantized_plan(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+    return plan(x, codes, scales, zeros, inner, left, bias)
+
+
+def quantized_plan(
+    x: Tensor,
+    codes: Tensor,
+    bits: int,
+    scales: Tensor,
+    zeros: Tensor,
+    group_size: int,
+    inner: Tensor | None,
+    left: Tensor | None,
+    bias: Tensor | None,
+) -> Callable[..., Tensor]:
+    """Return the product of these operands, none of them empty, as a function of all except for the two numbers."""
     (M, K), (N, row_bytes), groups = x.shape, codes.shape, scales.shape[1]
-    out = x.new_empty(M, N)
-    if not out.numel():
-        return out
     rank = 0 if inner is None else inner.shape[1]
     # Widths of two or three parts, ragged groups and float32 take more registers and would spill in larger tiles.
     simple = bits in (2, 4, 8) and group_size % 64 == 0 and x.dtype.itemsize == 2
@@ -121,20 +138,34 @@ def quantized_matmul(
     max_splits = max(1, min(multiprocessors(x.device) // tiles, K // _LEAST_SPLIT))
     split_k = cdiv(cdiv(K, max_splits), BK) * BK
     splits = cdiv(K, split_k)
-    parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
-    # The kernel needs a tensor for each missing operand and never reads it.
-    operands = (x, codes, scales, zeros, x if inner is None else inner, codes if left is None else left)
-    launch(
-        _quantized_kernel, (cdiv(M, BM), cdiv(N, BN), splits), (*operands, x if bias is None else bias, parts),
+    launch = Launch(
+        _quantized_kernel, (cdiv(M, BM), cdiv(N, BN), splits),
         M, N, K, rank, row_bytes, groups, group_size, split_k, M * N, x.stride(0), x.stride(1),
         BITS=bits, WHOLE=group_size % BK == 0, ENDS=splits == 1, HAS_BIAS=bias is not None,
         PRECISION=dot_precision(x.dtype), BM=BM, BN=BN, BK=BK, BR=16, num_warps=warps, num_stages=pipeline_stages(3),
     )  # fmt: skip
-    if splits == 1:
-        return out
-    total = parts.sum(0)
-    if inner is not None and left is not None:
-        total.addmm_(inner.float(), left.float().mT)
-    if bias is not None:
-        total += bias
-    return out.copy_(total)
+
+    def product(
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        inner: Tensor | None,
+        left: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        out = x.new_empty(M, N)
+        parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
+        # The kernel needs a tensor for each missing operand and never reads it.
+        ends = x if inner is None else inner, codes if left is None else left, x if bias is None else bias
+        launch(x, codes, scales, zeros, *ends, parts)
+        if splits == 1:
+            return out
+        total = parts.sum(0)
+        if inner is not None and left is not None:
+            total.addmm_(inner.float(), left.float().mT)
+        if bias is not None:
+            total += bias
+        return out.copy_(total)
+
+    return product

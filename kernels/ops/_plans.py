@@ -33,14 +33,14 @@ class Plans(dict[Hashable, _Plan], Generic[_Plan]):
         return plan
 
 
-def plan_key(scalar: float, *operands: Tensor | None) -> tuple[Hashable, ...]:
-    """Return everything that a plan depends on: the operands and a number, except for the addresses of the operands.
+def plan_key(settings: Hashable, *operands: Tensor | None) -> tuple[Hashable, ...]:
+    """Return everything that a plan depends on: operands, except for their addresses, and settings that are no tensors.
 
     Of an address only counts whether it is a multiple of 16 bytes, because Triton compiles another kernel if not. The
     first operand says whether products are in float32, whose precision is a setting of torch.
     """
     union = 0
-    key: list[Hashable] = [scalar]
+    key: list[Hashable] = [settings]
     for x in operands:
         if x is None:
             key.append(None)

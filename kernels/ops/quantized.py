@@ -19,7 +19,8 @@ from .. import reference
 from .._torch import are_transforms_active, int_mm, is_differentiated_forward
 from ..cpu import integers, quantized
 from ..cpu.int4 import PackedCodes
-from ..selection import backend, use_triton
+from ..selection import backend, runs_kernels, use_triton
+from ._plans import Plans, plan_key
 from .library import define
 from .quantized_operands import (
     FACTOR_UNIT,
@@ -181,7 +182,7 @@ def _kernel_takes(x: Tensor) -> bool:
 
 def _by_kernel(x: Tensor, weight: QuantizedOperands, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:
     """Return the output by the kernel that expands the weight in registers."""
-    rows = x.reshape(-1, weight.columns)
+    rows = x if x.dim() == 2 else x.reshape(-1, weight.columns)
     inner = left = None
     if weight.factors is not None:
         left, right, scales = weight.factors
@@ -189,7 +190,8 @@ def _by_kernel(x: Tensor, weight: QuantizedOperands, codes: QuantizedCodes, bias
             inner = (rows @ (right.to(x.dtype) * FACTOR_UNIT).mT) * (scales / FACTOR_UNIT).to(x.dtype)
         else:  # The other dtypes cannot overflow, and each operation takes time on the host.
             inner = (rows @ right.to(x.dtype).mT).mul_(scales)
-    return _quantized_matmul(rows, *codes, inner, left, bias).view(*x.shape[:-1], len(codes.packed))
+    output = _quantized_matmul(rows, *codes, inner, left, bias)
+    return output if x.dim() == 2 else output.view(*x.shape[:-1], output.shape[1])
 
 
 def _by_integers(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> Tensor:
@@ -268,13 +270,27 @@ class _FrozenProduct(torch.autograd.Function):
         return at_input, at_bias, None, None
 
 
-def _forward(x: Tensor, *args: Any) -> Tensor:
+# The plans of the Triton kernel.
+_plans: Plans[Callable[..., Tensor]] = Plans()
+
+
+def _forward(
+    x: Tensor, codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, group_size: int,
+    inner: Tensor | None, left: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    operands = x, codes, scales, zeros, inner, left, bias
+    key = plan_key((bits, group_size), *operands) if runs_kernels(x) else None
+    if key is not None and (plan := _plans.get(key)) is not None:
+        return plan(*operands)
     refusal = None if x.dtype in _DTYPES else f"takes float32, float16 and bfloat16, not {x.dtype}"
     if not use_triton(_NAME, x.device, refusal):
-        return reference.quantized_matmul(x, *args)
-    from .._triton import quantized
+        return reference.quantized_matmul(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+    if not len(x) or not len(codes):
+        return x.new_empty(len(x), len(codes))
+    from .._triton.quantized import quantized_plan
 
-    return quantized.quantized_matmul(x, *args)
+    plan = quantized_plan(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+    return (plan if key is None else _plans.add(key, plan))(*operands)
 
 
 def _fake(x: Tensor, codes: Tensor, *_: Any) -> Tensor:

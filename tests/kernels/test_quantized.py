@@ -101,8 +101,13 @@ def test_the_kernel_multiplies_by_trained_scales(device, low_rank, monkeypatch):
     from panther.kernels._triton import quantized
 
     products = []
-    kernel = quantized.quantized_matmul
-    monkeypatch.setattr(quantized, "quantized_matmul", lambda *args: products.append(kernel(*args)) or products[-1])
+    make_plan = quantized.quantized_plan
+
+    def recording_plan(*args):
+        plan = make_plan(*args)
+        return lambda *operands: products.append(plan(*operands)) or products[-1]
+
+    monkeypatch.setattr(quantized, "quantized_plan", recording_plan)
     generator = torch.Generator().manual_seed(4)
     layer = QuantizedLinear(70, 13, 4, group_size=32, low_rank=low_rank).train_scales_()
     with torch.no_grad():

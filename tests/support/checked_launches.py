@@ -90,6 +90,26 @@ def compare_sketched(generator):
             kernels.sketched_outer(kernels.sketched_inner(x, S1, U2, 0.5), U1, S2, bias)
 
 
+def compare_quantized(generator):
+    """Multiply by a quantized weight twice, at other addresses."""
+    rows, columns, n_out = (generator.choice((1, 3, 16, 17, 64, 100)) for _ in range(3))
+    bits, rank = generator.choice((2, 3, 4, 8)), generator.choice((0, 5))
+    group_size = generator.choice((16, 33, 64))
+    dtype = generator.choice((torch.bfloat16, torch.float32))
+    groups = -(-columns // group_size)
+    for _ in range(2):
+        codes = kernels.QuantizedCodes(
+            torch.zeros(n_out, kernels.code_bytes(columns, bits), dtype=torch.uint8), bits,
+            torch.zeros(n_out, groups, dtype=torch.bfloat16), torch.zeros(n_out, groups, dtype=torch.uint8), group_size,
+        )  # fmt: skip
+        factors = None
+        if rank:
+            left, right = torch.zeros(n_out, rank, dtype=torch.int8), torch.zeros(rank, columns, dtype=torch.int8)
+            factors = kernels.QuantizedFactors(left, right, torch.zeros(rank))
+        weight = kernels.QuantizedOperands(columns, codes, factors)
+        kernels.quantized_matmul(torch.zeros(rows, columns, dtype=dtype), weight, torch.zeros(n_out, dtype=dtype))
+
+
 def main():
     """Compare, and print the number of comparisons."""
     RECORDER.is_on = True
@@ -103,6 +123,7 @@ def main():
                     compare_sketched(generator)
         for _ in range(int(sys.argv[1])):  # Without a path that is forced, plans are kept from call to call.
             compare_sketched(generator)
+            compare_quantized(generator)
     print(triton.__version__)
     for name, count in COMPARED.items():
         print(name, count)
