@@ -15,6 +15,7 @@ SUBJECTS = (
     "layers.interpolative",
     "layers.attention",
     "layers.windowed_attention",
+    "layers.decoding",
     "layers.lora",
     "linalg.sketches",
     "linalg.randomized_svd",
