@@ -36,7 +36,7 @@ LEVELS = {
     "distributed": {
         "error_file": -1, "comm": 0,
         "launcher": 1, "preflight": 1, "sync": 1,
-        "data": 2, "tensor": 2, "pipeline": 2,
+        "context": 2, "data": 2, "tensor": 2, "pipeline": 2,
         "checkpoint": 3, "parallelize": 3,
         "guide": 4, "materialize": 4,
         "advisor": 5,

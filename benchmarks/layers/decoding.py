@@ -8,6 +8,7 @@ SmolLM2-135M, with random weights, in the caches of transformers. Sizes are thos
 __all__ = ["run"]
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,8 @@ def _layers(length: int, device: str) -> tuple[dict[str, Callable[[], object]], 
     sizes = {}
     for name, layer in layers.items():
         with torch.no_grad():
-            # The check of a layer made by from_mha is not part of a step.
             _, state = layer.eval().step(x, layer.init_state(1))
-        calls[name] = _without_gradients(lambda layer=layer, state=state: layer.step(token, state))
+        calls[name] = _without_gradients(partial(layer.step, token, state))
         sizes[name] = sum(part.nbytes for part in state if isinstance(part, Tensor))
     keys, values = torch.randn(2, 1, HEADS, length + 1, WIDTH // HEADS, device=device).unbind()
 
@@ -101,7 +101,9 @@ def _models(device: str, quick: bool) -> dict[str, Any]:
     import transformers
 
     torch.manual_seed(0)
-    sizes = MODEL | ({"hidden_size": 36, "num_hidden_layers": 2, "intermediate_size": 64} if quick else {})
+    sizes: dict[str, Any] = MODEL | (
+        {"hidden_size": 36, "num_hidden_layers": 2, "intermediate_size": 64} if quick else {}
+    )
     models = {}
     for name in ("softmax, cache", "linearize_, state"):
         models[name] = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval().to(device)
@@ -109,16 +111,14 @@ def _models(device: str, quick: bool) -> dict[str, Any]:
     return models
 
 
-def _tokens(
-    models: dict[str, Any], length: int, device: str
-) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+def _tokens(models: dict[str, Any], length: int, device: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
     """Return the forward of one token after ``length`` tokens for each model, and the bytes of a layer's cache."""
     calls: dict[str, Callable[[], object]] = {}
     sizes = {}
     tokens = torch.randint(1_000, (1, length), device=device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     for name, model in models.items():
-        cache = None
+        cache: Any = None
         with torch.no_grad():
             for chunk in tokens.split(1_000, 1):
                 cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
     from .comm.utilization import DeviceUtilization
+    from .context.parallelize import ContextParallelReport, context_parallel
     from .data.accumulation import no_sync
     from .data.strategies import data_parallel
     from .guide.advanced_trainer import AdvancedDistributedTrainer
@@ -51,6 +52,7 @@ _MODULES = {
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
     "comm.utilization": ("DeviceUtilization",),
+    "context.parallelize": ("ContextParallelReport", "context_parallel"),
     "data.accumulation": ("no_sync",),
     "data.strategies": ("data_parallel",),
     "guide.advanced_trainer": ("AdvancedDistributedTrainer",),
@@ -81,6 +83,7 @@ __all__ = [
     "ColwiseSKParallel",
     "CommunicationCounter",
     "CommunicationProfile",
+    "ContextParallelReport",
     "DeviceUtilization",
     "DistributedInfo",
     "DistributedLauncher",
@@ -107,6 +110,7 @@ __all__ = [
     "checkpoint",
     "choose_parallelism_strategy",
     "cleanup_distributed",
+    "context_parallel",
     "data_parallel",
     "get_distributed_info",
     "get_rank",

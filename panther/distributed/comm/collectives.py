@@ -190,6 +190,77 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
         return _Collective.apply(x, partial(_send, src=src, group=group), adjoint)
 
 
+def check_equal_calls(name: str, x: Tensor, group: Group = None) -> int:
+    """Raise on every rank if the dtypes or shapes of ``x`` differ, compared once for each; return the world size."""
+    return _check(name, x, group)
+
+
+def gather_states(x: Tensor, group: Group = None) -> Tensor:  # (*shape) -> (ranks, *shape)
+    """Return the tensors of all ranks, without derivatives; all have the shape of ``x``."""
+    n = _check("gather_states", x, group)
+    with watched("gather_states", group):
+        return _gather(x.detach()[None], 0, [1] * n, group)
+
+
+def sum_before(
+    x: Tensor,
+    weights: Tensor,  # (ranks, ranks, *), broadcast to the shape of x
+    group: Group = None,
+) -> Tensor:
+    """Return the sum over the ranks before this rank of their ``x``, weighted by ``weights[this rank, rank]``.
+
+    The weights are equal on all ranks and have no derivative. Backward, a rank gets the weighted sum of the gradients
+    of the ranks after it, which are gathered, because each rank has a different loss.
+
+    Cost: the bytes of ``x``, sent to every other rank; the same in backward.
+    """
+    n, rank = _check("sum_before", x, group, "partial"), dist.get_rank(group)
+
+    def before(x: Tensor) -> Tensor:
+        # Later ranks are left out and not weighted by 0, so that their values have no influence even if they are NaN.
+        return (_gather(x[None], 0, [1] * n, group)[:rank] * weights[rank, :rank]).sum(0)
+
+    def after(x: Tensor) -> Tensor:
+        return (_gather(x[None], 0, [1] * n, group)[rank + 1 :] * weights[rank + 1 :, rank]).sum(0)
+
+    with watched("sum_before", group):
+        return _Collective.apply(x, before, after)
+
+
+def send_to_next(x: Tensor, received_rows: int, group: Group = None) -> Tensor:  # (rows, *) -> (received_rows, *)
+    """Send rows to the next rank of the group, and return the rows that the previous rank sent.
+
+    The last rank sends nothing and the first rank receives nothing, whatever they pass. Gradients go back to the
+    previous rank.
+
+    Args:
+        x: Contiguous rows. Ranks may send different numbers of them.
+        received_rows: The rows of the previous rank's ``x``.
+        group: Process group; None means all ranks.
+
+    Cost: the bytes of ``x``, to one rank; the same in backward.
+    """
+    n, rank = len(ranks_of(group)), dist.get_rank(group)
+    rows_to, rows_from = [0] * n, [0] * n  # for each rank
+    if rank + 1 < n:
+        rows_to[rank + 1] = len(x)
+    else:
+        x = x[:0]
+    if rank:
+        rows_from[rank - 1] = received_rows
+
+    def forward(x: Tensor) -> Tensor:
+        return _functional("all_to_all_single", x, rows_from, rows_to, group=group)
+
+    def backward(x: Tensor) -> Tensor:
+        return _functional("all_to_all_single", x, rows_to, rows_from, group=group)
+
+    if n == 1:
+        return x
+    with watched("send_to_next", group):
+        return _Collective.apply(x, forward, backward)
+
+
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
     """Return the tensor itself; the backward pass sums the terms of its gradient over the ranks."""
     return _Collective.apply(x, _view, partial(_sum, group=group))

@@ -47,6 +47,8 @@ class FeatureMap(nn.Module):
     feature_norm: float
     iscausal: bool = False
     SRPE: nn.Module | None
+    shards: Any = None
+    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.shards.SequenceShards`."""
     Wq: nn.Parameter
     Wk: nn.Parameter
     _default_kernel: bool
@@ -190,6 +192,23 @@ class FeatureMap(nn.Module):
         e_before, e_here = (None, None) if exponent is None else exponent.split((S - L, L), -1)
         state = self._absorb(self._no_state(k, v), k_before, v_before, e_before)
         return self._extend(state, q, k_here, v_here, e_here)[0]
+
+    def _attend_shard(
+        self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool
+    ) -> Tensor:  # (N, H, n, E)
+        """Return the outputs of one of the equal shards of a sequence, which the ranks of ``shards`` hold in order."""
+        if not causal or q.shape[-2] != k.shape[-2]:
+            raise ShapeError(
+                "attention that is sharded along the sequence is causal and has as many keys as queries, and this "
+                f"call has is_causal={causal}, {k.shape[-2]} keys and {q.shape[-2]} queries: pass is_causal=True and "
+                "each rank its shard"
+            )
+        self.shards.check(k)
+        before = self.shards.state_before(self._absorb(self._no_state(k, v), k, v, exponent))
+        y: Tensor
+        y, _ = self._extend(before, q, k, v, exponent)
+        # The first rank does not use the state, and has to take part in the exchange of gradients. This adds 0.
+        return torch.add(y, before.sums[..., :0].sum().to(y.dtype))
 
     def _combined(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, scale: Tensor | None, causal: bool) -> Tensor:
         if self.kernel_fn != "hermite":

@@ -25,8 +25,15 @@ from panther._torch import buffers_of, version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.attention.decoding.states import WindowedAttentionState, check_state
-from panther.nn.attention.decoding.windowed import advanced, attend_chunk, attend_token, empty_state, extended
-from panther.nn.attention.interface import register
+from panther.nn.attention.decoding.windowed import (
+    advanced,
+    attend_chunk,
+    attend_shard,
+    attend_token,
+    empty_state,
+    extended,
+)
+from panther.nn.attention.interface import UnsupportedCallError, register
 from panther.nn.functional import windowed_linear_attention
 from panther.nn.sketch_record import has_values
 
@@ -89,6 +96,8 @@ class LearnedLinearAttention(nn.Module):
     record: Tensor
     recorder: Any = None
     """Called with the operands of each call while :func:`panther.linearize_` reads them; attention is exact then."""
+    shards: Any = None
+    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.shards.SequenceShards`."""
 
     def __init__(
         self,
@@ -228,12 +237,12 @@ class LearnedLinearAttention(nn.Module):
         """
         self._check_heads(q, k)
         heads = k.shape[-3]
-        if q.shape[-2] != k.shape[-2] and not is_causal:
+        if self.shards is None and q.shape[-2] != k.shape[-2] and not is_causal:
             raise ShapeError(
                 f"{q.shape[-2]} queries and {k.shape[-2]} keys have no common positions, which the window needs: use "
                 "softmax attention between different sequences"
             )
-        if heads != self.num_heads:  # The maps belong to query heads.
+        if heads != self.num_heads and self.shards is None:  # The maps belong to query heads.
             k, v = (x.repeat_interleave(self.num_heads // heads, -3) for x in (k, v))
         q = q * (self.head_dim**-0.5 if scale is None else scale)
         if self.recorder is not None:
@@ -242,6 +251,9 @@ class LearnedLinearAttention(nn.Module):
             if is_causal and mask is not None:
                 mask = mask & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal and mask is None, scale=1.0)
+        if self.shards is not None:
+            self._check_shard(q, k, key_mask, is_causal)
+            return attend_shard(self, self.shards, q, k, v)
         if q.shape[-2] == k.shape[-2] and positions is None:
             first = None if key_mask is None else left_padding(key_mask)
             if first is None:
@@ -353,6 +365,18 @@ class LearnedLinearAttention(nn.Module):
             state = empty_state(len(k), self.num_heads, self.num_features, self.window, k, v)
         k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
         return advanced(self, state, extended(state, k, v, key_mask, self.window))
+
+    def _check_shard(self, q: Tensor, k: Tensor, key_mask: Tensor | None, is_causal: bool) -> None:
+        if not is_causal or q.shape[-2] != k.shape[-2]:
+            raise UnsupportedCallError(
+                f"is sharded along the sequence and attends from {q.shape[-2]} to {k.shape[-2]} positions, with "
+                f"is_causal={is_causal}: only causal attention among the positions of the shards is, without a cache"
+            )
+        if key_mask is not None and not bool(key_mask.all()):
+            raise UnsupportedCallError(
+                "is sharded along the sequence and masks keys, which would shift the blocks of later ranks: pad after "
+                "the sequence and leave the mask out, since no earlier position sees the padding"
+            )
 
     def _check_heads(self, q: Tensor, k: Tensor) -> None:
         if q.shape[-3] != self.num_heads or q.shape[-1] != self.head_dim or self.num_heads % k.shape[-3]:

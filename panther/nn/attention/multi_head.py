@@ -352,18 +352,21 @@ class RandMultiHeadAttention(FeatureMap):
                 self.redraw_features_()
 
         q, k, v, exponent = self._operands(query, key, value, key_padding_mask)
-        if self.SRPE is not None:
+        if self.SRPE is not None and self.shards is not None:
+            q, k = self._with_positions(q, k, self.shards.rank * q.shape[-2])
+        elif self.SRPE is not None:
             if causal and q.shape[-2] != k.shape[-2]:
                 raise ShapeError(
                     f"SRPE counts positions from 0 for queries and keys, and {q.shape[-2]} queries would be the last "
                     f"of {k.shape[-2]} keys: pass as many queries as keys, or use step"
                 )
             q, k = self.SRPE(q, k)
-        if self._unchecked and is_plain(q) and k.shape[-2] >= _LEAST_KEYS:
+        if self._unchecked and self.shards is None and is_plain(q) and k.shape[-2] >= _LEAST_KEYS:
             self._unchecked = False
             with torch.no_grad():
                 warn_if_worse(self, self._errors(*sample(q, k, v, exponent, causal), causal))
-        output = self._projected_back(self._attend(q, k, v, exponent, causal))
+        attend = self._attend if self.shards is None else self._attend_shard
+        output = self._projected_back(attend(q, k, v, exponent, causal))
         if not batched:
             return output[0], None
         return (output if self.batch_first else output.transpose(0, 1)), None
@@ -435,12 +438,7 @@ class RandMultiHeadAttention(FeatureMap):
         check_state(state, AttentionState, len(x), self.Wq)
         q, k, v, exponent = self._operands(x, x, x, key_padding_mask)
         if self.SRPE is not None:
-            if not isinstance(self.SRPE, sinSRPE):
-                raise ValueError(
-                    f"step needs positions that count from the state's length, and {type(self.SRPE).__name__} counts "
-                    "from 0: use sinSRPE or no SRPE"
-                )
-            q, k = self.SRPE(q, k, first_position=state.length)
+            q, k = self._with_positions(q, k, state.length)
         output, state = self._extend(state, q, k, v, exponent)
         output = self._projected_back(output)
         return (output if self.batch_first else output.transpose(0, 1)), state
@@ -456,6 +454,16 @@ class RandMultiHeadAttention(FeatureMap):
         q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
         k, v = self._heads(key, self.Wk, self.bk), self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
         return q, k, v, exponent
+
+    def _with_positions(self, q: Tensor, k: Tensor, first_position: int) -> tuple[Tensor, Tensor]:
+        """Return queries and keys with relative positions that count from ``first_position``."""
+        if not isinstance(self.SRPE, sinSRPE):
+            raise ValueError(
+                f"positions have to count from {first_position}, the number of earlier tokens, and "
+                f"{type(self.SRPE).__name__} counts from 0: use sinSRPE or no SRPE"
+            )
+        encoded: tuple[Tensor, Tensor] = self.SRPE(q, k, first_position=first_position)
+        return encoded
 
     def _projected_back(self, output: Tensor) -> Tensor:  # (N, H, n, d) -> (N, n, embed_dim)
         output = F.dropout(output.transpose(1, 2).flatten(2), self.dropout, self.training)

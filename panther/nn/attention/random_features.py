@@ -90,7 +90,8 @@ class RandomFeatureAttention(FeatureMap):
                 "entries: use a dynamic cache"
             )
         q, k, v, exponent = self._inputs(q, k, v, key_mask, scale)
-        return self._attend(q, k, v, exponent, is_causal)
+        attend = self._attend if self.shards is None else self._attend_shard
+        return attend(q, k, v, exponent, is_causal)
 
     def step(
         self,

@@ -171,7 +171,7 @@ def takes_state(module: nn.Module) -> bool:
 def pass_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Put a state in the place of the empty layer of a module's cache and pass it on, as a forward pre-hook."""
     attention: Any = module.linear_attention
-    if attention.recorder is not None or not getattr(module, "is_causal", True):
+    if attention.recorder is not None or attention.shards is not None or not getattr(module, "is_causal", True):
         return None
     from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 

@@ -7,7 +7,9 @@ queries: for feature f the key has the feature f alone, the exponent :math:`\log
 :math:`s_f / z_f`. One token alone needs no blocks, and takes one product with the window and one with the sums.
 """
 
-__all__ = ["Extended", "advanced", "attend_chunk", "attend_token", "empty_state", "extended", "fills_of"]
+__all__ = [
+    "Extended", "advanced", "attend_chunk", "attend_shard", "attend_token", "empty_state", "extended", "fills_of",
+]  # fmt: skip
 
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from panther.errors import ShapeError
 from panther.kernels.reference.attention import absorb_keys, no_autocast
 from panther.nn.attention.decoding.states import WindowedAttentionState
 from panther.nn.functional import windowed_linear_attention
@@ -199,14 +202,10 @@ def _moved(
     size, sums, units = 2 * window, state.sums, state.units
     if count := max(shifts, default=0):
         keys, values = (_of_query_heads(x[:, :, :count], attention.num_heads) for x in (chunk.keys, chunk.values))
-        phi_k, log_k = attention.key_features(keys)
         is_far = chunk.is_key[:, :count]
         if min(shifts) < count:
             is_far = is_far & (torch.arange(count, device=keys.device) < _column(shifts, keys))
-        log_k = log_k.masked_fill(~is_far[:, None], -torch.inf)
-        sums, new_units = absorb_keys(phi_k.to(keys.dtype), values, log_k, sums, units)
-        assert new_units is not None
-        units = new_units
+        sums, units = _absorbed(attention, keys, values, is_far, sums, units)
     n = chunk.is_key.shape[1]
     if len(set(shifts)) <= 1:
         stop = min(count + size, n)
@@ -219,6 +218,62 @@ def _moved(
     exists, source = source < n, source.clamp_max(n - 1)
     window_keys, window_values = _take(chunk.keys, source), _take(chunk.values, source)
     return sums, units, window_keys, window_values, chunk.is_key.gather(1, source) & exists
+
+
+def _absorbed(
+    attention: Any, keys: Tensor, values: Tensor, is_far: Tensor, sums: Tensor, units: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sums and their units after keys and values (N, H, n, X) with the mask ``is_far`` (N, n)."""
+    phi_k, log_k = attention.key_features(keys)
+    log_k = log_k.masked_fill(~is_far[:, None], -torch.inf)
+    sums, new_units = absorb_keys(phi_k.to(keys.dtype), values, log_k, sums, units)
+    assert new_units is not None
+    return sums, new_units
+
+
+def attend_shard(
+    attention: Any,
+    shards: Any,
+    q: Tensor,  # (N, H, n, d), scaled
+    k: Tensor,  # (N, heads of keys, n, d)
+    v: Tensor,  # (N, heads of keys, n, E)
+) -> Tensor:  # (N, H, n, E)
+    """Return the outputs of one of the equal shards of a sequence, which the ranks of ``shards`` hold in order.
+
+    A rank receives the keys and values of its window that earlier ranks hold, and the sums over all keys before them.
+    """
+    window, n = attention.window, k.shape[2]
+    shards.check(k)
+    # For each rank and one more: the first position of its shard in the current block, and how many it needs from
+    # before, the previous block included.
+    firsts = [rank * n for rank in range(shards.size + 1)]
+    needed = [min(first, window + first % window) for first in firsts]
+    if max(needed[:-1]) > n:
+        raise ShapeError(
+            f"shards of {n} positions are too short: with window={window} a rank needs up to {max(needed[:-1])} "
+            f"positions of the previous rank: use at most {shards.size * n // (2 * window) or 1} ranks, or "
+            "a smaller window"
+        )
+    first, here, after = firsts[shards.rank], needed[shards.rank], needed[shards.rank + 1]
+    rows = torch.cat((k, v), -1)[:, :, n - min(after, n) :].movedim(2, 0)
+    before = shards.from_previous(rows.contiguous(), here).movedim(0, 2)
+    start = window + first % window  # of the shard, counted from the previous block
+    missing = start - here  # before the sequence
+    keys, values = (
+        F.pad(torch.cat((part, x), 2), (0, 0, missing, 0))
+        for part, x in zip(before.split((k.shape[-1], v.shape[-1]), -1), (k, v), strict=True)
+    )
+    is_key = torch.arange(start + n, device=k.device).expand(len(k), -1) >= missing
+    chunk = Extended(keys, values, is_key, (start,) * len(k), (0,) * len(k), n)
+    empty = empty_state(len(k), attention.num_heads, attention.num_features, window, k, v)
+    count = ((first + n) // window - first // window) * window  # positions before the window of the next rank
+    sums, units = empty.sums, empty.units
+    if count:
+        far_keys, far_values = (_of_query_heads(x[:, :, :count], attention.num_heads) for x in (keys, values))
+        sums, units = _absorbed(attention, far_keys, far_values, is_key[:, :count], sums, units)
+    # Every rank takes part in the exchange of gradients, also if none of its keys is far. This adds 0.
+    sums, units = shards.sums_before(sums + k[..., :0].sum(), units)
+    return attend_chunk(attention, empty._replace(sums=sums, units=units), chunk, q)
 
 
 def _written(x: Tensor, slot: int | Tensor, token: Tensor, dim: int) -> Tensor:
