@@ -30,40 +30,46 @@ MODEL = {
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure a token after every length; print the table, and write the CSV."""
-    rows = []
-    for length in (40,) if quick else LENGTHS:
-        rows += _rows("layer", length, *_layers(length, device), device, budget_s)
+    lengths = (40,) if quick else LENGTHS
+    rows = _rows("layer", {length: _layers(length, device) for length in lengths}, device, budget_s)
     try:
         require_extra("transformers", "transformers")
     except MissingExtraError as error:
         print(error)
     else:
         models = _models(device, quick)
-        for length in (40,) if quick else LENGTHS:
-            rows += _rows("model", length, *_tokens(models, length, device), device, budget_s)
+        rows += _rows("model", {length: _tokens(models, length, device) for length in lengths}, device, budget_s)
     print_table(rows)
     if not quick:
         print(f"written to {write_csv('decoding', rows, device=device)}")
 
 
-def _rows(
-    what: str, length: int, calls: dict[str, Callable[[], object]], sizes: dict[str, int], device: str, budget_s: float
-) -> list[dict[str, Any]]:
-    timings: dict[str, Timing] = interleave(calls, device=device, budget_s=budget_s, min_rounds=5)
-    return [
-        {
-            "what": what,
-            "tokens": length,
-            "attention": name,
-            "ms": figure(timing.median_s * 1e3),
-            "x softmax": figure(timing.ratio_to(timings["softmax, cache"])),
-            "KiB": figure(sizes[name] / 1024),
-        }
-        for name, timing in timings.items()
-    ]
+_Calls = tuple[dict[str, Callable[[], object]], dict[str, int]]
+"""A function that processes one token for each kind of attention, and the bytes of each state or cache."""
 
 
-def _layers(length: int, device: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+def _rows(what: str, calls_by_length: dict[int, _Calls], device: str, budget_s: float) -> list[dict[str, Any]]:
+    # All lengths are timed in one rotation, because rows of different lengths are compared too.
+    calls = {(length, name): call for length, (calls, _) in calls_by_length.items() for name, call in calls.items()}
+    labels = {f"{length} {name}": call for (length, name), call in calls.items()}
+    timings: dict[str, Timing] = interleave(labels, device=device, budget_s=budget_s, min_rounds=5)
+    rows = []
+    for length, name in calls:
+        timing = timings[f"{length} {name}"]
+        rows.append(
+            {
+                "what": what,
+                "tokens": length,
+                "attention": name,
+                "ms": figure(timing.median_s * 1e3),
+                "x softmax": figure(timing.ratio_to(timings[f"{length} softmax, cache"])),
+                "KiB": figure(calls_by_length[length][1][name] / 1024),
+            }
+        )
+    return rows
+
+
+def _layers(length: int, device: str) -> _Calls:
     """Return one step of each layer after ``length`` tokens, and the bytes of its state."""
     torch.manual_seed(0)
     x, token = torch.randn(1, length, WIDTH, device=device), torch.randn(1, 1, WIDTH, device=device)
@@ -145,4 +151,4 @@ def _without_gradients(function: Callable[[], object]) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    main(run, __doc__, threads=1, budget_s=6.0)
+    main(run, __doc__, threads=1, budget_s=40.0)
