@@ -474,3 +474,69 @@ def test_what_is_not_finite_moves_nothing_before_it(device, kernel, scaled, bad)
             left_out = c[0].clone()
             left_out[:, cut:] = -INF
             assert torch.equal(function(q, k, values, left_out), function(q, k, v, left_out))
+
+
+def continued(q, k, v, log_scale, chunks):
+    """Attention in chunks, each of which continues the state of the chunk before."""
+    state = q.new_zeros(*q.shape[:-2], q.shape[-1], v.shape[-1] + 1)
+    units = None if log_scale is None else q.new_full((*q.shape[:-2], 1), -INF)
+    scales = [None] * 99 if log_scale is None else log_scale.split(chunks, -1)
+    outputs = []
+    for *parts, scale in zip(*(x.split(chunks, -2) for x in (q, k, v)), scales, strict=False):
+        y, state, units = chunked.continued_attention(*parts, scale, state, units)
+        outputs.append(y)
+    return torch.cat(outputs, -2), state, units
+
+
+@pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("chunks", [1, 70, [3, 0, 1, 130, 16]])
+def test_chunks_continue_a_state(chunks, with_scale):
+    torch.manual_seed(0)
+    q, k = torch.rand(2, 2, 3, 150, 5, dtype=torch.float64).unbind()
+    v = torch.randn(2, 3, 150, 4, dtype=torch.float64)
+    log_scale = None
+    if with_scale:
+        log_scale = 300 * torch.randn(2, 3, 150, dtype=torch.float64)
+        log_scale[0, :, :7] = log_scale[:, 1, 40:43] = -INF
+    if chunks == 1:
+        q, k, v = (x[..., :40, :] for x in (q, k, v))
+        log_scale = None if log_scale is None else log_scale[..., :40]
+    y, state, units = continued(q, k, v, log_scale, chunks)
+    assert_close(y, chunked.causal_linear_attention(q, k, v, log_scale))
+    empty, no_units = torch.zeros_like(state), None if units is None else torch.full_like(units, -INF)
+    absorbed, absorbed_units = chunked.absorb_keys(k, v, log_scale, empty, no_units)
+    assert_close(absorbed, state)
+    assert units is None or torch.equal(absorbed_units, units)
+
+
+@pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("chunks", [1, [3, 2]])
+def test_derivatives_through_a_state(chunks, with_scale):
+    torch.manual_seed(0)
+    leaves = [torch.rand(5, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    if with_scale:
+        leaves.append(torch.randn(5, dtype=torch.float64, requires_grad=True))
+
+    def function(q, k, v, log_scale=None):
+        return continued(q, k, v, log_scale, chunks)[0]
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_state_after_masked_and_infinite_operands(chunks):
+    """A masked key has no influence, and a value that is not finite only on its column of later rows."""
+    torch.manual_seed(0)
+    q, k = torch.rand(2, 20, 3, dtype=torch.float64).unbind()
+    v = torch.randn(20, 2, dtype=torch.float64)
+    log_scale = torch.zeros(20, dtype=torch.float64)
+    log_scale[4] = -INF
+    expected, _, _ = continued(q, k, v, log_scale, chunks)
+    k[4] = v[4] = torch.nan
+    assert torch.equal(continued(q, k, v, log_scale, chunks)[0], expected)
+    v[11, 1] = torch.inf
+    y, _, _ = continued(q, k, v, log_scale, chunks)
+    assert torch.equal(y[:11], expected[:11])
+    assert_close(y[:, 0], expected[:, 0])
+    assert not y[11:, 1].isfinite().any()
