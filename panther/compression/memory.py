@@ -10,6 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,15 +115,16 @@ def predict_peak_bytes(
         target: fit_bytes(target, count, min(len(widths[target]), _PLANNED), settings)
         for target, count in num_components.items()
     }
-    heap = _HEAP
+    heap, unwritten = _HEAP, dict.fromkeys(stored, 0)
     if runner.is_streaming:  # fits and new layers are in files, and freed blocks are returned
+        unwritten = {target: fit_bytes(target, 0, len(widths[target]), settings) for target in stored}
         new, stored, heap = 0, dict.fromkeys(stored, 0), 1.0
     kept_bytes = keep * sum(
         _DOUBLE * target.groups * (target.inner**2 + target.outer**2)
         for target in num_components
         if not (target.is_table or target.is_stacked)
     )
-    backward = grown = forward = hidden = 0
+    backward = grown = forward = hidden = outputs = 0
     stated: dict[str, int] = {}
     if runner.batches:
         sizes = [sum(moments_bytes(targets, survey.gradients) for targets in inputs) for inputs in passes]
@@ -132,15 +134,17 @@ def predict_peak_bytes(
             stated["moments"] = (
                 max(sizes) + max(backward, grown) + sum(stored.values()) * (len(passes) > 1) + kept_bytes
             )
-        forward, hidden = _forward_bytes(runner, survey, heal)
+        forward, hidden, outputs = _forward_bytes(runner, survey, heal)
     stated["fits"] = kept_bytes + max(
-        _fitting_bytes(inputs, stored, survey.gradients, widths, heap) for inputs in passes or [[list(num_components)]]
+        _fitting_bytes(inputs, stored, unwritten, survey.gradients, widths, heap)
+        for inputs in passes or [[list(num_components)]]
     )
     # Up to three choices are compared, after a backward pass has measured single layers. While a quantized layer runs,
-    # its dense weight is computed.
+    # its dense weight can be computed: on CPUs in blocks, or as a whole where they have no products of integers.
     widest = max(target.dense_numbers * wide_dtype(target).itemsize for target in num_components)
-    stated["choice"] = kept_bytes + sum(stored.values()) + (3 if runner.held_out else 1) * new + 2 * widest
-    stated["choice"] += max(forward, backward, grown)
+    stated["choice"] = kept_bytes + sum(stored.values()) + (3 if runner.held_out else 1) * new
+    stated["choice"] += (1 if runner.is_streaming else 2) * widest
+    stated["choice"] += max(forward, max(backward, grown) + outputs)
     if heal is not None:
         numbers = max(wide_dtype(target).itemsize / target.weight.itemsize for target in num_components) * new
         copied = dense  # copies of quantized weights, in the form in which they are trained
@@ -172,17 +176,22 @@ def _work_bytes(target: Target, num_widths: int, heap: float) -> int:
 def _fitting_bytes(
     inputs: Sequence[Sequence[Target]],
     stored: Mapping[Target, int],
+    unwritten: Mapping[Target, int],
     gradients: bool,
     widths: Mapping[Target, Sequence[int]],
     heap: float,
 ) -> int:
-    """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed."""
+    """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed.
+
+    ``unwritten`` are the bytes of the codes of a weight until they are in a file.
+    """
     before = sum(stored.values()) - sum(stored[target] for targets in inputs for target in targets)
     left = sum(moments_bytes(targets, gradients) for targets in inputs)
     largest = 0
     for targets in inputs:
         for target in targets:
-            largest = max(largest, before + left + _work_bytes(target, len(widths[target]), heap))
+            work = _work_bytes(target, len(widths[target]), heap) + unwritten[target]
+            largest = max(largest, before + left + work)
             left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest
@@ -213,12 +222,18 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
 
 
 @torch.no_grad()
-def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> tuple[int, int]:
-    """Return the peak bytes in a forward of the largest held-out batch, and the bytes of outputs that healing keeps."""
-    batch = max(runner.held_out, key=entries_of)
-    sizes = []
+def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> tuple[int, int, int]:
+    """Return the peak bytes in a forward of the largest held-out batch, and of outputs that are kept.
 
-    def observe(module: nn.Module, _: Any, output: Any) -> None:
+    The second number is that of the outputs that healing keeps. The third one is that of a layer's output with its
+    weight, its output with the new weight, and the difference, where nothing larger hides them: in a model that runs
+    part by part. There the first number counts the outputs of the model that are compared, too.
+    """
+    batch = max(runner.held_out, key=entries_of)
+    sizes: list[int] = []
+    layer_sizes = [0]
+
+    def observe(sizes: list[int], module: nn.Module, _: Any, output: Any) -> None:
         if (first := floating_tensor(output)) is not None:
             sizes.append(first.nbytes)
 
@@ -226,12 +241,18 @@ def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> t
     places = blocks_of(runner.model, layers) if heal is not None and heal.match == "hidden" else []
     with ExitStack() as hooks, LiveBytes() as live:
         for block in {parent.get_submodule(name) for parent, name in places}:
-            hooks.callback(block.register_forward_hook(observe).remove)
+            hooks.callback(block.register_forward_hook(partial(observe, sizes)).remove)
+        for layer in layers if runner.is_streaming else ():
+            hooks.callback(layer.register_forward_hook(partial(observe, layer_sizes)).remove)
         output = runner.output(batch)
+        if runner.is_streaming:
+            exact = output.clone()
+            output = runner.output(batch)
+            output - exact
     # Convolutions also need workspace: in a forward of EfficientNet-lite0 four times the bytes of the tensors.
     peak = max(live.peak, live.grown) if runner.device.type == "cpu" else live.peak
     if heal is None:
-        return peak, 0
+        return peak, 0, 3 * max(layer_sizes)
     entries = sum(map(entries_of, (*runner.batches, *runner.held_out)))
     hidden = (output.nbytes + sum(sizes)) * entries // max(entries_of(batch), 1)
-    return peak, min(hidden, runner.spare_bytes(KEPT_OUTPUT_BYTES))
+    return peak, min(hidden, runner.spare_bytes(KEPT_OUTPUT_BYTES)), 0

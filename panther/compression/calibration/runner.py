@@ -7,7 +7,7 @@ numbers as every other forward of this batch, and the same state of the model.
 
 __all__ = [
     "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
-    "resident_bytes", "squares",
+    "resident_bytes", "row_blocks", "squares",
 ]  # fmt: skip
 
 import dataclasses
@@ -59,6 +59,7 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch is held out
+_BLOCK_ENTRIES = 2**20  # of a tensor that is added in float64
 # Limit and use of a container's memory, which /proc/meminfo does not show: control groups of version 2 and 1.
 _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -625,9 +626,15 @@ def resident_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
+def row_blocks(x: Tensor) -> Sequence[Tensor]:  # (groups, rows, columns)
+    """Return a tensor in blocks of rows that are small enough to be copied in float64."""
+    return x.split(max(1, _BLOCK_ENTRIES // max(x.shape[0] * x.shape[2], 1)), dim=1)
+
+
 def squares(x: Tensor) -> float:
-    """Return the sum of squares, accumulated in float64 without a float64 copy."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+    """Return the sum of squares, accumulated in float64; block by block, because torch copies what it adds so."""
+    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in x.reshape(-1).split(_BLOCK_ENTRIES)]
+    return torch.stack(norms).square().sum().item() if norms else 0.0
 
 
 def relative_error(lost: float, total: float) -> float:

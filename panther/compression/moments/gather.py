@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.masks import counted
-from panther.compression.calibration.runner import Runner, squares
+from panther.compression.calibration.runner import Runner, row_blocks, squares
 from panther.compression.calibration.steps import Receive
 from panther.compression.calibration.survey import Further, watched
 from panther.compression.calibration.targets import TABLES, Target
@@ -387,7 +387,8 @@ def _add_gradient_levels(
 
 def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) -> (groups, rows)
     """Return the roots of the positions' weights, from the gradients at the positions and their mean square."""
-    sizes = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64)
+    blocks = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64) for rows in row_blocks(gradients)]
+    sizes = torch.cat(blocks, dim=1)
     return (sizes.square() / level + _EVEN).clamp_max(_MAX_WEIGHT).sqrt().to(gradients.dtype)
 
 

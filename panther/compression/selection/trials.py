@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.experts import tokens_of
 from panther.compression.calibration.masks import counted
-from panther.compression.calibration.runner import Runner, squares
+from panther.compression.calibration.runner import Runner, row_blocks, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Receive, Step
 from panther.compression.calibration.survey import Further, watched
 from panther.compression.calibration.targets import Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_target
+from panther.compression.memory import return_freed_memory
 
 # Losses of single layers are means over this number of pairs of a sample and a direction, with a relative standard
 # deviation of 0.13. Four directions of a batch of 32 sentences cost 12 forwards, where one forward for each layer of an
@@ -106,6 +107,7 @@ class Trials:
                 if key not in self._layers:
                     layers = convert_target(target, self._fits, option, self._seeds[target])
                     self._layers[key] = self._runner.kept(layers)
+        return_freed_memory()  # of conversions
 
     def _replacement(self, choice: Choice) -> Replacement:
         return {module: layer for key in _keys(choice) for module, layer in self._layers[key].items()}
@@ -214,8 +216,9 @@ class Trials:
                 with torch.no_grad():
                     # `forward`, because calling the module would call this hook again.
                     change = new[module](x, *args, **kwargs) - module.forward(x, *args, **kwargs)
-                    product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(num_rows, -1)
-                    sums = product.sum(1, dtype=torch.float64)
+                    product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(1, num_rows, -1)
+                    del change
+                    sums = torch.cat([block[0].sum(1, dtype=torch.float64) for block in row_blocks(product)])
                     if target.is_stacked:
                         sums = sums.new_zeros(num_samples).index_add_(0, samples_of(further), sums)
                 products, sums_and_calls = rows[target]
