@@ -73,6 +73,8 @@ def add_parser(commands: Any) -> None:
     text = "with --stream: modules that run as blocks, as in 'layers.*' (default: by the model's structure)"
     parser.add_argument("--blocks", nargs="+", action="extend", metavar="GLOB", help=text)
     add_option(parser, "--scratch", str, "with --stream: an existing folder for what is kept meanwhile", metavar="DIR")
+    text = "with --stream: bytes that each process may keep there (default: what the disk has free)"
+    add_option(parser, "--max-disk-bytes", positive, text)
     add_option(parser, "--seed", seed, "seed of random fits and of healing", 0)
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
     add_option(parser, "--batch-size", positive, "samples of a batch", 16)
@@ -125,10 +127,11 @@ def run(args: argparse.Namespace) -> int:
 def _check_inputs(args: argparse.Namespace) -> None:
     """Raise if the model or its calibration batches cannot be loaded; this takes no time, and loading takes seconds."""
     is_folder, calibration = Path(args.model).is_dir(), args.calibration
-    if args.scratch and not args.stream:
-        raise PantherError(
-            "--scratch is for --stream, which keeps what is large on disk: add --stream, or leave it out"
-        )
+    for option, value in (("--scratch", args.scratch), ("--max-disk-bytes", args.max_disk_bytes)):
+        if value is not None and not args.stream:
+            raise PantherError(
+                f"{option} is for --stream, which keeps what is large on disk: add --stream, or leave it out"
+            )
     if args.blocks and not args.stream:
         raise PantherError("--blocks is for --stream, which runs a model block by block: add --stream, or leave it out")
     if args.stream:
@@ -262,7 +265,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
                     if group is not None:
                         calibration = share_of_batches(calibration, group.rank(), group.size())
                     options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
-                    options["blocks"] = args.blocks
+                    options |= {"blocks": args.blocks, "max_disk_bytes": args.max_disk_bytes}
                     return pr.compress_folder(args.model, args.out, group=group, **options)
             return pr.compress(model, args.budget, calibration, heal=heal, **options)
         except PantherError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.runner import Runner, return_freed_memory
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
@@ -24,7 +24,7 @@ from panther.compression.forms.rounding import (
     sensitivity,
 )
 from panther.compression.forms.tables import fit_table, table_sensitivity
-from panther.compression.memory import fit_bytes, predict_peak_bytes, return_freed_memory
+from panther.compression.memory import fit_bytes, predict_peak_bytes
 from panther.compression.moments import (
     Gathered,
     Moments,

@@ -32,6 +32,7 @@ def compress_streamed(
     scratch: Path,
     source: str = "",
     blocks: Selector | Sequence[Selector] | None = None,
+    max_disk_bytes: int | None = None,
 ) -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 
@@ -44,6 +45,7 @@ def compress_streamed(
         scratch: The folder, which belongs to this call.
         source: A description of the weights, which differs if they have changed.
         blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
+        max_disk_bytes: Bytes that the files of this process may take; None is all that the disk has free.
 
     Raises:
         CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; and if ``scratch``
@@ -55,9 +57,13 @@ def compress_streamed(
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
             config.loss_fn, forward_device, scratch=scratch, blocks=blocks,
+            max_disk_bytes=max_disk_bytes,
         )  # fmt: skip
         spool = runner.spool
-        description = {"source": source, "blocks": _described_setting(blocks), **_described(config, runner)}
+        description = {
+            "source": source, "blocks": _described_setting(blocks), "max_disk_bytes": f"{max_disk_bytes}",
+            **_described(config, runner),
+        }  # fmt: skip
         before = spool.notes.setdefault("description", description)
         seed = spool.notes.setdefault("seed", check_seed(config.seed))
         if config.seed not in (None, seed):

@@ -4,12 +4,11 @@ The memory of the model's forward and backward is measured on the largest batch,
 the model runs. The remaining memory follows from the sizes of the weights.
 """
 
-__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "fit_bytes", "predict_peak_bytes", "return_freed_memory"]
+__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "fit_bytes", "predict_peak_bytes"]
 
-import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from panther._torch import TorchDispatchMode, storage_key, tree_leaves
 from panther.compression.calibration.batches import entries_of
-from panther.compression.calibration.runner import Runner, floating_tensor, resident_bytes
+from panther.compression.calibration.runner import Runner, floating_tensor, resident_bytes, return_freed_memory
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
@@ -77,17 +76,6 @@ class LiveBytes(TorchDispatchMode):
             del self._known[key]
 
         return freed
-
-
-def return_freed_memory() -> None:
-    """Return the memory of freed tensors to the system, where the C library is glibc; elsewhere do nothing.
-
-    glibc's heap shrinks at its end only. The fits of a pass are small and live long, and lie between the memory of
-    activations and of factors that are freed already: a sentence encoder of 91 MB, fitted in three passes, held 370 MB
-    for 95 MB of fits.
-    """
-    with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows, CDLL needs a name
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def predict_peak_bytes(

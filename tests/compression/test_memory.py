@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.runner import resident_bytes
-from panther.compression.memory import LiveBytes, return_freed_memory
+from panther.compression.calibration.runner import resident_bytes, return_freed_memory
+from panther.compression.memory import LiveBytes
 
 # In a process of its own, and after a small model, because code is loaded by that.
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 
 import pytest
 import torch
@@ -57,12 +58,12 @@ def end_at(event, number):
     spool.write_json = lambda *args: (count("before"), write_json(*args), count("after"))
 
 
-def compressed(folder, num_ranks=1, ends=None, **options):
+def compressed(folder, num_ranks=1, ends=None, shape=(20, 4, 9), max_disk_bytes=None, **options):
     """Compress with the batches of this rank; ``ends`` has the event and its number at which each rank ends."""
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(60, (4, 9), generator=generator) for _ in range(20)]
+    batches = torch.randint(60, shape, generator=generator).unbind()
     rank, group = (dist.get_rank(), dist.group.WORLD) if num_ranks > 1 else (0, None)
-    own = batches[rank * 20 // num_ranks : (rank + 1) * 20 // num_ranks]
+    own = batches[rank * shape[0] // num_ranks : (rank + 1) * shape[0] // num_ranks]
     torch.manual_seed(3)
     model = Model().double()
     defaults = {"bits": 6, "forms": ["dense", "int4", "int6", "int8", "low_rank"], "seed": 0}
@@ -73,7 +74,7 @@ def compressed(folder, num_ranks=1, ends=None, **options):
     scratch.mkdir(exist_ok=True, parents=True)
     if ends is not None:
         end_at(*ends[rank])
-    report = compress_streamed(model, config, scratch, "the source")
+    report = compress_streamed(model, config, scratch, "the source", max_disk_bytes=max_disk_bytes)
     forms = [(layer.names, layer.form, layer.rank) for layer in report.layers]
     return model.state_dict(), forms, report.measured_error
 
@@ -112,6 +113,20 @@ def test_ranks_that_are_killed_end_with_the_same_model(ends, tmp_path):
     for (state, forms, error), (expected_state, expected_forms, expected_error) in zip(results, expected, strict=True):
         assert (forms, error) == (expected_forms, expected_error)
         assert all(torch.equal(state[name], tensor) for name, tensor in expected_state.items())
+
+
+def test_ranks_run_in_sections_where_the_disk_is_small(tmp_path):
+    def both():
+        state, forms, _ = compressed(tmp_path / "whole", 2, shape=(40, 4, 60))
+        with pytest.raises(CompressionError, match="is too little") as caught:
+            compressed(tmp_path / "refused", 2, shape=(40, 4, 60), max_disk_bytes=1)
+        least = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
+        limited_state, limited_forms, _ = compressed(tmp_path / "limited", 2, shape=(40, 4, 60), max_disk_bytes=least)
+        assert forms == limited_forms
+        assert all(torch.equal(limited_state[name], tensor) for name, tensor in state.items())
+        return len(list((tmp_path / "limited" / f"rank-{dist.get_rank()}").glob("dropped-*")))
+
+    assert all(on_ranks(both))
 
 
 def test_all_ranks_refuse_what_has_changed_for_one(tmp_path):

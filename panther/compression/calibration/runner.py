@@ -7,9 +7,10 @@ numbers as every other forward of this batch, and the same state of the model.
 
 __all__ = [
     "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
-    "resident_bytes", "row_blocks", "squares",
+    "resident_bytes", "return_freed_memory", "row_blocks", "squares",
 ]  # fmt: skip
 
+import ctypes
 import dataclasses
 import inspect
 import logging
@@ -624,6 +625,17 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def return_freed_memory() -> None:
+    """Return the memory of freed tensors to the system, where the C library is glibc; elsewhere do nothing.
+
+    glibc's heap shrinks at its end only. The fits of a pass are small and live long, and lie between the memory of
+    activations and of factors that are freed already: a sentence encoder of 91 MB, fitted in three passes, held 370 MB
+    for 95 MB of fits.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows, CDLL needs a name
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def row_blocks(x: Tensor) -> Sequence[Tensor]:  # (groups, rows, columns)

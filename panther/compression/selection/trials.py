@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.experts import tokens_of
 from panther.compression.calibration.masks import counted
-from panther.compression.calibration.runner import Runner, row_blocks, squares
+from panther.compression.calibration.runner import Runner, return_freed_memory, row_blocks, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Receive, Step
 from panther.compression.calibration.survey import Further, watched
 from panther.compression.calibration.targets import Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_target
-from panther.compression.memory import return_freed_memory
 
 # Losses of single layers are means over this number of pairs of a sample and a direction, with a relative standard
 # deviation of 0.13. Four directions of a batch of 32 sentences cost 12 forwards, where one forward for each layer of an

@@ -5,12 +5,13 @@ beginning to the end of the part. Between the parts, a model only makes masks an
 little, and whatever it passes on (masks, rotary tables, the encoder's output) needs no description.
 """
 
-__all__ = ["RESULTS", "PartRun", "Parts", "dispatched", "named_blocks"]
+__all__ = ["DROPPED", "RESULTS", "PartRun", "Parts", "dispatched", "named_blocks"]
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 
 RESULTS = "results-"  # the beginning of the names of files with the results of a part for a batch
+DROPPED = "dropped-"  # the same, where the floating tensors of the results have been removed
+_NANS = "nan-"  # the beginning of the names of files with NaN, which take the place of removed tensors
 
 
 class _End(BaseException):
@@ -42,6 +45,14 @@ class _Alias(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class _Removed:
+    """The dtype and the shape of a tensor that has been removed from a record."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
 class _Record:
     """What a call returned.
 
@@ -52,8 +63,14 @@ class _Record:
     """
 
     output: Any
-    written: dict[int, Tensor]
+    written: dict[int, Any]
     rng_state: Tensor | None
+
+    def changed(self, change: Callable[[Any], Any]) -> "_Record":
+        """Return the record with changed leaves of the output and changed values of arguments."""
+        leaves, structure = tree_flatten(self.output)
+        written = {index: change(value) for index, value in self.written.items()}
+        return replace(self, output=tree_unflatten([change(leaf) for leaf in leaves], structure), written=written)
 
 
 @dataclass
@@ -70,6 +87,22 @@ class PartRun:
     results: list[Tensor] = field(default_factory=list)
     leaves: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def read_places(self) -> set[int]:
+        """Return the places of the parts whose results were read, by the graph of the output or of the results."""
+        results = self.results if self.output is None else [self.output]
+        nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+        reached = {id(node): node for node in nodes}
+        leaves: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.add(id(leaf))
+            for following, _ in node.next_functions:
+                if following is not None and id(following) not in reached:
+                    reached[id(following)] = following
+                    nodes.append(following)
+        return {place for (place, _), leaf in self.leaves.items() if id(leaf) in leaves}
+
 
 class Parts:
     """The parts of a model.
@@ -84,8 +117,8 @@ class Parts:
         self.calls, self._names, self._spool = list(calls), names, spool
 
     def is_recorded(self, place: int, batch_number: int) -> bool:
-        """Return whether the results of a part for a batch are kept."""
-        return _file_name(place, batch_number) in self._spool
+        """Return whether the results of a part for a batch are kept, or were dropped and are still on the disk."""
+        return self._spool.recover(_file_name(place, batch_number))
 
     def run(self, forward: Callable[[], Tensor], place: int, batch_number: int, *, record: bool = False) -> PartRun:
         """Run the model to the end of a part, or to its end if the part is the last one.
@@ -119,13 +152,50 @@ class Parts:
         self._spool.write(_file_name(place, batch_number), record)
 
     def recorded(self, place: int, batch_number: int) -> _Record:
-        """Return the results of a part for a batch, with mapped tensors."""
-        record: _Record = self._spool.read(_file_name(place, batch_number))
-        return record
+        """Return the results of a part for a batch, with mapped tensors. Tensors that were dropped are NaN."""
+        record: _Record
+        if _file_name(place, batch_number) in self._spool:
+            record = self._spool.read(_file_name(place, batch_number))
+            return record
+        record = self._spool.read(_file_name(place, batch_number, DROPPED))
+        return record.changed(lambda entry: self._nans(entry) if isinstance(entry, _Removed) else entry)
+
+    def num_bytes(self, place: int, batch_number: int) -> int:
+        """Return the bytes of the results of a part for a batch, which are kept."""
+        return self._spool.size(_file_name(place, batch_number))
+
+    def drop(self, places: Iterable[int], batch_numbers: Iterable[int]) -> None:
+        """Drop the floating tensors of the results of parts for batches, where they are kept.
+
+        The forwards of later parts get NaN in their place.
+        """
+        for place, batch_number in product(places, dict.fromkeys(batch_numbers)):
+            if _file_name(place, batch_number) not in self._spool:
+                continue
+            if (dropped_name := _file_name(place, batch_number, DROPPED)) not in self._spool:
+                self._spool.write(dropped_name, self.recorded(place, batch_number).changed(_removed))
+            self._spool.remove(_file_name(place, batch_number))
+
+    def _nans(self, removed: _Removed) -> Tensor:
+        """Return NaN in the shape of a removed tensor. They are mapped, so that they take no memory until written."""
+        prefix, numel = f"{_NANS}{removed.dtype}-", removed.shape.numel()
+        name = next((each for each in self._spool.names(prefix) if int(each.removeprefix(prefix)) >= numel), None)
+        if name is None:
+            for smaller in self._spool.names(prefix):
+                self._spool.remove(smaller)
+            name = f"{prefix}{numel}"
+            self._spool.write(name, torch.full((numel,), torch.nan, dtype=removed.dtype))
+        nans: Tensor = self._spool.read(name)
+        return nans[:numel].view(removed.shape)
 
 
-def _file_name(place: int, batch_number: int) -> str:
-    return f"{RESULTS}{place}-{batch_number}"
+def _removed(entry: Any) -> Any:
+    is_floating = isinstance(entry, Tensor) and entry.is_floating_point()
+    return _Removed(entry.dtype, entry.shape) if is_floating else entry
+
+
+def _file_name(place: int, batch_number: int, prefix: str = RESULTS) -> str:
+    return f"{prefix}{place}-{batch_number}"
 
 
 class _Calls:

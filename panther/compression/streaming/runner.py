@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from panther._text import format_bytes
 from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.masks import counted
-from panther.compression.calibration.runner import Runner, relative_error, squares
+from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Selector, Target
-from panther.compression.streaming.disk import TargetBytes, predict_disk_bytes
+from panther.compression.streaming.disk import Sections, TargetBytes, predict_disk_bytes
 from panther.compression.streaming.gradients import ResultGradients
-from panther.compression.streaming.parts import RESULTS, PartRun, Parts, dispatched, named_blocks
-from panther.compression.streaming.spool import BLOCK, Spool, check_free
+from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts, dispatched, named_blocks
+from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
 from panther.nn.quantized.stacked import StackedExperts
@@ -40,18 +40,25 @@ class StreamingRunner(Runner):
     """A model and batches, whose steps run part by part: all batches through one part before the next part.
 
     Forward, the results of each part are kept in files. Backward, a part is run again from the results of the parts
-    before it, and gets the gradients of the parts after it.
+    before it, and gets the gradients of the parts after it. If the files would take too much of the disk, the model has
+    sections: the results within a section are dropped, and the section is run forward again before it runs backward.
     """
 
     is_streaming = True
 
     def __init__(
-        self, *args: Any, scratch: Path, blocks: Selector | Sequence[Selector] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        scratch: Path,
+        blocks: Selector | Sequence[Selector] | None = None,
+        max_disk_bytes: int | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._blocks = blocks
+        self._blocks, self._max_disk_bytes = blocks, max_disk_bytes
         self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
         self._parts: Parts | None = None
+        self._sections = Sections(())
         self._is_within = False
         self._num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         modules = {f"module {name}": module for name, module in self.model.named_modules()}
@@ -60,8 +67,7 @@ class StreamingRunner(Runner):
         self.output_name = spool.notes.get("output_name", "")
         self.difference = spool.notes.get("difference")
         self._num_samples = {int(number): count for number, count in spool.notes.get("num_samples", {}).items()}
-        # Bytes of the results of all parts for the first batch, and the largest bytes of the gradients there.
-        self._result_bytes, self._gradient_bytes = spool.notes.get("batch_bytes", (0, 0))
+        self._gradient_bytes = spool.notes.get("gradient_bytes", 0)  # the largest of the gradients for the first batch
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value, with its tensors in files."""
@@ -152,7 +158,7 @@ class StreamingRunner(Runner):
     def _commit(self) -> None:
         self.spool.notes |= {
             "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
-            "batch_bytes": [self._result_bytes, self._gradient_bytes],
+            "gradient_bytes": self._gradient_bytes,
         }  # fmt: skip
         self.spool.commit()
 
@@ -175,12 +181,19 @@ class StreamingRunner(Runner):
         if not gradients:
             for place in self.over(places, description, 0.0) if description else places:
                 yield from self._forward_steps(parts, passes, numbers, place, places_of)
+                if self._sections.drops:
+                    parts.drop(self._sections.read_last(place), numbers)
             return
-        self._record(parts, passes, numbers, description)
+        if places:
+            self._record(parts, passes, numbers, places[-1], description)
         result_gradients = ResultGradients(self.spool, description or "other", is_new=after is None)
         for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
+            self._record(parts, passes, numbers, place)
+            return_freed_memory()
             waiting_bytes = result_gradients.num_bytes
             yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
+            if self._sections.drops:
+                parts.drop([place], numbers)
             if numbers == [0]:
                 self._gradient_bytes = max(self._gradient_bytes, waiting_bytes + result_gradients.num_bytes)
         result_gradients.remove()
@@ -244,16 +257,34 @@ class StreamingRunner(Runner):
             yield Step(number, batch, called, forward, backward, place, completed_now)
 
     def _record(
-        self, parts: Parts, passes: Sequence[tuple[Any, int]], numbers: Sequence[int], description: str
+        self,
+        parts: Parts,
+        passes: Sequence[tuple[Any, int]],
+        numbers: Sequence[int],
+        place: int,
+        description: str = "",
     ) -> None:
-        """Run the batches forward, part by part, where the results of a part are not kept yet."""
+        """Run the batches forward, part by part, up to a part, where results that it needs are not kept.
+
+        With a description, what has been run is safe part by part. Otherwise the backward pass may have begun, whose
+        gradients in files must be those of the last fits.
+        """
         batches = dict(zip(numbers, (batch for batch, _ in passes), strict=True))
-        places = range(len(parts.calls) - 1)
+        sections = self._sections
+        section_start = start = sections.start(place)
+        while start and not all(
+            parts.is_recorded(each, number) for each in sections.read_from(start) for number in batches
+        ):
+            start = sections.start(start - 1)
+        if description:
+            start = min(self.gathered(start))  # so that all ranks commit alike
+        places = range(start, place)
         with torch.no_grad():
-            for place in self.over(places, f"forward before {description}", 0.0) if description else places:
-                missing = [number for number in batches if not parts.is_recorded(place, number)]
+            for earlier in self.over(places, f"forward before {description}", 0.0) if description else places:
+                missing = [number for number in batches if not parts.is_recorded(earlier, number)]
                 for number in missing:
-                    parts.run(partial(self.output, batches[number]), place, number, record=True)
+                    parts.run(partial(self.output, batches[number]), earlier, number, record=True)
+                parts.drop(sections.droppable(earlier, section_start), numbers)
                 if description and (missing or self.group is not None):
                     self._commit()  # all ranks do so; without a description some of them may not be here
 
@@ -293,32 +324,39 @@ class StreamingRunner(Runner):
                 "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
                 "it in memory, with pr.compress"
             )
-        self._check_parts(Parts(calls, names, self.spool), output)
-        self._result_bytes = self.spool.size_of(RESULTS)
-        return calls
-
-    def _check_parts(self, parts: Parts, expected: Tensor) -> None:
-        """Raise CompressionError if the parts, run one by one, do not give the output of the model."""
-        forward = partial(self.output, self.batches[0])
-        last = len(parts.calls) - 1
-        with torch.no_grad():
-            for place in range(last):
-                parts.run(forward, place, 0, record=True)
-            output = parts.run(forward, last, 0).output
-        assert output is not None
-        difference = inf
-        if output.shape == expected.shape:
-            rows = self.mask(self.batches[0])
-            output, expected = counted(output, rows), counted(expected, rows)
-            fill = ScoreFill.of(expected)
-            change = fill.replaced(output) - fill.replaced(expected)
-            difference = relative_error(squares(change), squares(fill.scores(expected)))
+        parts = Parts(calls, names, self.spool)
+        last = len(calls) - 1
+        difference = self._difference(parts, output)
         if not difference <= _SAME:
             raise CompressionError(
                 f"the output of the model changes by {difference:.2g} if its {len(parts.calls)} parts, from "
                 f"{parts.name(0)} to {parts.name(last)}, run one by one: they pass something to each other beside "
                 "arguments and results, such as attributes. Compress the model in memory, with pr.compress"
             )
+        return calls
+
+    def _difference(
+        self, parts: Parts, expected: Tensor, drop_after: Callable[[int], Iterable[int]] | None = None
+    ) -> float:
+        """Return the relative difference of the output for the first batch if the parts run one by one.
+
+        ``drop_after`` takes a part that has run, and returns those whose results to drop then.
+        """
+        forward = partial(self.output, self.batches[0])
+        last = len(parts.calls) - 1
+        with torch.no_grad():
+            for place in range(last):
+                parts.run(forward, place, 0, record=not parts.is_recorded(place, 0))
+                parts.drop(() if drop_after is None else drop_after(place), [0])
+            output = parts.run(forward, last, 0).output
+        assert output is not None
+        if output.shape != expected.shape:
+            return inf
+        rows = self.mask(self.batches[0])
+        output, expected = counted(output, rows), counted(expected, rows)
+        fill = ScoreFill.of(expected)
+        change = fill.replaced(output) - fill.replaced(expected)
+        return relative_error(squares(change), squares(fill.scores(expected)))
 
     def _called(self, units: Sequence[nn.Module]) -> tuple[list[nn.Module], Tensor]:
         """Return the modules that are called for the first batch, in the order of the calls, and the output."""
@@ -349,29 +387,96 @@ class StreamingRunner(Runner):
         gradients: bool,
     ) -> None:
         """Predict the bytes of the files, log them, and raise CompressionError if the disk has less."""
-        needed, predicted = self.remembered(
-            name, partial(self._predict_disk, sizes, measured, new_layers, gradients=gradients)
+        needed, predicted, sections = self.remembered(
+            name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients)
         )
-        self.disk_bytes = max(self.disk_bytes, needed)
+        self.disk_bytes, self._sections = max(self.disk_bytes, needed), sections
         phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in predicted.items())
         _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(needed), phases)
+        if sections.drops:
+            _log.info(
+                "the model runs in %d sections, and runs forward once more in each section but the last",
+                sections.number,
+            )
         check_free(self.gathered(self.spool.needs(needed)))
 
-    def _predict_disk(
+    def _plan_disk(
         self, sizes: Mapping[Target, tuple[int, int]], measured: Sequence[Any], new_layers: int, *, gradients: bool
-    ) -> tuple[int, Mapping[str, int]]:
+    ) -> tuple[int, Mapping[str, int], Sections]:
+        """Return the predicted peak of the files, their bytes by phase, and as few sections as there is room for."""
         parts = self._divide(list(sizes))
         last = len(parts.calls) - 1
-        targets = []
-        for target, (fit, moments) in sizes.items():
-            places = self._places_of(parts, target) or [0 if gradients else last]
-            targets.append(TargetBytes(fit, moments, [last - place if gradients else place for place in places]))
-        predicted = predict_disk_bytes(
-            targets, last + 1, self._scaled(self._result_bytes, self.batches),
-            self._scaled(self._gradient_bytes, self.batches), self._scaled(self._gradient_bytes, measured), new_layers,
-        )  # fmt: skip
+        all_places = [self._places_of(parts, target) or [0 if gradients else last] for target in sizes]
+        targets = [
+            TargetBytes(fit, moments, [last - place if gradients else place for place in places])
+            for places, (fit, moments) in zip(all_places, sizes.values(), strict=True)
+        ]
+        batch_bytes = [parts.num_bytes(place, 0) for place in range(last)]
+        result_bytes = [self._scaled(size, self.batches) for size in batch_bytes]
+        gradient_bytes = self._scaled(self._gradient_bytes, self.batches)
+        measured_batches = {id(batch): batch for batch in measured}.values()  # each has several passes
+        measured_bytes = [self._scaled(size, measured_batches) for size in batch_bytes]
+        measured_gradients = self._scaled(self._gradient_bytes, measured)
         present = self.spool.num_bytes - self.spool.size_of(RESULTS)  # such as fits with another ridge
-        return present + max(predicted.values()), predicted
+
+        commits = {(min if gradients else max)(places) for places in all_places}
+
+        def predict(sections: Sections) -> tuple[int, Mapping[str, int], Sections]:
+            forward, held = sections.held_bytes(result_bytes, commits, gradients=gradients)
+            # The results stay while forms are compared, unless they are dropped.
+            compared, beside = forward, present
+            if sections.drops:
+                compared_forward, compared_held = sections.held_bytes(measured_bytes, commits, gradients=True)
+                compared = max(compared_forward, *compared_held)
+                beside += self.spool.size_of(DROPPED) * len(self.batches)
+            predicted = predict_disk_bytes(
+                targets, (forward, held), gradient_bytes, (compared, measured_gradients), new_layers
+            )
+            return beside + max(predicted.values()), predicted, sections
+
+        plans = [predict(Sections([last] * last))]
+        if not self._has_room(plans[0][0]):
+            last_reads = self._last_reads(parts)
+            for number in range(2, last + 2):
+                plans.append(predict(Sections(last_reads, number)))
+                if self._has_room(plans[-1][0]):
+                    return plans[-1]
+            fewest = min(self.gathered(min(plan[0] for plan in plans)))
+            if self._max_disk_bytes is not None and self._max_disk_bytes < fewest:
+                raise CompressionError(
+                    f"max_disk_bytes={self._max_disk_bytes:,} is too little, because what is kept on disk takes "
+                    f"{fewest:,} bytes at least: give as much, or fewer or shorter batches"
+                )
+        return min(plans, key=lambda plan: plan[0])
+
+    def _has_room(self, needed: int) -> bool:
+        """Return whether the files may take this number of bytes, on the disks of all ranks."""
+        folders = self.gathered(self.spool.needs(needed))
+        limit = self._max_disk_bytes
+        return full_disk(folders) is None and (limit is None or all(each.needed <= limit for each in folders))
+
+    def _last_reads(self, parts: Parts) -> list[int]:
+        """Return for each part but the last the last part that reads its results, in the first batches of all ranks.
+
+        Raises:
+            CompressionError: If the output changes without the results that no later part reads.
+        """
+        forward = partial(self.output, self.batches[0])
+        last_reads = list(range(len(parts.calls) - 1))
+        for place in range(len(parts.calls)):
+            for read in parts.run(forward, place, 0).read_places():
+                last_reads[read] = place
+        last_reads = [max(places) for places in zip(*self.gathered(last_reads), strict=True)]
+        with torch.no_grad():
+            expected = forward().clone()
+        difference = self._difference(parts, expected, Sections(last_reads).read_last)
+        if not all(each <= _SAME for each in self.gathered(difference)):
+            raise CompressionError(
+                "what is kept on disk does not fit there unless results of blocks are dropped, and the model reads "
+                "some of them without gradients, in blocks after the next one: free some of the disk, name a folder "
+                "of a larger disk, or give fewer or shorter batches"
+            )
+        return last_reads
 
     def _scaled(self, num_bytes: int, batches: Iterable[Any]) -> int:
         """Return the bytes for batches of what takes ``num_bytes`` for the first batch.

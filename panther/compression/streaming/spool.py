@@ -4,7 +4,7 @@ A file is read from the disk page by page as its tensors are used, and the syste
 Files have names, and a process that takes the place of a killed one finds those of the last :meth:`Spool.commit`.
 """
 
-__all__ = ["BLOCK", "DiskNeeds", "Spool", "check_free", "freed_blocks_returned"]
+__all__ = ["BLOCK", "DiskNeeds", "Spool", "check_free", "freed_blocks_returned", "full_disk"]
 
 import ctypes
 import io
@@ -160,6 +160,13 @@ class Spool:
         else:
             self._path(name).unlink()
 
+    def recover(self, name: str) -> bool:
+        """Take back the removal of a file, if no commit has come since; return whether the file is there."""
+        if name not in self._sizes and name in self._committed:
+            self._sizes[name] = size = self._path(name).stat().st_size
+            self._removed_bytes -= size
+        return name in self._sizes
+
     def commit(self) -> None:
         """Make sure that a new process finds everything that is here now, even after a failure of power."""
         try:
@@ -235,16 +242,25 @@ class DiskNeeds(NamedTuple):
     free: int
 
 
+def full_disk(folders: Sequence[DiskNeeds]) -> DiskNeeds | None:
+    """Return a folder whose disk has less free than what the folders of all ranks on it need in addition, if any."""
+    for each in folders:
+        ranks = [other for other in folders if other.disk == each.disk]
+        if sum(rank.needed - rank.present for rank in ranks) > each.free:
+            return each
+    return None
+
+
 def check_free(folders: Sequence[DiskNeeds]) -> None:
     """Raise CompressionError if a disk has less free than what the folders of all ranks on it need in addition."""
-    for disk, folder, needed, present, free in folders:
-        ranks = [each for each in folders if each.disk == disk]
-        if sum(each.needed - each.present for each in ranks) > free:
-            count = f", as each of {len(ranks)} ranks does" if len(ranks) > 1 else ""
-            raise CompressionError(
-                f"what is kept on disk needs {needed:,} bytes in {folder}{count}, where {present:,} are, and the disk "
-                f"has {free:,} free: free some of it, name a folder of a larger disk, or give fewer or shorter batches"
-            )
+    if (full := full_disk(folders)) is not None:
+        num_ranks = sum(each.disk == full.disk for each in folders)
+        count = f", as each of {num_ranks} ranks does" if num_ranks > 1 else ""
+        raise CompressionError(
+            f"what is kept on disk needs {full.needed:,} bytes in {full.folder}{count}, where {full.present:,} are, "
+            f"and the disk has {full.free:,} free: free some of it, name a folder of a larger disk, or give fewer or "
+            "shorter batches"
+        )
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def compress_folder(
     bits: float | None = None,
     max_bytes: int | None = None,
     scratch_dir: str | os.PathLike[str] | None = None,
+    max_disk_bytes: int | None = None,
     blocks: Selector | Sequence[Selector] | None = None,
     **options: Any,
 ) -> CompressionReport:
@@ -72,6 +73,9 @@ def compress_folder(
         bits: The size as an average number of bits for each eligible weight.
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
+        max_disk_bytes: Bytes that each process may keep on disk meanwhile; None is all that the disk has free. If all
+            hidden states take more, the model runs in sections, with the same result: the hidden states within a
+            section are dropped, and the section is run forward again before it runs backward.
         blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
             None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
@@ -92,8 +96,10 @@ def compress_folder(
     moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a forward and backward of one block for one
     batch, and a few matrices of the size of the largest weight in float64. Disk: the hidden states of all batches at
     all boundaries, and for each entry of a weight about seven bytes and the factors of low rank; the peak is logged
-    beforehand and is in the report's ``disk_bytes``, and a disk with less is refused. In addition, the weights that
-    transformers converts as it loads them (of experts that the file holds one by one, or in another ``dtype``).
+    beforehand and is in the report's ``disk_bytes``. If there is less room, hidden states of some boundaries are
+    computed twice, in at most one more forward of the model, and a run that needs more even so is refused. In
+    addition, the weights that transformers converts as it loads them (of experts that the file holds one by one, or in
+    another ``dtype``).
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
@@ -110,6 +116,8 @@ def compress_folder(
     transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")
     if refused := [name for name in _IN_MEMORY if name in options]:
         raise ValueError(f"{refused[0]} needs the whole model in memory: leave it out, or use pr.compress")
+    if max_disk_bytes is not None and max_disk_bytes <= 0:
+        raise ValueError(f"max_disk_bytes must be positive, and is {max_disk_bytes}: leave it out for all that is free")
     config = CompressConfig(
         budget, calibration, bits=bits, max_bytes=max_bytes, measure_speed=False, allow_slower=True, **options
     )
@@ -120,7 +128,7 @@ def compress_folder(
         if (report := _report_of_ended_run(scratch, config.group)) is not None:
             return report
         model = mapped_from_pretrained(source, scratch)
-        report = compress_streamed(model, config, scratch, _described(source), blocks)
+        report = compress_streamed(model, config, scratch, _described(source), blocks, max_disk_bytes)
         (scratch / _SAVING).touch()  # from now on the target is not empty
 
         def save() -> None:
