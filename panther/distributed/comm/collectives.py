@@ -190,11 +190,6 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
         return _Collective.apply(x, partial(_send, src=src, group=group), adjoint)
 
 
-def check_equal_calls(name: str, x: Tensor, group: Group = None) -> int:
-    """Raise on every rank if the dtypes or shapes of ``x`` differ, compared once for each; return the world size."""
-    return _check(name, x, group)
-
-
 def gather_states(x: Tensor, group: Group = None) -> Tensor:  # (*shape) -> (ranks, *shape)
     """Return the tensors of all ranks, without derivatives; all have the shape of ``x``."""
     n = _check("gather_states", x, group)
