@@ -2,7 +2,6 @@
 
 import csv
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +29,13 @@ def suite():
 
 
 @pytest.fixture
+def worker():
+    from benchmarks.gpu import worker
+
+    return worker
+
+
+@pytest.fixture
 def recorder(suite, tmp_path):
     return suite.Recorder(tmp_path / "gpu_suite.csv", suite.stamp("cpu", "abc"))
 
@@ -43,21 +49,25 @@ def test_rehearsal_of_two_sections_in_their_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "--out", tmp_path / "out", "--commit", "abc"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    waits.run([*command, "--sections", "tests", "roofline", "host", "hadamard"], cwd=ROOT, env=environment, check=True)
+    command += ["--sections", "tests", "roofline", "host", "hadamard"]
+    waits.run(command, cwd=ROOT, env=environment, check=True)
     rows = read_rows(tmp_path / "out/gpu_suite.csv")
     assert {row["section"] for row in rows} == {"tests", "roofline", "host", "hadamard"}
     assert [row for row in rows if row["status"] == "failed"] == []
     assert all(row["commit"] == "abc" and row["torch"] and row["date"] and row["card"] for row in rows)
     page = (tmp_path / "out/gpu_suite.md").read_text()
-    assert all(title in page for title in ("rehearsal", "## Aims", "## Tests"))
+    assert all(title in page for title in ("rehearsal", "## Aims", "## Predictions", "## Tests"))
+    again = waits.run(command, cwd=ROOT, env=environment, check=True)
+    assert "hadamard is complete" in again.stdout
+    assert read_rows(tmp_path / "out/gpu_suite.csv") == rows
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_every_section_measures_what_it_compares(suite, tmp_path):
-    for section in suite._PROBLEMS:
+    for section in suite.PROBLEMS:
         assert suite.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc", "--section", section]) == 0
     rows = read_rows(tmp_path / "gpu_suite.csv")
-    assert {row["section"] for row in rows} == set(suite._PROBLEMS)
+    assert {row["section"] for row in rows} == set(suite.PROBLEMS)
     assert [row for row in rows if row["status"] == "failed"] == []
     timed = [row for row in rows if row["time_us"]]
     assert {row["alternative"] for row in timed} >= {"nn.Linear", "SKLinear", "optimum", "SDPA", "panther", "torch CSR"}
@@ -96,11 +106,11 @@ def fail(*_):
     raise RuntimeError("this one fails\nat length")
 
 
-def run_cases(suite, recorder, cases, seconds=60):
-    return suite.run_section("sparse", cases, recorder, suite.Timer("cpu", 0.01), BOUNDS, time.time() + seconds)
+def run_cases(worker, recorder, cases, seconds=60):
+    return worker.run_section("sparse", cases, recorder, worker.Timer("cpu", 0.01), BOUNDS, time.time() + seconds)
 
 
-def test_what_fails_leaves_the_rest_and_no_case_is_measured_twice(suite, recorder):
+def test_what_fails_leaves_the_rest_and_no_case_is_measured_twice(worker, recorder):
     built = []
 
     def good():
@@ -108,7 +118,7 @@ def test_what_fails_leaves_the_rest_and_no_case_is_measured_twice(suite, recorde
         return problem()
 
     cases = [({"case": "bad"}, fail), ({"case": "good"}, good)]
-    assert [run_cases(suite, recorder, cases) for _ in range(2)] == [0, 0]
+    assert [run_cases(worker, recorder, cases) for _ in range(2)] == [0, 0]
     assert built == [1]
     rows = [row for row in read_rows(recorder.path) if row["mode"] != "graph"]
     assert [row["status"] for row in rows if row["case"] == "bad"] == ["failed"]
@@ -124,29 +134,29 @@ def test_what_fails_leaves_the_rest_and_no_case_is_measured_twice(suite, recorde
     )
 
 
-def test_a_case_after_the_time_is_up_is_skipped(suite, recorder):
-    assert run_cases(suite, recorder, [({"case": "late"}, problem)], seconds=-1) == 0
+def test_a_case_after_the_time_is_up_is_skipped(worker, recorder):
+    assert run_cases(worker, recorder, [({"case": "late"}, problem)], seconds=-1) == 0
     (row,) = read_rows(recorder.path)
     assert (row["status"], row["note"]) == ("skipped", "the time for this section is up")
 
 
-def run_in_process(suite, recorder, monkeypatch, tmp_path, process):
+def run_in_process(suite, recorder, monkeypatch, tmp_path, process, seconds=60):
     """Run a section whose process is replaced by a function."""
-    monkeypatch.setattr(suite.subprocess, "run", process)
+    monkeypatch.setattr(suite, "_run", process)
     options = suite.argparse.Namespace(out=tmp_path, commit="a", dry_run=True)
-    suite._run_in_process("sparse", recorder, options, time.time() + 60)
+    suite._run_in_process("sparse", recorder, options, time.time() + seconds, time.time() + seconds)
     return read_rows(recorder.path)
 
 
-def test_after_a_lost_device_the_section_continues_in_a_new_process(suite, recorder, monkeypatch, tmp_path):
+def test_after_a_lost_device_the_section_continues_in_a_new_process(suite, worker, recorder, monkeypatch, tmp_path):
     def lose():
-        raise suite.DeviceLostError("an illegal address")
+        raise worker.DeviceLostError("an illegal address")
 
     codes = []
 
-    def process(command, **_):
-        codes.append(run_cases(suite, recorder, [({"case": "loses"}, lose), ({"case": "good"}, problem)]))
-        return subprocess.CompletedProcess(command, codes[-1])
+    def process(command, deadline, **_):
+        codes.append(run_cases(worker, recorder, [({"case": "loses"}, lose), ({"case": "good"}, problem)]))
+        return codes[-1]
 
     rows = run_in_process(suite, recorder, monkeypatch, tmp_path, process)
     assert codes == [3, 0]
@@ -156,17 +166,123 @@ def test_after_a_lost_device_the_section_continues_in_a_new_process(suite, recor
 
 
 @pytest.mark.parametrize(
-    ("outcome", "note"), [(-11, "exit code -11"), (3, "exit code 3"), ("hangs", "did not end in time")]
+    ("outcome", "note"), [(-11, "exit code -11"), (3, "exit code 3"), (None, "did not end in time")]
 )
-def test_a_process_that_dies_or_hangs_costs_its_section_alone(suite, recorder, monkeypatch, tmp_path, outcome, note):
-    def process(command, timeout, **_):
-        if outcome == "hangs":
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, outcome)
-
-    (row,) = run_in_process(suite, recorder, monkeypatch, tmp_path, process)
+def test_a_process_that_ends_before_a_case_costs_its_section_alone(
+    suite, recorder, monkeypatch, tmp_path, outcome, note
+):
+    (row,) = run_in_process(suite, recorder, monkeypatch, tmp_path, lambda *_, **__: outcome)
     assert row["status"] == "failed"
     assert note in row["note"]
+
+
+@pytest.mark.parametrize(("outcome", "note"), [(-11, "exit code -11"), (None, "did not end in time")])
+def test_a_process_that_ends_in_a_case_costs_that_case_alone(
+    suite, worker, recorder, monkeypatch, tmp_path, outcome, note
+):
+    outcomes = [outcome, 0]
+
+    def process(command, deadline, **_):
+        if len(outcomes) == 2:
+            worker.CaseInProgress(tmp_path).write({"section": "sparse", "case": "ends it", "dtype": "float32"})
+        return outcomes.pop(0)
+
+    (row,) = run_in_process(suite, recorder, monkeypatch, tmp_path, process)
+    assert (row["case"], row["status"]) == ("ends it", "failed")
+    assert note in row["note"]
+    assert outcomes == []
+
+
+def test_a_section_that_never_starts_says_which_cases_it_skipped(suite, worker, recorder, monkeypatch, tmp_path):
+    rows = run_in_process(suite, recorder, monkeypatch, tmp_path, fail, seconds=-1)
+    assert [row["case"] for row in rows] == [facts["case"] for facts, _ in worker.PROBLEMS["sparse"]("cpu", tiny=True)]
+    assert {row["note"] for row in rows} == {suite.TIME_IS_UP}
+
+
+def test_a_command_is_ended_with_its_grace_and_not_before(suite):
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    begun = time.time()
+    assert suite._run(sleep, begun + 0.5, grace_s=0.5) is None
+    assert time.time() - begun >= 1
+    assert suite._run(sleep, time.time() + 60, grace_s=60, latest=time.time()) is None
+    assert suite._run([sys.executable, "-c", "raise SystemExit(7)"], time.time() + 600) == 7
+
+
+def test_a_busy_machine_has_a_longer_grace(suite, monkeypatch):
+    monkeypatch.setattr(suite.os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    assert suite.slowdown() == suite._LONGEST_GRACES
+
+
+def test_a_second_call_repeats_what_was_not_measured_alone(suite, recorder):
+    measured = {"section": "sparse", "case": "a", "status": "measured"}
+    recorder.add(measured)
+    recorder.add({"section": "sparse", "case": "late", "status": "skipped", "note": suite.TIME_IS_UP})
+    recorder.add({"section": "sparse", "case": "section", "status": "failed", "note": "exit code 1"})
+    recorder.add({"section": "sparse", "case": "half", "status": "measured"})
+    later = recorder.stamped | {"date": "2030-01-01"}
+    unfinished = {"section": "sparse", "case": "half", "dtype": "", "precision": "", "direction": ""}
+    assert suite.continue_table(recorder.path, later, unfinished)
+    assert [row["case"] for row in read_rows(recorder.path)] == ["a"]
+
+
+@pytest.mark.parametrize("column", ["card", "torch", "triton", "commit"])
+def test_the_table_of_another_card_version_or_commit_is_kept_beside(suite, recorder, column):
+    recorder.add({"section": "sparse", "case": "a", "status": "measured"})
+    rows = read_rows(recorder.path)
+    assert not suite.continue_table(recorder.path, recorder.stamped | {column: "another"}, {})
+    assert not recorder.path.exists()
+    assert read_rows(recorder.path.with_name("gpu_suite-earlier-1.csv")) == rows
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_checks_cover_every_kernel_dtype_and_direction(suite, tmp_path):
+    assert suite.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc", "--section", "correctness"]) == 0
+    *rows, left_out = read_rows(tmp_path / "gpu_suite.csv")
+    assert left_out["note"].endswith("cover them")
+    assert {row["status"] for row in rows} == {"passed"}
+    modules = {path.stem for path in (ROOT / "kernels/_triton").glob("[a-z]*.py")}
+    covered = {(row["case"].partition(":")[0], row["dtype"], row["direction"]) for row in rows}
+    dtypes = ("bfloat16", "float16", "float32")
+    assert covered >= {(module, dtype, "forward") for module in modules for dtype in dtypes}
+    without_backward = {"quantized", "signs"}
+    assert covered >= {(module, dtype, "backward") for module in modules - without_backward for dtype in dtypes}
+
+
+def test_a_wrong_kernel_fails_its_check():
+    from benchmarks.gpu.correctness import Check, run_check
+
+    check = Check("k", "c", lambda x: 1.1 * x, lambda x: x, lambda dtype: [torch.ones(3, dtype=dtype)], "", 1)
+    for backward in (False, True):
+        with pytest.raises(ArithmeticError, match=r"relative RMS error is 1\.00e-01"):
+            run_check(check, torch.float32, backward)
+
+
+def test_predictions_that_rows_contradict_are_said():
+    from benchmarks.gpu.predictions import contradictions
+
+    def row(path, time_us, section="sklinear", case="8192x8192 R 16 batch 8192", **columns):
+        return {
+            "section": section, "case": case, "dtype": "float32", "precision": "high", "direction": "forward",
+            "mode": "graph", "alternative": path, "status": "measured", "time_us": str(time_us),
+        } | columns  # fmt: skip
+
+    agrees = [row("fused", 10), row("pair", 11), row("joined", 9.9)]
+    assert contradictions(agrees, triton=True) == []
+    (sentence,) = contradictions([*agrees[:2], row("joined", 5)], triton=True)
+    assert "choose_path takes fused, 10 us, and joined takes 5 us" in sentence
+    host = row("", 100, "host", "SKLinear, 256 x 256, R = 16", direction="no gradients")
+    assert contradictions([host], triton=True) == ["HOST_US['pair'] is 24, and the host takes 100 us"]
+
+
+def test_the_page_for_the_documentation_has_no_markup_by_accident(suite, recorder):
+    docutils = pytest.importorskip("docutils.core")
+    note = "RuntimeError: `a_ *b* |c| \\d"
+    recorder.add({"section": "sparse", "case": "a", "status": "failed", "note": note})
+    recorder.add({"section": "correctness", "case": "b", "status": "failed", "note": note})
+    page = suite.document(read_rows(recorder.path), recorder.stamped, True)
+    settings = {"halt_level": 2, "report_level": 5}
+    tree = docutils.publish_string(page, settings_overrides=settings).decode()
+    assert tree.count("`a_ *b* |c| \\d") == 2
 
 
 def test_every_aim_is_a_case_that_the_suite_measures(suite):
@@ -175,7 +291,7 @@ def test_every_aim_is_a_case_that_the_suite_measures(suite):
 
     names = {
         section: {(facts["case"], facts.get("direction", "")) for facts, _ in problems("cpu")}
-        for section, problems in suite._PROBLEMS.items()
+        for section, problems in suite.PROBLEMS.items()
     }
     assert [aim for aim in report.AIMS if (aim.case, aim.direction) not in names[aim.section]] == []
 

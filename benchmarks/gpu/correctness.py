@@ -1,0 +1,216 @@
+"""Compare every Triton kernel with float64, by dtype and direction, without pytest and within two minutes.
+
+The order is by breadth: each kernel runs once in bfloat16 before any kernel runs in a second dtype.
+"""
+
+__all__ = ["LEFT_OUT", "Check", "correctness_checks", "run_check"]
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import panther.kernels
+import torch
+from panther.kernels import reference
+from panther.kernels.ops._crossover import using_path
+from panther.kernels.reference.codes import pack_codes
+from torch import Tensor
+
+from benchmarks.harness import test_support
+from panther.sketch import SparseSketch
+
+LEFT_OUT = (
+    "strided operands, sizes 0 and 1, batches, masks, quantized codes of 2, 5, 6 and 7 bits, ranks other than 16 and "
+    "96, CUDA graphs, several streams and torch.compile: the tests marked gpu cover them"
+)
+"""What these checks leave to the tests."""
+
+_DTYPES = ("bfloat16", "float32", "float16")
+_ROWS, _IN, _OUT = 70, 272, 208
+
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A call of a kernel and the same call in float64."""
+
+    kernel: str
+    """The module of the kernel, in ``kernels/_triton``."""
+    case: str
+    function: Function
+    exact: Function
+    """Computes the same from operands in float64, in torch."""
+    operands: Callable[[torch.dtype], Sequence[Tensor]]
+    path: str = ""
+    """The path to force for the sketched product."""
+    differentiable: int = 0
+    """How many of the first operands have a gradient that is compared."""
+
+
+def correctness_checks(device: str) -> Iterator[tuple[dict[str, str], Callable[[], float]]]:
+    """Yield the columns that name a check, and a function that returns its relative RMS error."""
+    checks = list(_checks(device))
+    for direction in ("forward", "backward"):
+        for dtype in _DTYPES:
+            for check in checks:
+                if direction == "forward" or check.differentiable:
+                    facts = {"case": f"{check.kernel}: {check.case}", "dtype": dtype, "direction": direction}
+                    yield facts, partial(run_check, check, getattr(torch, dtype), direction == "backward")
+
+
+def run_check(check: Check, dtype: torch.dtype, backward: bool) -> float:
+    """Return the relative RMS error of a check.
+
+    Raises:
+        ArithmeticError: If the error is above the tolerance of the tests.
+    """
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    tolerances = test_support("tolerances")
+    operands = [operand.detach() for operand in check.operands(dtype)]
+    wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
+    with using_path(check.path) if check.path else nullcontext():
+        if backward:
+            results = _gradients(check.function, operands, check.differentiable)
+        else:
+            with torch.no_grad():
+                results = [check.function(*operands)]
+    exact = _gradients(check.exact, wide, check.differentiable) if backward else [check.exact(*wide)]
+    error = max(tolerances.rms_error(result, value) for result, value in zip(results, exact, strict=True))
+    bound = tolerances.KERNEL_RMS[dtype] * (4 if backward else 1)  # A gradient passes through several roundings.
+    if not error <= bound:
+        raise ArithmeticError(f"the relative RMS error is {error:.2e}, above {bound:.1e}")
+    return float(error)
+
+
+def _gradients(function: Function, operands: Sequence[Tensor], count: int) -> list[Tensor]:
+    leaves = [operand.requires_grad_() for operand in operands[:count]]
+    output = function(*leaves, *operands[count:])
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(output.shape, generator=generator).to(output.device, torch.bfloat16).to(output.dtype)
+    return list(torch.autograd.grad(output, leaves, grad))
+
+
+def _checks(device: str) -> Iterator[Check]:
+    def randn(*shape: int, scale: float = 1.0) -> Callable[[torch.dtype], Tensor]:
+        return lambda dtype: (torch.randn(shape, device=device) * scale).to(dtype)
+
+    yield from _sketched_checks(device)
+    yield from _quantized_checks(device)
+    features, values = (1, 2, 200, 64), (1, 2, 200, 48)
+
+    def attention_operands(dtype: torch.dtype) -> list[Tensor]:
+        q, k = (randn(*features, scale=0.3)(torch.float32).exp().to(dtype) for _ in range(2))
+        return [q, k, randn(*values)(dtype)]
+
+    yield Check(
+        "attention", "causal", panther.kernels.causal_linear_attention, reference.causal_linear_attention,
+        attention_operands, differentiable=3,
+    )  # fmt: skip
+    for causal in (True, False):
+
+        def exact(*operands: Tensor, causal: bool = causal) -> Tensor:
+            q, k, v, phi_q, phi_k, log_q, log_k = operands
+            return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, 64, causal)
+
+        def windowed(*operands: Tensor, causal: bool = causal) -> Tensor:
+            return panther.kernels.windowed_linear_attention(*operands, window=64, is_causal=causal)
+
+        def windowed_operands(dtype: torch.dtype) -> list[Tensor]:
+            q, k, v = randn(1, 2, 200, 64, scale=0.1)(dtype), randn(1, 2, 200, 64)(dtype), randn(1, 2, 200, 64)(dtype)
+            phi = [randn(*features, scale=0.3)(torch.float32).exp().to(dtype) for _ in range(2)]
+            logs = [torch.randn(1, 2, 200, device=device) for _ in range(2)]
+            return [q, k, v, *phi, *logs]
+
+        yield Check(
+            "windowed_attention", "causal" if causal else "both ways", windowed, exact, windowed_operands,
+            differentiable=5,
+        )  # fmt: skip
+    for N, columns in ((256, 5), (1 << 12, 1)):
+        yield Check(
+            "hadamard", f"n {N} columns {columns}", panther.kernels.hadamard_transform,
+            partial(reference.hadamard_transform, differentiable=True),
+            partial(lambda dtype, shape: [randn(*shape)(dtype)], shape=(3, N, columns)), differentiable=1,
+        )  # fmt: skip
+
+    def sketch(A: Tensor) -> SparseSketch:
+        return SparseSketch(64, _ROWS, 4, seed=0, device=device, dtype=A.dtype)
+
+    yield Check(
+        "sparse", "4 entries a column", lambda A: sketch(A) @ A, lambda A: sketch(A).dense() @ A,
+        lambda dtype: [randn(_ROWS, 33)(dtype)], differentiable=1,
+    )  # fmt: skip
+    place: tuple[Any, ...] = (12345678901234567, 7, 3, range(5, 40), range(100, 900))
+    for law in ("sign", "uniform", "normal"):
+        draw = getattr(panther.kernels, f"{law}_block")
+
+        def drawn(x: Tensor, draw: Callable[..., Tensor] = draw) -> Tensor:
+            return draw(*place, dtype=x.dtype, device=x.device)
+
+        def drawn_exactly(x: Tensor, law: str = law) -> Tensor:
+            return reference.random_block(law, *place, dtype=x.dtype, device="cpu").to(x.device)
+
+        yield Check(
+            "signs", f"{law}_block", drawn, drawn_exactly, lambda dtype: [torch.zeros(1, device=device).to(dtype)]
+        )
+
+
+def _sketched_checks(device: str) -> Iterator[Check]:
+    def product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        return panther.kernels.sketched_matmul(x, S1, U1, S2, U2, bias, 0.25)
+
+    def packed_product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        words = reference.pack_signs(U1), reference.pack_signs(U2.mT.contiguous())
+        return panther.kernels.sketched_matmul(x, S1, words[0], S2, words[1], bias, 0.25)
+
+    def halves(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        return panther.kernels.sketched_outer(panther.kernels.sketched_inner(x, S1, U2, 0.25), U1, S2, bias)
+
+    def exact(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        return 0.25 * (x @ S1 @ U1 + x @ U2 @ S2) + bias
+
+    def operands(dtype: torch.dtype, rows: int, R: int) -> list[Tensor]:
+        shapes = (rows, _IN), (_IN, R), (R, _OUT), (_OUT,), (R, _OUT), (_IN, R)
+        x, S1, S2, bias, U1, U2 = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+        return [x, S1 / 16, S2 / 4, bias, U1.sign(), U2.sign()]
+
+    paths = ("pair", "fused") if device == "cuda" else ("joined",)
+    for path in paths:
+        for rows in (1, _ROWS):
+            make = partial(operands, rows=rows, R=16)
+            yield Check("sketched", f"{path}, {rows} rows", product, exact, make, path, 4)
+            yield Check("sketched", f"{path}, {rows} rows, packed", packed_product, exact, make, path, 4)
+    yield Check("sketched", f"{paths[0]}, R = 96", product, exact, partial(operands, rows=_ROWS, R=96), paths[0], 4)
+    for rows in (1, _ROWS):
+        yield Check("sketched_halves", f"{rows} rows", halves, exact, partial(operands, rows=rows, R=16), "", 4)
+
+
+def _quantized_checks(device: str) -> Iterator[Check]:
+    group_size = 64
+    for bits, rank, rows in ((4, 0, 1), (4, 16, 1), (4, 16, _ROWS), (3, 0, _ROWS), (8, 0, 1)):
+
+        def operands(dtype: torch.dtype, bits: int = bits, rank: int = rank, rows: int = rows) -> list[Tensor]:
+            codes = torch.randint(2**bits, (_OUT, _IN), dtype=torch.uint8, device=device)
+            groups = -(-_IN // group_size)
+            scales = (torch.rand(_OUT, groups, device=device) / _IN).to(torch.bfloat16)
+            zeros = torch.full((_OUT, groups), 2 ** (bits - 1), dtype=torch.uint8, device=device)
+            inner = torch.randn(rows, rank, device=device).to(dtype) / 1024
+            left = torch.randint(-127, 128, (_OUT, rank), device=device, dtype=torch.int8)
+            x, bias = torch.randn(rows, _IN, device=device).to(dtype), torch.randn(_OUT, device=device).to(dtype)
+            return [x, inner, bias, pack_codes(codes, bits), scales, zeros, left]
+
+        def arguments(operands: Sequence[Tensor], bits: int = bits, rank: int = rank) -> tuple[Any, ...]:
+            x, inner, bias, codes, scales, zeros, left = operands
+            scales = scales.to(torch.bfloat16)
+            return x, codes, bits, scales, zeros, group_size, *((inner, left) if rank else (None, None)), bias
+
+        yield Check(
+            "quantized",
+            f"{bits} bits, rank {rank}, {rows} rows",
+            lambda *tensors, arguments=arguments: torch.ops.panther.quantized_matmul(*arguments(tensors)),
+            lambda *tensors, arguments=arguments: reference.quantized_matmul(*arguments(tensors)),
+            operands,
+        )
