@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from panther.kernels._triton import attention, hadamard, quantized, signs, sketched, sparse, windowed_attention
+from panther.kernels._triton import (
+    attention,
+    hadamard,
+    quantized,
+    quantized_few_rows,
+    signs,
+    sketched,
+    sparse,
+    windowed_attention,
+)
 from panther.kernels.reference.codes import code_bytes
 from torch import Tensor
 
@@ -111,6 +120,24 @@ def quantized_product(rows: int, K: int, N: int, bits: int, rank: int = 0, group
     return launch
 
 
+def few_rows(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: int = 128) -> Launch:
+    """Multiply up to 16 rows by a quantized weight in one kernel, with a correction if it has a rank, and a bias."""
+
+    def launch(t: torch.dtype) -> None:
+        groups, factors = -(-K // group_size), (None, None, None)
+        if rank:
+            factors = (  # type: ignore[assignment]
+                meta(N, rank, dtype=torch.int8), meta(rank, K, dtype=torch.int8), meta(rank, dtype=F32),
+            )  # fmt: skip
+        operands = meta(rows, K, dtype=t), meta(N, code_bytes(K, bits), dtype=torch.uint8)
+        steps = meta(N, groups, dtype=BF16), meta(N, groups, dtype=torch.uint8)
+        ends = (*factors, meta(N, dtype=t))
+        plan = quantized_few_rows.few_rows_plan(*operands, bits, *steps, group_size, *ends)
+        plan(*operands, *steps, *ends)
+
+    return launch
+
+
 def transform(N: int, columns: int, batch: int = 4096) -> Launch:
     return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
 
@@ -166,6 +193,20 @@ CASES = [
     Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),
     Case("quantized int3 batch 512", quantized_product(512, 4096, 4096, 3), precisions=FULL),
     Case("quantized int7, odd sizes", quantized_product(70, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
+    *(
+        Case(
+            f"quantized int{bits} batch {rows}, few rows, rank 32", few_rows(rows, 4096, 4096, bits, rank=32), ALL, FULL
+        )
+        for bits in range(2, 9)
+        for rows in (1, 16)
+    ),
+    Case("quantized int4 batch 1, few rows", few_rows(1, 4096, 8192, 4), precisions=FULL),
+    Case("quantized int4 batch 16, few rows", few_rows(16, 4096, 11008, 4), precisions=FULL),
+    Case(
+        "quantized int8 batch 16, few rows, whole rows", few_rows(16, 4096, 4096, 8, group_size=4096), precisions=FULL
+    ),
+    Case("quantized int7, few rows, odd sizes", few_rows(5, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
+    Case("quantized int4, one row, odd sizes", few_rows(1, 1001, 777, 4, rank=5, group_size=33), ALL, FULL),
     Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
     Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
     Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),

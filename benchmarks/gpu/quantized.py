@@ -41,11 +41,21 @@ def _quantized(width: int, bits: int, rank: int, batch: int, dtype: torch.dtype,
     x = torch.randn(batch, width, device=device, dtype=dtype)
     right = torch.randn(rank, width, device=device, dtype=dtype) / width**0.5
     left = torch.randint(-127, 128, (width, rank), device=device, dtype=torch.int8)
+    factors, is_few_rows = None, batch <= 16  # one kernel takes them with a rank of up to 32
+    if is_few_rows and rank:
+        right_codes = torch.randint(-127, 128, (rank, width), device=device, dtype=torch.int8)
+        factors = left, right_codes, torch.full((rank,), 1e-5, device=device)
     weight = torch.randn(width, width, device=device, dtype=dtype)
     flops, ends = 2.0 * batch * width * width, 2.0 * x.nbytes
 
     def inner() -> Tensor | None:
         return F.linear(x, right) / 1024 if rank else None
+
+    def few_rows() -> Tensor:
+        y: Tensor = torch.ops.panther.quantized_matmul_few_rows(
+            x, codes, bits, scales, zeros, group_size, *(factors or (None, None, None)), None
+        )
+        return y
 
     def product() -> Tensor:
         # The operator, because quantized_matmul multiplies more than 256 rows by the expanded weight.
@@ -56,13 +66,20 @@ def _quantized(width: int, bits: int, rank: int, batch: int, dtype: torch.dtype,
 
     def exact() -> list[Tensor]:
         z = inner()
+        if factors is not None:
+            z = (x.double() @ factors[1].double().mT) * factors[2].double()
         wide = (x.double(), codes, bits, scales, zeros, group_size, None if z is None else z.double())
         return [reference.quantized_matmul(*wide, left if rank else None)]
 
     stored = codes.nbytes + scales.nbytes + zeros.nbytes + right.nbytes + left.nbytes
     alternatives: dict[str, Alternative | str] = {
         "nn.Linear": Alternative(lambda: F.linear(x, weight), ends + weight.nbytes, flops),
-        "panther": Alternative(product, ends + stored, flops + 4.0 * batch * width * rank, exact),
+        "panther": Alternative(
+            few_rows if is_few_rows else product,
+            ends + stored,
+            flops + 4.0 * batch * width * rank,
+            exact,
+        ),
         "torch int4": "torch's kernel takes 4 bits and bfloat16, on a GPU",
     }
     if device == "cuda" and bits == 4 and not rank and dtype is torch.bfloat16:

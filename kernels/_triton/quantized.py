@@ -6,7 +6,7 @@ programs, and torch adds the partial sums in a fixed order. The caller passes th
 the correction, which is small.
 """
 
-__all__ = ["quantized_matmul", "quantized_plan"]
+__all__ = ["load_codes", "quantized_matmul", "quantized_plan"]
 
 from collections.abc import Callable
 
@@ -34,10 +34,8 @@ def _load_part(codes, n, k, N, K, row_bytes, start, WIDTH: tl.constexpr, SHIFT: 
 
 
 @triton.jit
-def _dequantized(
-    codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Return ``scale (code - zero)`` in float32; WHOLE says that all columns of the tile are in one group."""
+def load_codes(codes, n, k, N, K, row_bytes, BITS: tl.constexpr):
+    """Return the codes (BN, BK) of rows n and columns k as int32."""
     if BITS == 8:
         q = _load_part(codes, n, k, N, K, row_bytes, 0, 8, 0) ^ 128
     else:
@@ -53,6 +51,15 @@ def _dequantized(
             start += tl.cdiv(K * 2, 8)
         if BITS & 1:
             q += _load_part(codes, n, k, N, K, row_bytes, start, 1, BITS & 6)
+    return q
+
+
+@triton.jit
+def _dequantized(
+    codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return ``scale (code - zero)`` in float32; WHOLE says that all columns of the tile are in one group."""
+    q = load_codes(codes, n, k, N, K, row_bytes, BITS)
     if WHOLE:
         at = n.to(tl.int64) * groups + tl.min(k, 0) // group_size
         s = tl.load(scales + at, mask=n < N, other=0.0).to(tl.float32)[:, None]

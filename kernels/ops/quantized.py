@@ -38,6 +38,11 @@ _NAME = "quantized_matmul"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The kernel multiplies up to this many rows, and cuBLAS multiplies more rows by the expanded weight (predicted).
 _KERNEL_ROWS = 256
+# One kernel computes codes, correction and bias of up to this many rows and up to this rank. Each program reads the
+# right factor. At rank 32 it takes twice the bytes of the program's codes of 4 bits, from the second-level cache, and
+# less time than the launches that it replaces (predicted).
+_FEW_ROWS = 16
+_FEW_ROWS_RANK = 32
 
 
 def quantized_matmul(
@@ -53,8 +58,9 @@ def quantized_matmul(
     On a GPU without gradients, up to 256 rows are multiplied by a Triton kernel, which expands the weight in registers,
     tile by tile, and reads it in its few bits from memory (weights of few bits and activations of 16, as E. Frantar et
     al., "MARLIN", 2024, arXiv:2408.11743, have them; the correction is of the form of Z. Yao et al., 2023,
-    arXiv:2303.08302). **No GPU has run it yet**: it was checked by Triton's interpreter and by compilation ahead of
-    time. On a CPU without gradients the weight is expanded block by block. Elsewhere it is expanded at once.
+    arXiv:2303.08302). Up to 16 rows, with a correction of rank up to 32, take one launch. **No GPU has run it yet**: it
+    was checked by Triton's interpreter and by compilation ahead of time. On a CPU without gradients the weight is
+    expanded block by block. Elsewhere it is expanded at once.
 
     Args:
         x: Input of any floating dtype and any strides; nested input too.
@@ -184,6 +190,10 @@ def _by_kernel(x: Tensor, weight: QuantizedOperands, codes: QuantizedCodes, bias
     """Return the output by the kernel that expands the weight in registers."""
     rows = x if x.dim() == 2 else x.reshape(-1, weight.columns)
     inner = left = None
+    if _is_one_kernel(len(rows), 0 if weight.factors is None else len(weight.factors.right)):
+        parts: tuple[Tensor | None, Tensor | None, Tensor | None] = weight.factors or (None, None, None)
+        output = _few_rows_matmul(rows, *codes, *parts, bias)
+        return output if x.dim() == 2 else output.view(*x.shape[:-1], output.shape[1])
     if weight.factors is not None:
         left, right, scales = weight.factors
         if x.dtype is torch.float16:
@@ -302,5 +312,49 @@ _quantized_matmul = define(
     f"{_NAME}(Tensor x, Tensor codes, int bits, Tensor scales, Tensor zeros, int group_size, Tensor? inner, "
     "Tensor? left, Tensor? bias) -> Tensor",
     _forward,
+    _fake,
+)
+
+
+# The plans of the Triton kernel for few rows.
+_few_rows_plans: Plans[Callable[..., Tensor]] = Plans()
+
+
+def _is_one_kernel(rows: int, rank: int) -> bool:
+    return rows <= _FEW_ROWS and rank <= _FEW_ROWS_RANK
+
+
+def _few_rows_forward(
+    x: Tensor, codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, group_size: int,
+    left: Tensor | None, right: Tensor | None, factor_scales: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    operands = x, codes, scales, zeros, left, right, factor_scales, bias
+    key = plan_key((bits, group_size), *operands) if runs_kernels(x) else None
+    if key is not None and (plan := _few_rows_plans.get(key)) is not None:
+        return plan(*operands)
+    refusal = None
+    if x.dtype not in _DTYPES:
+        refusal = f"takes float32, float16 and bfloat16, not {x.dtype}"
+    elif not _is_one_kernel(len(x), 0 if right is None else len(right)):
+        refusal = f"takes up to {_FEW_ROWS} rows and a correction of rank up to {_FEW_ROWS_RANK}"
+    if not use_triton(_NAME, x.device, refusal):
+        inner = None
+        if right is not None and factor_scales is not None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            inner = (x.to(wide) @ right.to(wide).mT) * factor_scales.to(wide)
+        return reference.quantized_matmul(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+    if not len(x) or not len(codes):
+        return x.new_empty(len(x), len(codes))
+    from .._triton.quantized_few_rows import few_rows_plan
+
+    plan = few_rows_plan(x, codes, bits, scales, zeros, group_size, left, right, factor_scales, bias)
+    return (plan if key is None else _few_rows_plans.add(key, plan))(*operands)
+
+
+# The correction is left diag(factor_scales) right. Its two factors are (out, r) and (r, in), in int8.
+_few_rows_matmul = define(
+    f"{_NAME}_few_rows(Tensor x, Tensor codes, int bits, Tensor scales, Tensor zeros, int group_size, Tensor? left, "
+    "Tensor? right, Tensor? factor_scales, Tensor? bias) -> Tensor",
+    _few_rows_forward,
     _fake,
 )

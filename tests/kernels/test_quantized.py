@@ -95,19 +95,21 @@ def test_demanded_triton_refuses_float64(monkeypatch):
         selection.backend.cache_clear()
 
 
+@pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize("low_rank", [0, 3])
-def test_the_kernel_multiplies_by_trained_scales(device, low_rank, monkeypatch):
+def test_the_kernel_multiplies_by_trained_scales(device, rows, low_rank, monkeypatch):
     """A layer whose scales were trained once multiplied by the scales from before training, on this path alone."""
-    from panther.kernels._triton import quantized
+    from panther.kernels._triton import quantized, quantized_few_rows
 
+    module, name = (quantized_few_rows, "few_rows_plan") if rows == 3 else (quantized, "quantized_plan")
     products = []
-    make_plan = quantized.quantized_plan
+    make_plan = getattr(module, name)
 
     def recording_plan(*args):
         plan = make_plan(*args)
         return lambda *operands: products.append(plan(*operands)) or products[-1]
 
-    monkeypatch.setattr(quantized, "quantized_plan", recording_plan)
+    monkeypatch.setattr(module, name, recording_plan)
     generator = torch.Generator().manual_seed(4)
     layer = QuantizedLinear(70, 13, 4, group_size=32, low_rank=low_rank).train_scales_()
     with torch.no_grad():
@@ -115,7 +117,7 @@ def test_the_kernel_multiplies_by_trained_scales(device, low_rank, monkeypatch):
             if logs is not None:
                 logs.copy_(torch.rand(logs.shape, generator=generator))
         layer.to(device)
-        x = torch.randn(2, 3, 70, generator=generator).to(device)
+        x = torch.randn(1, rows, 70, generator=generator).to(device)
         y = layer(x)
     assert len(products) == 1
     assert rms_error(y, x.double() @ layer.weight.double().mT + layer.bias.double()) < KERNEL_RMS[torch.float32]
