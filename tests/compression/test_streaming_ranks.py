@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -127,6 +128,24 @@ def test_ranks_run_in_sections_where_the_disk_is_small(tmp_path):
         return len(list((tmp_path / "limited" / f"rank-{dist.get_rank()}").glob("dropped-*")))
 
     assert all(on_ranks(both))
+
+
+def test_the_rank_with_the_longest_batches_decides_what_a_limit_has_to_be(tmp_path):
+    def both():
+        shape = (40, 4, 60 if dist.get_rank() else 20)
+        with pytest.raises(CompressionError, match="is too little") as caught:
+            compressed(tmp_path / "refused", 2, shape=shape, max_disk_bytes=1)
+        least = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
+        with pytest.raises(CompressionError, match="is too little"):
+            compressed(tmp_path / "less", 2, shape=shape, max_disk_bytes=least - 1)
+        write, sizes = Spool._write, []
+        with mock.patch.object(Spool, "_write", lambda self, *args: (write(self, *args), sizes.append(self.num_bytes))):
+            compressed(tmp_path / "limited", 2, shape=shape, max_disk_bytes=least)
+        return least, max(sizes)
+
+    (least, short_peak), (same_least, long_peak) = on_ranks(both)
+    assert least == same_least
+    assert 1.5 * short_peak < long_peak < 1.2 * least
 
 
 def test_all_ranks_refuse_what_has_changed_for_one(tmp_path):

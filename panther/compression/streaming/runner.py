@@ -441,13 +441,16 @@ class StreamingRunner(Runner):
                 plans.append(predict(Sections(last_reads, number)))
                 if self._has_room(plans[-1][0]):
                     return plans[-1]
-            fewest = min(self.gathered(min(plan[0] for plan in plans)))
+            # No plan has room. All ranks take the plan for which the rank with the most files needs least.
+            needs = [max(self.gathered(needed)) for needed, *_ in plans]
+            fewest = min(needs)
             if self._max_disk_bytes is not None and self._max_disk_bytes < fewest:
                 raise CompressionError(
                     f"max_disk_bytes={self._max_disk_bytes:,} is too little, because what is kept on disk takes "
                     f"{fewest:,} bytes at least: give as much, or fewer or shorter batches"
                 )
-        return min(plans, key=lambda plan: plan[0])
+            return plans[needs.index(fewest)]  # the disk is too small for it, and check_disk says so
+        return plans[0]
 
     def _has_room(self, needed: int) -> bool:
         """Return whether the files may take this number of bytes, on the disks of all ranks."""
