@@ -646,7 +646,7 @@ def row_blocks(x: Tensor) -> Sequence[Tensor]:  # (groups, rows, columns)
 def squares(x: Tensor) -> float:
     """Return the sum of squares, accumulated in float64; block by block, because torch copies what it adds so."""
     norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in x.reshape(-1).split(_BLOCK_ENTRIES)]
-    return torch.stack(norms).square().sum().item() if norms else 0.0
+    return torch.stack(norms).square().sum().item()
 
 
 def relative_error(lost: float, total: float) -> float:
