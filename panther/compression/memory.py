@@ -213,9 +213,9 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
 def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> tuple[int, int, int]:
     """Return the peak bytes in a forward of the largest held-out batch, and of outputs that are kept.
 
-    The second number is that of the outputs that healing keeps. The third one is that of a layer's output with its
-    weight, its output with the new weight, and the difference, where nothing larger hides them: in a model that runs
-    part by part. There the first number counts the outputs of the model that are compared, too.
+    The second number is that of the outputs that healing keeps. In a model that runs part by part, nothing larger hides
+    the outputs that are compared: the first number counts three outputs of the model, and the third number is that of
+    three outputs of the layer with the largest output, whose loss is measured. Otherwise the third number is 0.
     """
     batch = max(runner.held_out, key=entries_of)
     sizes: list[int] = []
