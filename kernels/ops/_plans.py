@@ -34,7 +34,7 @@ class Plans(dict[Hashable, _Plan], Generic[_Plan]):
 
 
 def plan_key(settings: Hashable, *operands: Tensor | None) -> tuple[Hashable, ...]:
-    """Return everything that a plan depends on: operands, except for their addresses, and settings that are no tensors.
+    """Return all that a plan depends on: operands, except for their addresses, and settings that are not tensors.
 
     Of an address only counts whether it is a multiple of 16 bytes, because Triton compiles another kernel if not. The
     first operand says whether products are in float32, whose precision is a setting of torch.

@@ -27,7 +27,7 @@ def compressed(kind, folder, max_disk_bytes=None, **options):
 
 
 class Deep(Model):
-    """Blocks of which the last one reads the result of the first one."""
+    """Blocks in a row. The last block also reads the result of the first one."""
 
     def __init__(self):
         super().__init__()

@@ -120,7 +120,7 @@ def test_windows_equal_one_process(window, length, n):
 @pytest.mark.parametrize("kind", ["hermite", "softmax"])
 @pytest.mark.parametrize("layout", ["padded", "relative"])
 def test_masks_and_relative_positions_cross_shards(kind, layout):
-    """Masked keys are no keys on any rank, and positions count on."""
+    """Masked keys do not count on any rank, and positions continue from shard to shard."""
     x, target, padding = draw(2, 24, WIDTH), draw(2, 24, WIDTH, seed=1), None
     if layout == "padded":
         padding = torch.arange(24) < torch.tensor([[0], [9]])

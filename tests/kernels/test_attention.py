@@ -477,7 +477,7 @@ def test_what_is_not_finite_moves_nothing_before_it(device, kernel, scaled, bad)
 
 
 def continued(q, k, v, log_scale, chunks):
-    """Attention in chunks, each of which continues the state of the chunk before."""
+    """Attention in chunks. Each chunk continues the state of the chunk before."""
     state = q.new_zeros(*q.shape[:-2], q.shape[-1], v.shape[-1] + 1)
     units = None if log_scale is None else q.new_full((*q.shape[:-2], 1), -INF)
     scales = [None] * 99 if log_scale is None else log_scale.split(chunks, -1)
