@@ -143,7 +143,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--calls", type=int, default=1000, help="calls of which the median is taken")
+    parser.add_argument("--calls", type=int, default=1000, help="number of calls that the median is taken of")
     parser.add_argument("--quick", action="store_true", help="a few calls, nothing written")
     options = parser.parse_args()
     if options.device == "cpu":
