@@ -7,7 +7,8 @@ itself computes, such as nn.Linear and the gradients of the factors, runs on the
 launch in C, which takes one to three microseconds a kernel, is not included. On a GPU the calls are those of a program,
 and the device is waited for outside of the measured calls.
 
-A figure is the median over calls of the CPU time of the thread, which other processes do not lengthen.
+A figure is the median over calls of the CPU time of the thread, which other processes do not lengthen. On a GPU it is
+the CPU time of all threads, because another thread runs the backward pass there.
 """
 
 __all__ = ["Case", "host_cases", "host_rows"]
@@ -22,14 +23,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from panther.kernels import causal_linear_attention, hadamard_transform
+from panther.kernels import causal_linear_attention, hadamard_transform, windowed_linear_attention
 from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
 from benchmarks.harness import figure, print_table, write_csv
 from panther.nn import QuantizedLinear, SKConv2d, SKLinear
 
-_SIZE, _RANK, _HEAD_DIM, _LENGTH = 256, 16, 64, 64
+_SIZE, _RANK, _HEAD_DIM, _LENGTH, _WINDOW = 256, 16, 64, 64, 16
 _WARM_CALLS = 3
 # The device is waited for after this many calls, so that the queue of launches never fills.
 _CALLS_AT_ONCE = 20
@@ -44,7 +45,6 @@ class Case:
     x: Tensor
     baseline: str = ""
     """The name of the case to compare with."""
-    is_differentiable: bool = True
     path: str = ""
     """The path to force for the sketched product."""
 
@@ -65,7 +65,7 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rank in (0, 8):
         quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=rank).eval()
         name = f"QuantizedLinear, 4 bits, {shape}" + (f", rank {rank}" if rank else "")
-        yield Case(name, quantized, x, f"nn.Linear, {shape}", False)
+        yield Case(name, quantized, x, f"nn.Linear, {shape}")
     if dtype is torch.float32:
 
         def under_autocast(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -86,6 +86,16 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     softmax = "scaled_dot_product_attention, causal"
     yield Case(softmax, lambda q: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), q)
     yield Case("causal_linear_attention", lambda q: causal_linear_attention(q, q, q), q, softmax)
+    log_scale = torch.zeros(q.shape[:-1], device=device)
+    name = "causal_linear_attention, exponents"
+    yield Case(name, lambda q: causal_linear_attention(q, q, q, log_scale), q, softmax)
+
+    def windowed(q: Tensor, is_causal: bool) -> Tensor:
+        options = {"window": _WINDOW, "is_causal": is_causal}
+        return windowed_linear_attention(q, q, q, q, q, log_scale, log_scale, **options)  # type: ignore[arg-type]
+
+    yield Case("windowed_linear_attention, causal", lambda q: windowed(q, True), q, softmax)
+    yield Case("windowed_linear_attention", lambda q: windowed(q, False), q, softmax)
     yield Case("hadamard_transform, 64 x 64", lambda q: hadamard_transform(q), q)
 
 
@@ -94,7 +104,7 @@ def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Itera
     for dtype in dtypes:
         cases = list(host_cases(device, dtype))
         for mode in ("no gradients", "forward", "forward and backward"):
-            functions = {case: function for case in cases if (function := _call(case, mode)) is not None}
+            functions = {case: _call(case, mode) for case in cases}
             with torch.set_grad_enabled(mode != "no gradients"):
                 medians = _medians_us(functions, device, calls)
             by_name = {case.name: median_us for case, median_us in medians.items()}
@@ -109,12 +119,10 @@ def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Itera
                 }
 
 
-def _call(case: Case, mode: str) -> Callable[[], object] | None:
+def _call(case: Case, mode: str) -> Callable[[], object]:
     function, x = case.function, case.x
     if mode == "no gradients":
         return lambda: function(x)
-    if not case.is_differentiable:
-        return None
     trained = x.clone().requires_grad_()
     if mode == "forward":
         return lambda: function(trained)
@@ -124,6 +132,7 @@ def _call(case: Case, mode: str) -> Callable[[], object] | None:
 
 def _medians_us(functions: dict[Case, Callable[[], object]], device: str, calls: int) -> dict[Case, float]:
     """Measure all functions in turn, a few calls of each at a time, so that what disturbs one disturbs all."""
+    clock = time.process_time_ns if device == "cuda" else time.thread_time_ns
     times: dict[Case, list[int]] = {case: [] for case in functions}
     for _ in range(-(-calls // _CALLS_AT_ONCE)):
         for case, function in functions.items():
@@ -133,9 +142,9 @@ def _medians_us(functions: dict[Case, Callable[[], object]], device: str, calls:
                 if device == "cuda":
                     torch.cuda.synchronize()
                 for _ in range(min(calls, _CALLS_AT_ONCE)):
-                    start = time.thread_time_ns()
+                    start = clock()
                     function()
-                    times[case].append(time.thread_time_ns() - start)
+                    times[case].append(clock() - start)
     return {case: statistics.median(samples) / 1e3 for case, samples in times.items()}
 
 

@@ -12,9 +12,11 @@ and :math:`dc_j = k_j \cdot dk_j`. All four are one kernel, ``_attend_kernel``: 
 values, within a chunk; other chunks enter through a state, D x E and D more for the denominator.
 """
 
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_forward", "backward_plan", "forward_plan"]
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, next_power_of_2
-from ._launch import launch
+from ._launch import Launch
 from ._runtime import current_target
 
 _CHUNK = 64  # rows of the smallest chunk, a multiple of the rows of any tile
@@ -274,100 +276,152 @@ def _attend_kernel(
     tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
 
 
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]
+]
+
+
 def attention_forward(
-    q: Tensor,  # (batch, n, D)
-    k: Tensor,  # (batch, n, D)
-    v: Tensor,  # (batch, n, E)
-    c: Tensor | None,  # (batch, n), float32
-) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    c: Tensor | None,  # (*batch, n)
+) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
     """Return output and denominator (in units of e to the running maximum of c). D and E are at most 256."""
-    y = torch.empty_like(v)
-    den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if den.numel():
-        r = None if c is None else c.cummax(-1).values  # the running maximum
-        _attend(q, k, v, None, None, c, r, _states(k, v, None, c, r, suffix=False), y, den)
-    return y, den
+    return forward_plan(q, k, v, c)(q, k, v, c)
 
 
 def attention_backward(
-    grad: Tensor,  # (batch, n, E)
+    grad: Tensor,  # (*batch, n, E)
     q: Tensor,
     k: Tensor,
     v: Tensor,
     c: Tensor | None,
-    y: Tensor,  # (batch, n, E)
-    den: Tensor,  # (batch, n)
+    y: Tensor,  # (*batch, n, E)
+    den: Tensor,  # (*batch, n)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients of q, k, v and c. States are recomputed: saving them would take as much memory as the inputs."""
-    batch, n, D, E = *q.shape, v.shape[-1]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    parts = cdiv(D, _tiles(k, E, D).columns)
-    dc = None if c is None else torch.empty(parts, batch, n, dtype=torch.float32, device=q.device)
-    if not den.numel():
-        return dq, dk, dv, None if dc is None else dc.sum(0)
-    r = None if c is None else c.cummax(-1).values
-    nu = torch.empty(v.shape, dtype=_inner(v), device=v.device)
-    delta = torch.empty_like(den)
-    rows = 32
-    launch(
-        _adjoint_kernel, (cdiv(batch * n, rows),), (grad, y, den, nu, delta), batch * n,
-        E=E, ROWS=rows, BLOCK=min(64, _padded(E)),
-    )  # fmt: skip
-    states = _states(k, v, None, c, r, suffix=False)
-    _attend(nu, v, k, delta, None, c, r, states, dq, None, transposed=True)
-    states = _states(q, nu, delta, c, r, suffix=True)
-    _attend(v, nu, q, delta, k, c, r, states, dk, dc, transposed=True, suffix=True)
-    _attend(k, q, nu, None, None, c, r, states, dv, None, suffix=True)
-    return dq, dk, dv, None if dc is None else dc.sum(0)
+    return backward_plan(grad, q, k, v, c, y, den)(grad, q, k, v, c, y, den)
 
 
-def _states(
-    left: Tensor, right: Tensor, extra: Tensor | None, c: Tensor | None, r: Tensor | None, *, suffix: bool
-) -> Tensor:  # (batch, chunks, D E + D)
-    batch, n, D, E = *left.shape, right.shape[-1]
-    chunk = _chunk(left, D, E)
+def forward_plan(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Forward:
+    """Return :func:`attention_forward` for operands of these shapes, strides and dtypes."""
+    (*batch, n, D), E = q.shape, v.shape[-1]
+    entries = math.prod(batch)
+    y_shape, den_shape = v.shape, q.shape[:-1]
+    if not entries or not n:
+        return lambda q, k, v, c: (v.new_empty(y_shape), q.new_empty(den_shape, dtype=torch.float32))
+    scaled = c is not None
+    sum_states = _states_plan(q, entries, n, D, E, scaled)
+    attend = _attend_plan(q, entries, n, D, E, scaled)
+    ready = _are_ready(q, k, v) and (c is None or _are_ready(c, dtype=torch.float32))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not ready:
+            q, k, v, c = q.contiguous(), k.contiguous(), v.contiguous(), _exponents(c)
+        y, den = v.new_empty(y_shape), q.new_empty(den_shape, dtype=torch.float32)
+        r = None if c is None else c.cummax(-1).values  # the running maximum
+        attend(q, k, v, None, None, c, r, sum_states(k, v, None, c, r), y, den)
+        return y, den
+
+    return forward
+
+
+def backward_plan(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, den: Tensor) -> Backward:
+    """Return :func:`attention_backward` for operands of these shapes, strides and dtypes."""
+    (*batch, n, D), E = q.shape, v.shape[-1]
+    entries = math.prod(batch)
+    q_shape, v_shape, rows_shape, nu_dtype = q.shape, v.shape, q.shape[:-1], _inner(v)
+    parts_shape = cdiv(D, _tiles(k, E, D).columns), *rows_shape
+    if not entries or not n:
+
+        def nothing(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, *_: Tensor) -> Any:
+            return *(x.new_empty(x.shape) for x in (q, k, v)), None if c is None else c.new_empty(rows_shape)
+
+        return nothing
+    scaled, rows = c is not None, 32
+    adjoint = Launch(
+        _adjoint_kernel, (cdiv(entries * n, rows),), entries * n, E=E, ROWS=rows, BLOCK=min(64, _padded(E))
+    )
+    sum_keys, sum_queries = (_states_plan(q, entries, n, D, E, scaled, suffix=suffix) for suffix in (False, True))
+    attend_dq = _attend_plan(q, entries, n, D, E, scaled, transposed=True)
+    attend_dk = _attend_plan(q, entries, n, D, E, scaled, transposed=True, suffix=True)
+    attend_dv = _attend_plan(q, entries, n, D, E, scaled, suffix=True)
+    ready = _are_ready(q, k, v, y, den) and _are_ready(grad, dtype=v.dtype)
+    ready = ready and (c is None or _are_ready(c, dtype=torch.float32))
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, den: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if not ready:
+            grad, c = grad.to(v.dtype).contiguous(), _exponents(c)
+            q, k, v, y, den = (x.contiguous() for x in (q, k, v, y, den))
+        dq, dk, dv = q.new_empty(q_shape), q.new_empty(q_shape), q.new_empty(v_shape)
+        nu, delta = q.new_empty(v_shape, dtype=nu_dtype), den.new_empty(rows_shape)
+        parts = r = None
+        if c is not None:
+            r, parts = c.cummax(-1).values, den.new_empty(parts_shape)
+        adjoint(grad, y, den, nu, delta)
+        attend_dq(nu, v, k, delta, None, c, r, sum_keys(k, v, None, c, r), dq, None)
+        states = sum_queries(q, nu, delta, c, r)
+        attend_dk(v, nu, q, delta, k, c, r, states, dk, parts)
+        attend_dv(k, q, nu, None, None, c, r, states, dv, None)
+        return dq, dk, dv, None if parts is None else parts.sum(0)
+
+    return backward
+
+
+def _are_ready(*operands: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether a kernel can read the operands, which must be contiguous, in the dtype that is given."""
+    return all(x.is_contiguous() and dtype in (None, x.dtype) for x in operands)
+
+
+def _exponents(c: Tensor | None) -> Tensor | None:
+    return None if c is None else c.to(torch.float32).contiguous()
+
+
+def _states_plan(
+    like: Tensor, batch: int, n: int, D: int, E: int, scaled: bool, *, suffix: bool = False
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]:
+    """Return the function of left, right, extra, c and r that computes the states (batch, chunks, D E + D)."""
+    chunk = _chunk(like, D, E)
     chunks, width = cdiv(n, chunk), D * E + D
-    states = torch.empty(batch, chunks, width, dtype=torch.float32, device=left.device)
-    tile = _tiles(left, D, E)
-    launch(
-        _states_kernel, (batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns)),
-        (left, right, extra, c, r, states), n, chunks, D=D, E=E, SUFFIX=suffix, SCALED=c is not None,
-        PRECISION=dot_precision(left.dtype), CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
+    tile = _tiles(like, D, E)
+    sum_chunks = Launch(
+        _states_kernel, (batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns)), n, chunks,
+        D=D, E=E, SUFFIX=suffix, SCALED=scaled, PRECISION=dot_precision(like.dtype),
+        CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    scan = None
     if chunks > 2:  # With one or two chunks the states are complete.
-        launch(
-            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),), (states, r), n, chunks, width,
-            SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK, num_warps=2,
+        scan = Launch(
+            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),), n, chunks, width,
+            SUFFIX=suffix, SCALED=scaled, CHUNK=chunk, BLOCK=_SCAN_BLOCK, num_warps=2,
         )  # fmt: skip
-    return states
+
+    def sum_states(left: Tensor, right: Tensor, extra: Tensor | None, c: Tensor | None, r: Tensor | None) -> Tensor:
+        states = left.new_empty((batch, chunks, width), dtype=torch.float32)
+        sum_chunks(left, right, extra, c, r, states)
+        if scan is not None:
+            scan(states, r)
+        return states
+
+    return sum_states
 
 
-def _attend(
-    left: Tensor,
-    right: Tensor,
-    value: Tensor,
-    delta: Tensor | None,
-    keys: Tensor | None,
-    c: Tensor | None,
-    r: Tensor | None,
-    states: Tensor,
-    out: Tensor,
-    side: Tensor | None,
-    *,
-    suffix: bool = False,
-    transposed: bool = False,
-) -> None:
-    batch, n, inner = left.shape
-    outer = value.shape[-1]
-    D, E = (outer, inner) if transposed else (inner, outer)
-    tile = _tiles(out, inner, outer)
-    launch(
-        _attend_kernel, (batch * cdiv(n, tile.rows), cdiv(outer, tile.columns)),
-        (left, right, value, delta, keys, c, r, states, out, side), n, states.shape[1],
-        D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=c is not None,
-        INNER=tl.float32 if _inner(out) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(out.dtype),
-        CHUNK=_chunk(out, D, E), ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
+def _attend_plan(
+    like: Tensor, batch: int, n: int, D: int, E: int, scaled: bool, *, suffix: bool = False, transposed: bool = False
+) -> Launch:
+    """Return the launch of ``_attend_kernel`` on left, right, value, delta, keys, c, r, states, out and side."""
+    inner, outer = (E, D) if transposed else (D, E)
+    tile, chunk = _tiles(like, inner, outer), _chunk(like, D, E)
+    return Launch(
+        _attend_kernel, (batch * cdiv(n, tile.rows), cdiv(outer, tile.columns)), n, cdiv(n, chunk),
+        D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=scaled,
+        INNER=tl.float32 if _inner(like) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(like.dtype),
+        CHUNK=chunk, ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -10,23 +10,24 @@ blocks as flash attention does. Before, all keys outside of the window count as 
     d\phi_{q,i} &= g_i (S dy_i + \delta_i z), \quad dv_j = \sum_i p_{ij} dy_i + e^{b_j - U} T^T \phi_{k,j} \\
     d\phi_{k,j} &= e^{b_j - U} (T v_j + t), \quad [T \mid t] = \sum_i e^{U - B_i} g_i \phi_{q,i} [dy_i \mid \delta_i].
 
-States are (M, E) and M more for the denominator. Their exponents are a few numbers a block, computed by torch.
+States are (M, E) and M more for the denominator, and each block's state has an exponent.
 """
 
-__all__ = ["windowed_backward", "windowed_forward"]
+__all__ = ["backward_plan", "forward_plan", "windowed_backward", "windowed_forward"]
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.windowed_attention import _finite, _ratio, _running
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision
-from ._launch import launch
+from ._launch import Launch
 from ._runtime import current_target
-from .attention import _inner, _padded, _subtrahend, _Tile, _tiles
+from .attention import _are_ready, _exponents, _inner, _padded, _subtrahend, _Tile, _tiles
 
 _SCAN_BLOCK = 256
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -34,12 +35,16 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _sums_kernel(
-    left, right, extra, weight, sums, n, blocks,
+    left, right, extra, weight, exponents, sums, units, n, blocks,
     M: tl.constexpr, E: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr,
-    INNER: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sum weight_i left_i (right_i | extra_i) over a block; rows of weight 0 have no influence, NaN or not."""
+    """Sum weight_i left_i (right_i | extra_i) over a block; rows of weight 0 have no influence, NaN or not.
+
+    The weights are e^{b_i - u} of the exponents b if SCALED, with the block's largest b as u. Without SCALED and
+    WEIGHTED all weights are 1.
+    """
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * WINDOW
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -48,14 +53,29 @@ def _sums_kernel(
     outer = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     column = tl.zeros((BLOCK_M,), tl.float32)
     stop = tl.minimum(start + WINDOW, n)
+    if SCALED:
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+        for i0 in range(start, stop, ROWS):
+            i = i0 + row
+            largest = tl.maximum(largest, tl.load(exponents + batch * n + i, mask=i < stop, other=float("-inf")))
+        unit = tl.max(largest, 0)
+        if tl.program_id(1) + tl.program_id(2) == 0:
+            tl.store(units + tl.program_id(0), unit)
+        unit = _subtrahend(unit)
     for i0 in range(start, stop, ROWS):
         i = batch * n + i0
         inside = i0 + row < stop
-        w = tl.load(weight + i + row, mask=inside, other=0.0)
-        inside = inside & (w != 0.0)
+        if WEIGHTED:
+            w = tl.load(weight + i + row, mask=inside, other=0.0)
+        elif SCALED:
+            w = tl.exp(tl.load(exponents + i + row, mask=inside, other=float("-inf")) - unit)
+        if WEIGHTED or SCALED:
+            inside = inside & (w != 0.0)
         a = tl.load(left + i * M + row[:, None] * M + m[None, :], mask=inside[:, None] & (m < M)[None, :], other=0.0)
         b = tl.load(right + i * E + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
-        a = a.to(tl.float32) * w[:, None]
+        a = a.to(tl.float32)
+        if WEIGHTED or SCALED:
+            a = a * w[:, None]
         if EXTRA:
             column += tl.sum(a * tl.load(extra + i + row, mask=inside, other=0.0)[:, None], 0)
         else:
@@ -69,27 +89,52 @@ def _sums_kernel(
 
 @triton.jit
 def _scan_kernel(
-    sums, states, decay, gain, share, blocks, width,
-    REVERSE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    sums, states, units, before, state_units, blocks, width,
+    REVERSE: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, NEGATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum for each block over the blocks at least two before it, or two after if REVERSE. ADD adds to the states."""
+    """Sum for each block over the blocks at least two before it, or two after if REVERSE. ADD adds to the states.
+
+    Sums have the exponents ``units``, or the negative exponents if NEGATE, or 0 without SCALED. States have the largest
+    exponent of their summands. ADD reads the exponents of the states so far from ``before``.
+    """
     tiles = tl.cdiv(width, BLOCK)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    entry = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.program_id(0) % tiles
+    entry = tile * BLOCK + tl.arange(0, BLOCK)
     inside = entry < width
     total = tl.zeros((BLOCK,), tl.float32)
     last = tl.zeros((BLOCK,), tl.float32)  # the sums of the previous block, and of the block before it
     second_last = tl.zeros((BLOCK,), tl.float32)
+    largest = float("-inf")
+    last_unit = float("-inf")
+    second_last_unit = float("-inf")
     for step in range(0, blocks):
         t = batch * blocks + (blocks - 1 - step if REVERSE else step)
         new = tl.load(sums + t * width + entry, mask=inside, other=0.0)
-        total = total * tl.load(decay + t) + second_last * tl.load(gain + t)
-        out = total * tl.load(share + t)
+        previous = largest
+        largest = tl.maximum(previous, second_last_unit)
+        unit = _subtrahend(largest)
+        total = total * tl.exp(previous - unit) + second_last * tl.exp(second_last_unit - unit)
+        out = total
+        state_unit = largest
         if ADD:
-            out += tl.load(states + t * width + entry, mask=inside, other=0.0)
+            unit_before = tl.load(before + t)
+            state_unit = tl.maximum(largest, unit_before)
+            unit = _subtrahend(state_unit)
+            state = tl.load(states + t * width + entry, mask=inside, other=0.0)
+            out = state * tl.exp(unit_before - unit) + total * tl.exp(largest - unit)
         tl.store(states + t * width + entry, out, mask=inside)
+        if tile == 0:
+            tl.store(state_units + t, state_unit)
         second_last = last
         last = new
+        second_last_unit = last_unit
+        if SCALED:
+            last_unit = tl.load(units + t)
+            if NEGATE:
+                last_unit = tl.where(last_unit == float("-inf"), last_unit, -last_unit)
+        else:
+            last_unit = 0.0
 
 
 @triton.jit
@@ -240,7 +285,7 @@ def _rows_kernel(
 
 @triton.jit
 def _near_gradient_kernel(
-    q, k, v, grad, value, delta, log_den, b, phi, factor, states, out, n, blocks,
+    q, k, v, grad, value, delta, log_den, b, phi, units, states, out, n, blocks,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     KEYS: tl.constexpr, WEIGHTS: tl.constexpr, FAR: tl.constexpr, MASKED: tl.constexpr,
     INNER: tl.constexpr, PRECISION: tl.constexpr,
@@ -253,7 +298,7 @@ def _near_gradient_kernel(
     ======  ====  =======  =====  =====
     dq      no    no       k
     dk      yes   no       q
-    dv      yes   yes      dy     the far queries' share, factor (T^T phi)
+    dv      yes   yes      dy     the far queries' share, e^{b - U} T^T phi
     ======  ====  =======  =====  =====
     """
     OUT: tl.constexpr = E if WEIGHTS else D
@@ -283,7 +328,10 @@ def _near_gradient_kernel(
             )
             s = tl.load(state + i[:, None] * E + o[None, :], mask=(i < M)[:, None] & (o < E)[None, :], other=0.0)
             total = tl.dot(dot_operand(f).to(INNER), s.to(INNER), total, input_precision=PRECISION)
-        total *= tl.load(factor + first + x, mask=take_x, other=0.0)[:, None]
+        exponent = tl.load(units + batch * blocks + block) + tl.zeros((ROWS,), tl.float32)
+        if MASKED:
+            exponent += tl.load(b + first + x, mask=take_x, other=float("-inf"))
+        total *= tl.exp(exponent)[:, None]
 
     start, stop = _neighbours(block, tile, blocks, KEYS, CAUSAL, TILES)
     for step in range(start, stop):
@@ -325,12 +373,16 @@ def _near_gradient_kernel(
 
 @triton.jit
 def _feature_gradient_kernel(
-    left, extra, factor, phi, states, out, side, n, blocks,
+    left, extra, factor, b, units, phi, states, out, side, n, blocks,
     E: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     INNER: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return factor (state left + extra z), and in parts the gradient of the exponent, its product with ``phi``."""
+    """Return factor (state left + extra z), and in parts the gradient of the exponent, its product with ``phi``.
+
+    Without EXTRA the factor is e^{b - U}, with the exponent -U of the block's state, and b only if SCALED.
+    """
     TILES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     tile = tl.program_id(0) % TILES
     block = (tl.program_id(0) // TILES) % blocks
@@ -338,7 +390,13 @@ def _feature_gradient_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     x = batch * n + block * WINDOW + row
     inside = (row < WINDOW) & (block * WINDOW + row < n)
-    scale = tl.load(factor + x, mask=inside, other=0.0)
+    if EXTRA:
+        scale = tl.load(factor + x, mask=inside, other=0.0)
+    else:
+        exponent = tl.load(units + batch * blocks + block) + tl.zeros((ROWS,), tl.float32)
+        if SCALED:
+            exponent += tl.load(b + x, mask=inside, other=float("-inf"))
+        scale = tl.exp(exponent)
     take = inside & (scale != 0.0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     state = states + (batch * blocks + block) * (M * E + M)
@@ -362,36 +420,27 @@ def _feature_gradient_kernel(
         tl.store(side + tl.program_id(1) * rows + x, tl.sum(f * total, 1), mask=inside)
 
 
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
 def windowed_forward(
-    q: Tensor,  # (batch, n, D)
-    k: Tensor,  # (batch, n, D)
-    v: Tensor,  # (batch, n, E)
-    phi_q: Tensor,  # (batch, n, M)
-    phi_k: Tensor,  # (batch, n, M)
-    a: Tensor | None,  # (batch, n), float32
-    b: Tensor | None,  # (batch, n), float32
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    phi_q: Tensor,  # (*batch, n, M)
+    phi_k: Tensor,  # (*batch, n, M)
+    a: Tensor | None,  # (*batch, n)
+    b: Tensor | None,  # (*batch, n)
     window: int,
     causal: bool,
-) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
+) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
     """Return output and logarithm of the denominator. D, E and M are at most 256."""
-    y = torch.empty_like(v)
-    log_den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if log_den.numel() == 0:
-        return y, log_den
-    window = min(window, q.shape[1])
-    states, units = _far(v, phi_k, b, window, causal)
-    tile = _near_shape(q, window, max(q.shape[-1], phi_q.shape[-1]), v.shape[-1], gradient=False)
-    launch(
-        _forward_kernel, _grid(q, window, tile, v.shape[-1]), (q, k, v, phi_q, a, b, states, units, y, log_den),
-        q.shape[1], cdiv(q.shape[1], window),
-        SCALED=a is not None, **_near_settings(q, v, phi_q, window, causal, b, tile), FAR=states is not None,
-        BLOCK_E=min(tile.columns, _padded(v.shape[-1])), **_options(tile),
-    )  # fmt: skip
-    return y, log_den
+    return forward_plan(q, k, v, phi_q, phi_k, a, b, window, causal)(q, k, v, phi_q, phi_k, a, b)
 
 
 def windowed_backward(
-    grad: Tensor,  # (batch, n, E)
+    grad: Tensor,  # (*batch, n, E)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -399,121 +448,231 @@ def windowed_backward(
     phi_k: Tensor,
     a: Tensor | None,
     b: Tensor | None,
-    y: Tensor,  # (batch, n, E)
-    log_den: Tensor,  # (batch, n)
+    y: Tensor,  # (*batch, n, E)
+    log_den: Tensor,  # (*batch, n)
     window: int,
     causal: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of the seven operands; recompute states and scores."""
-    (_, n, D), E, M = q.shape, v.shape[-1], phi_q.shape[-1]
-    dq, dk, dv, dphi_q, dphi_k = (torch.empty_like(x) for x in (q, k, v, phi_q, phi_k))
-    if log_den.numel() == 0:
-        return dq, dk, dv, dphi_q, dphi_k, *(None if x is None else torch.empty_like(x) for x in (a, b))
-    window = min(window, n)
-    blocks = cdiv(n, window)
-    states, units = _far(v, phi_k, b, window, causal)
-    delta, g = torch.empty_like(log_den), torch.empty_like(log_den)
-    tile = _shape(q, window, E, M)
-    launch(
-        _rows_kernel, _grid(q, window, tile), (grad, y, log_den, phi_q, a, states, units, delta, g),
-        n, blocks, E=E, M=M, WINDOW=window,
-        FAR=states is not None, SCALED=a is not None, ROWS=tile.rows, BLOCK=min(64, _padded(max(E, M))),
-    )  # fmt: skip
-    reached, factor, da, db = None, None, None, None
-    if states is None or units is None:
-        dphi_q.zero_()
-        dphi_k.zero_()
-        da, db = (None if x is None else torch.zeros_like(x) for x in (a, b))
-    else:
-        da = _feature_gradient(grad, delta, g, phi_q, states, dphi_q, window, side=a is not None)
-        # The sums over queries have the form of the sums over keys, in the opposite direction and with the units -B.
-        states = _sums(phi_q, grad, delta, g, window)
-        reached, units = _scan(states, torch.where(units == -torch.inf, units, -units), causal, reverse=True)
-        exponent = _by_row(units, window, n) if b is None else b + _by_row(units, window, n)
-        factor = exponent.exp()
-        db = _feature_gradient(v, None, factor, phi_k, reached, dphi_k, window, side=b is not None)
-    for out, value, keys, weights in ((dq, k, False, False), (dk, q, True, False), (dv, grad, True, True)):
-        width = value.shape[-1]
-        tile = _near_shape(q, window, max(D, E), width, gradient=True)
-        launch(
-            _near_gradient_kernel, _grid(q, window, tile, width),
-            (q, k, v, grad, value, delta, log_den, b, phi_k, factor, reached, out), n, blocks,
-            KEYS=keys, WEIGHTS=weights, **_near_settings(q, v, phi_q, window, causal, b, tile),
-            FAR=weights and reached is not None, BLOCK_E=min(tile.inner, _padded(E)), BLOCK_OUT=tile.columns,
-            **_options(tile),
+    operands = grad, q, k, v, phi_q, phi_k, a, b, y, log_den
+    return backward_plan(*operands, window, causal)(*operands)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call: entries of the batch, positions, widths, positions in a block, and blocks."""
+
+    batch: int
+    n: int
+    D: int
+    E: int
+    M: int
+    window: int
+    blocks: int
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, phi_q: Tensor, window: int) -> "_Sizes":
+        (*batch, n, D), E, M = q.shape, v.shape[-1], phi_q.shape[-1]
+        window = max(1, min(window, n))
+        return cls(math.prod(batch), n, D, E, M, window, cdiv(n, window))
+
+
+def forward_plan(
+    q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None, b: Tensor | None,
+    window: int, causal: bool,
+) -> Forward:  # fmt: skip
+    """Return :func:`windowed_forward` for operands of these shapes, strides and dtypes."""
+    sizes, y_shape, rows_shape = _Sizes.of(q, v, phi_q, window), v.shape, q.shape[:-1]
+    ready = _are_ready(q, k, v, phi_q, phi_k) and _are_ready(*_present(a, b), dtype=torch.float32)
+    far = attend = None
+    if sizes.batch and sizes.n:
+        far = _far_plan(phi_k, sizes, causal, scaled=b is not None)
+        tile = _near_shape(q, sizes.window, max(sizes.D, sizes.M), sizes.E, gradient=False)
+        attend = Launch(
+            _forward_kernel, _grid(sizes, tile, sizes.E), sizes.n, sizes.blocks,
+            SCALED=a is not None, **_near_settings(q, sizes, causal, b, tile), FAR=far is not None,
+            BLOCK_E=min(tile.columns, _padded(sizes.E)), **_options(tile),
         )  # fmt: skip
-    return dq, dk, dv, dphi_q, dphi_k, da, db
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None, b: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y, log_den = v.new_empty(y_shape), q.new_empty(rows_shape, dtype=torch.float32)
+        if attend is None:
+            return y, log_den
+        if not ready:
+            q, k, v, phi_q, phi_k = (x.contiguous() for x in (q, k, v, phi_q, phi_k))
+            a, b = _exponents(a), _exponents(b)
+        states, units = (None, None) if far is None else far(phi_k, v, b)
+        attend(q, k, v, phi_q, a, b, states, units, y, log_den)
+        return y, log_den
+
+    return forward
 
 
-def _far(v: Tensor, phi_k: Tensor, b: Tensor | None, window: int, causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the states (batch, T, M E + M) of the keys outside of each block's window, and their units (batch, T)."""
-    batch, n, _ = v.shape
-    T = cdiv(n, window)
-    if T <= 2:
-        return None, None
-    if b is None:
-        units = torch.zeros(batch, T, dtype=torch.float32, device=v.device)
-        weights = torch.ones(batch, n, dtype=torch.float32, device=v.device)
-    else:
-        padded = torch.nn.functional.pad(b, (0, -n % window), value=-torch.inf)
-        units = padded.unflatten(-1, (T, window)).amax(-1)
-        weights = (b - _by_row(_finite(units), window, n)).exp()
-    return _scan(_sums(phi_k, v, None, weights, window), units, causal)
+def backward_plan(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None, b: Tensor | None,
+    y: Tensor, log_den: Tensor, window: int, causal: bool,
+) -> Backward:  # fmt: skip
+    """Return :func:`windowed_backward` for operands of these shapes, strides and dtypes."""
+    sizes = _Sizes.of(q, v, phi_q, window)
+    if not sizes.batch or not sizes.n:
+        return lambda grad, *operands: tuple(None if x is None else torch.empty_like(x) for x in operands[:7])
+    ready = _are_ready(q, k, v, phi_q, phi_k, y, log_den) and _are_ready(grad, dtype=v.dtype)
+    ready = ready and _are_ready(*_present(a, b), dtype=torch.float32)
+    shapes = q.shape, k.shape, v.shape, phi_q.shape, phi_k.shape
+    far = _far_plan(phi_k, sizes, causal, scaled=b is not None)
+    tile = _shape(q, sizes.window, sizes.E, sizes.M)
+    adjoint = Launch(
+        _rows_kernel, _grid(sizes, tile), sizes.n, sizes.blocks, E=sizes.E, M=sizes.M, WINDOW=sizes.window,
+        FAR=far is not None, SCALED=a is not None, ROWS=tile.rows, BLOCK=min(64, _padded(max(sizes.E, sizes.M))),
+    )  # fmt: skip
+    if far is not None:
+        sum_queries = _sums_plan(phi_q, sizes, weighted=True)
+        scan_queries = _scan_plan(sizes, causal, reverse=True, scaled=b is not None, negate=True)
+        of_queries = _feature_gradient_plan(q, sizes, extra=True, side=a is not None, scaled=False)
+        of_keys = _feature_gradient_plan(q, sizes, extra=False, side=b is not None, scaled=b is not None)
+    near = []
+    for width, keys, weights in ((sizes.D, False, False), (sizes.D, True, False), (sizes.E, True, True)):
+        tile = _near_shape(q, sizes.window, max(sizes.D, sizes.E), width, gradient=True)
+        near.append(
+            Launch(
+                _near_gradient_kernel, _grid(sizes, tile, width), sizes.n, sizes.blocks,
+                KEYS=keys, WEIGHTS=weights, **_near_settings(q, sizes, causal, b, tile),
+                FAR=weights and far is not None, BLOCK_E=min(tile.inner, _padded(sizes.E)), BLOCK_OUT=tile.columns,
+                **_options(tile),
+            )
+        )  # fmt: skip
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None,
+        b: Tensor | None, y: Tensor, log_den: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if not ready:
+            grad = grad.to(v.dtype).contiguous()
+            q, k, v, phi_q, phi_k, y, log_den = (x.contiguous() for x in (q, k, v, phi_q, phi_k, y, log_den))
+            a, b = _exponents(a), _exponents(b)
+        dq, dk, dv, dphi_q, dphi_k = [q.new_empty(shape) for shape in shapes]
+        delta, factor = torch.empty_like(log_den), torch.empty_like(log_den)
+        states, units = (None, None) if far is None else far(phi_k, v, b)
+        adjoint(grad, y, log_den, phi_q, a, states, units, delta, factor)
+        da = db = reached = None
+        if far is None:
+            dphi_q.zero_()
+            dphi_k.zero_()
+            da, db = (None if x is None else torch.zeros_like(x) for x in (a, b))
+        else:
+            da = of_queries(grad, delta, factor, None, None, phi_q, states, dphi_q)
+            # The sums over queries have the form of the sums over keys, in the opposite direction and with the units
+            # -B.
+            sums, _ = sum_queries(phi_q, grad, delta, factor, None)
+            reached, units = scan_queries(sums, units)
+            db = of_keys(v, None, None, b, units, phi_k, reached, dphi_k)
+        for launch, value, out in zip(near, (k, q, grad), (dq, dk, dv), strict=True):
+            launch(q, k, v, grad, value, delta, log_den, b, phi_k, units, reached, out)
+        return dq, dk, dv, dphi_q, dphi_k, da, db
+
+    return backward
 
 
-def _by_row(units: Tensor, window: int, n: int) -> Tensor:
-    return units.repeat_interleave(window, -1)[:, :n].contiguous()
+def _present(*operands: Tensor | None) -> list[Tensor]:
+    return [x for x in operands if x is not None]
 
 
-def _sums(left: Tensor, right: Tensor, extra: Tensor | None, weight: Tensor, window: int) -> Tensor:
-    (batch, n, M), E = left.shape, right.shape[-1]
-    T = cdiv(n, window)
-    sums = torch.empty(batch, T, M * E + M, dtype=torch.float32, device=left.device)
-    tile = _shape(left, window, M, E)
-    launch(
-        _sums_kernel, (batch * T, cdiv(M, tile.inner), cdiv(E, tile.columns)), (left, right, extra, weight, sums), n, T,
-        M=M, E=E, WINDOW=window, EXTRA=extra is not None,
-        INNER=_dtype(left), PRECISION=dot_precision(left.dtype), ROWS=tile.rows, BLOCK_M=tile.inner,
+def _far_plan(
+    like: Tensor, sizes: _Sizes, causal: bool, *, scaled: bool
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
+    """Return the function of phi_k, v and b that computes the states of the keys outside of each block's window.
+
+    It returns the states (batch, blocks, M E + M) and their exponents (batch, blocks). With two blocks there are none.
+    """
+    if sizes.blocks <= 2:
+        return None
+    sum_keys = _sums_plan(like, sizes, scaled=scaled)
+    scan_keys = _scan_plan(sizes, causal, scaled=scaled)
+
+    def far(phi_k: Tensor, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+        return scan_keys(*sum_keys(phi_k, v, None, None, b))
+
+    return far
+
+
+def _sums_plan(
+    like: Tensor, sizes: _Sizes, *, weighted: bool = False, scaled: bool = False
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the function of left, right, extra, weight and b that computes the sums of blocks and their exponents."""
+    batch, n, _, E, M, window, blocks = sizes
+    tile = _shape(like, window, M, E)
+    launch = Launch(
+        _sums_kernel, (batch * blocks, cdiv(M, tile.inner), cdiv(E, tile.columns)), n, blocks,
+        M=M, E=E, WINDOW=window, EXTRA=weighted, WEIGHTED=weighted, SCALED=scaled,
+        INNER=_dtype(like), PRECISION=dot_precision(like.dtype), ROWS=tile.rows, BLOCK_M=tile.inner,
         BLOCK_E=tile.columns, **_options(tile),
     )  # fmt: skip
+
+    def sums(
+        left: Tensor, right: Tensor, extra: Tensor | None, weight: Tensor | None, b: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        sums = left.new_empty((batch, blocks, M * E + M), dtype=torch.float32)
+        units = sums.new_empty(batch, blocks) if scaled else None
+        launch(left, right, extra, weight, b, sums, units)
+        return sums, units
+
     return sums
 
 
-def _scan(sums: Tensor, units: Tensor, causal: bool, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Return for each block the sums over the blocks not next to it, and their units: before, or after if reverse."""
-    batch, T, width = sums.shape
-    directions = (reverse,) if causal else (False, True)
-    running = [_running(units.flip(-1)).flip(-1) if backward else _running(units) for backward in directions]
-    both = running[0] if causal else torch.maximum(*running)
-    states = sums if causal else torch.empty_like(sums)
-    for i, backward in enumerate(directions):
-        block_units, most = (x.flip(-1) if backward else x for x in (units, running[i]))
-        decay = _ratio(torch.nn.functional.pad(most[:, :-1], (1, 0), value=-torch.inf), most)
-        gain = _ratio(torch.nn.functional.pad(block_units[:, :-2], (2, 0), value=-torch.inf), most)
-        decay, gain = (x.flip(-1).contiguous() if backward else x.contiguous() for x in (decay, gain))
-        launch(
-            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),),
-            (sums, states, decay, gain, _ratio(running[i], both).contiguous()), T, width,
-            REVERSE=backward, ADD=i > 0, BLOCK=_SCAN_BLOCK, num_warps=2,
-        )  # fmt: skip
-    return states, both.contiguous()
+def _scan_plan(
+    sizes: _Sizes, causal: bool, *, scaled: bool, reverse: bool = False, negate: bool = False
+) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """Return the function of the sums and exponents of blocks that sums over the blocks not next to each block.
+
+    It returns these states and their exponents. In causal attention the blocks before count, or after if ``reverse``.
+    """
+    batch, blocks, width = sizes.batch, sizes.blocks, sizes.M * sizes.E + sizes.M
+    launches = [
+        Launch(
+            _scan_kernel, (batch * cdiv(width, _SCAN_BLOCK),), blocks, width,
+            REVERSE=backward, ADD=i > 0, SCALED=scaled, NEGATE=negate, BLOCK=_SCAN_BLOCK, num_warps=2,
+        )
+        for i, backward in enumerate((reverse,) if causal else (False, True))
+    ]  # fmt: skip
+
+    def scan(sums: Tensor, units: Tensor | None) -> tuple[Tensor, Tensor]:
+        states = sums if causal else torch.empty_like(sums)
+        before = None
+        for launch in launches:
+            state_units = sums.new_empty(batch, blocks)
+            launch(sums, states, units, before, state_units)
+            before = state_units
+        return states, state_units
+
+    return scan
 
 
-def _feature_gradient(
-    left: Tensor, extra: Tensor | None, factor: Tensor, phi: Tensor, states: Tensor, out: Tensor, window: int, *,
-    side: bool,
-) -> Tensor | None:  # fmt: skip
-    """Fill ``out`` and return the gradient of the exponents, or None without ``side``."""
-    (batch, n, E), M = left.shape, phi.shape[-1]
-    tile = _shape(left, window, E, M)
-    parts = torch.empty(cdiv(M, tile.columns), batch, n, dtype=torch.float32, device=left.device)
-    launch(
-        _feature_gradient_kernel, _grid(left, window, tile, M),
-        (left, extra, factor, phi, states, out, parts if side else None), n, states.shape[1], E=E, M=M, WINDOW=window,
-        EXTRA=extra is not None, SIDE=side, INNER=_dtype(left), PRECISION=dot_precision(left.dtype),
+def _feature_gradient_plan(
+    like: Tensor, sizes: _Sizes, *, extra: bool, side: bool, scaled: bool
+) -> Callable[..., Tensor | None]:
+    """Return the function that writes the gradient of features, and returns that of the exponents if ``side``.
+
+    Its arguments are left, extra, factor, b, units, phi, states and out.
+    """
+    batch, n, _, E, M, window, blocks = sizes
+    tile = _shape(like, window, E, M)
+    parts = cdiv(M, tile.columns)
+    launch = Launch(
+        _feature_gradient_kernel, _grid(sizes, tile, M), n, blocks, E=E, M=M, WINDOW=window,
+        EXTRA=extra, SIDE=side, SCALED=scaled, INNER=_dtype(like), PRECISION=dot_precision(like.dtype),
         ROWS=tile.rows, BLOCK_E=tile.inner, BLOCK_M=tile.columns, **_options(tile),
     )  # fmt: skip
-    return parts.sum(0) if side else None
+
+    def gradient(
+        left: Tensor, extra: Tensor | None, factor: Tensor | None, b: Tensor | None, units: Tensor | None, phi: Tensor,
+        states: Tensor, out: Tensor,
+    ) -> Tensor | None:  # fmt: skip
+        exponents = states.new_empty(parts, batch, n) if side else None
+        launch(left, extra, factor, b, units, phi, states, out, exponents)
+        return exponents if exponents is None or parts == 1 else exponents.sum(0)
+
+    return gradient
 
 
 def _shape(x: Tensor, window: int, inner: int, outer: int) -> _Tile:
@@ -541,19 +700,15 @@ def _near_shape(x: Tensor, window: int, inner: int, outer: int, *, gradient: boo
     return tile
 
 
-def _grid(x: Tensor, window: int, tile: _Tile, columns: int = 1) -> tuple[int, int]:
-    blocks = cdiv(x.shape[1], window)
-    return x.shape[0] * blocks * cdiv(window, tile.rows), cdiv(columns, tile.columns)
+def _grid(sizes: _Sizes, tile: _Tile, columns: int = 1) -> tuple[int, int]:
+    return sizes.batch * sizes.blocks * cdiv(sizes.window, tile.rows), cdiv(columns, tile.columns)
 
 
-def _near_settings(
-    q: Tensor, v: Tensor, phi: Tensor, window: int, causal: bool, b: Tensor | None, tile: _Tile
-) -> dict[str, Any]:
-    D, E, M = q.shape[-1], v.shape[-1], phi.shape[-1]
+def _near_settings(like: Tensor, sizes: _Sizes, causal: bool, b: Tensor | None, tile: _Tile) -> dict[str, Any]:
     return {
-        "D": D, "E": E, "M": M, "WINDOW": window, "CAUSAL": causal, "MASKED": b is not None, "INNER": _dtype(q),
-        "PRECISION": dot_precision(q.dtype), "ROWS": tile.rows, "BLOCK_D": min(tile.inner, _padded(D)),
-        "BLOCK_M": min(tile.inner, _padded(M)),
+        "D": sizes.D, "E": sizes.E, "M": sizes.M, "WINDOW": sizes.window, "CAUSAL": causal, "MASKED": b is not None,
+        "INNER": _dtype(like), "PRECISION": dot_precision(like.dtype), "ROWS": tile.rows,
+        "BLOCK_D": min(tile.inner, _padded(sizes.D)), "BLOCK_M": min(tile.inner, _padded(sizes.M)),
     }  # fmt: skip
 
 

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._torch import is_plain_call
 from ..reference.attention import attention_backward, attention_forward, attention_inference
-from ..selection import use_triton
-from .library import autocast, check_one_device, define, needs_torch
+from ..selection import runs_kernels, use_triton
+from ._plans import Plans, plan_key
+from .library import autocast, check_one_device, define, is_autocasting, needs_torch
 
 _NAME = "causal_linear_attention"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 256
+_WIDTHS = range(1, _WIDEST + 1)
 
 
 def causal_linear_attention(
@@ -65,6 +68,8 @@ def causal_linear_attention(
         >>> causal_linear_attention(q, k, v, torch.tensor([-torch.inf, 0.0, 0.0])).squeeze(-1)
         tensor([0.0000, 1.0000, 1.5000])
     """
+    if _reaches_kernel(q, v):
+        return _causal_linear_attention(q, k, v, log_scale)[0]
     _check(q, k, v, log_scale)
     q, k, v = autocast(q.device, q, k, v)  # The exponents stay in float32.
     # In a compiled graph the operator is one node for every length. torch's loop over chunks would be unrolled.
@@ -75,6 +80,19 @@ def causal_linear_attention(
     ):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
+
+
+def _reaches_kernel(q: Tensor, *operands: Tensor) -> bool:
+    """Return whether a call goes to the Triton kernels without the operator, whose plans replace checks of operands.
+
+    The width of each of these operands decides whether the kernels take it.
+    """
+    if torch.compiler.is_compiling() or not (runs_kernels(q) and is_plain_call()) or is_autocasting(q.device):
+        return False
+    for x in (q, *operands):
+        if x.dim() < 2 or x.shape[-1] not in _WIDTHS:
+            return False
+    return q.dtype in _DTYPES
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
@@ -110,41 +128,51 @@ def _uses_triton(q: Tensor, v: Tensor) -> bool:
     return use_triton(_NAME, q.device, refusal)
 
 
-def _flat(batch: torch.Size, *operands: Tensor | None) -> list[Any]:
-    """Return operands contiguous, with their batch dimensions merged."""
-    return [x if x is None else x.reshape(batch.numel(), *x.shape[len(batch) :]).contiguous() for x in operands]
+# The plans of the Triton kernels.
+_forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
+_backward_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]] = Plans()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    key = plan_key(None, q, k, v, log_scale) if runs_kernels(q) else None
+    if key is not None and (plan := _forward_plans.get(key)) is not None:
+        return plan(q, k, v, log_scale)
+    _check(q, k, v, log_scale)
     if not _uses_triton(q, v):
         if log_scale is None and q.is_cpu and q.numel():
             return attention_inference(q, k, v)
         y, den = attention_forward(q, k, v, log_scale)
         return y.contiguous(), den.contiguous()
-    from .._triton import attention
+    from .._triton.attention import forward_plan
 
-    c = None if log_scale is None else log_scale.to(torch.float32)
-    y, den = attention.attention_forward(*_flat(q.shape[:-2], q, k, v, c))
-    return y.view(v.shape), den.view(q.shape[:-1])
+    plan = forward_plan(q, k, v, log_scale)
+    return (plan if key is None else _forward_plans.add(key, plan))(q, k, v, log_scale)
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _uses_triton(q, v):
-        dq, dk, dv, dc = attention_backward(grad, q, k, v, log_scale, y, den)
-    else:
-        from .._triton import attention
+    operands = grad, q, k, v, log_scale, y, den
+    key = plan_key(None, *operands) if runs_kernels(q) else None
+    plan = None if key is None else _backward_plans.get(key)
+    if plan is None and _uses_triton(q, v):
+        from .._triton.attention import backward_plan
 
-        c = None if log_scale is None else log_scale.to(torch.float32)
-        dq, dk, dv, dc = attention.attention_backward(*_flat(q.shape[:-2], grad.to(v.dtype), q, k, v, c, y, den))
-    dq, dk, dv = (part.reshape(like.shape).contiguous() for part, like in ((dq, q), (dk, k), (dv, v)))
+        plan = backward_plan(*operands)
+        if key is not None:
+            _backward_plans.add(key, plan)
+    if plan is not None:
+        dq, dk, dv, dc = plan(*operands)
+    else:
+        dq, dk, dv, dc = attention_backward(*operands)
+        dq, dk, dv = (part.reshape(like.shape).contiguous() for part, like in ((dq, q), (dk, k), (dv, v)))
     if log_scale is None or dc is None:
         return dq, dk, dv, q.new_empty(0)
     return dq, dk, dv, dc.reshape(log_scale.shape).to(log_scale.dtype).contiguous()
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, log_scale)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
 

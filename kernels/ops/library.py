@@ -6,6 +6,7 @@ __all__ = [
     "can_autocast",
     "check_one_device",
     "define",
+    "is_autocasting",
     "is_exporting",
     "needs_torch",
 ]
@@ -108,11 +109,15 @@ _PLAIN_TYPES = _TENSOR_TYPES | {int, float, bool, type(None)}
 
 def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
     """Return the operands in autocast's dtype for a matrix product, except for float64 and integers."""
-    device_type = device.type
-    if not (can_autocast(device_type) and torch.is_autocast_enabled(device_type)):
+    if not is_autocasting(device):
         return list(operands)
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(device.type)
     return [x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype) for x in operands]
+
+
+def is_autocasting(device: torch.device) -> bool:
+    """Return whether products on a device are computed in autocast's dtype."""
+    return can_autocast(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def check_one_device(name: str, operands: dict[str, torch.Tensor]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.windowed_attention import windowed_backward, windowed_forward
-from ..selection import use_triton
-from .attention import _DTYPES, _WIDEST, _flat
+from ..selection import runs_kernels, use_triton
+from ._plans import Plans, plan_key
+from .attention import _DTYPES, _WIDEST, _reaches_kernel
 from .library import autocast, check_one_device, define, needs_torch
 
 _NAME = "windowed_linear_attention"
@@ -85,6 +86,8 @@ def windowed_linear_attention(
         >>> windowed_linear_attention(q, k, v, phi, phi, log_k=log_k, window=1, is_causal=True).squeeze(-1)
         tensor([0.0000, 1.0000, 1.5000, 2.0000])
     """
+    if key_mask is None and _reaches_kernel(q, v, phi_q):
+        return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
     _check(q, k, v, phi_q, phi_k, log_q, log_k, key_mask, window)
     if key_mask is not None:
         keys = torch.zeros(key_mask.shape, device=q.device) if log_k is None else log_k
@@ -146,8 +149,9 @@ def _uses_triton(q: Tensor, v: Tensor, phi_q: Tensor) -> bool:
     return use_triton(_NAME, q.device, refusal)
 
 
-def _exponents(*logs: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.to(torch.float32) for x in logs)
+# The plans of the Triton kernels.
+_forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
+_backward_plans: Plans[Callable[..., tuple[Tensor | None, ...]]] = Plans()
 
 
 def _forward(
@@ -161,14 +165,18 @@ def _forward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
+    operands = q, k, v, phi_q, phi_k, log_q, log_k
+    key = plan_key((window, causal), *operands) if runs_kernels(q) else None
+    if key is not None and (plan := _forward_plans.get(key)) is not None:
+        return plan(*operands)
+    _check(*operands, None, window)
     if not _uses_triton(q, v, phi_q):
-        y, log_den = windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
+        y, log_den = windowed_forward(*operands, window, causal)
         return y.contiguous(), log_den.contiguous()
-    from .._triton import windowed_attention
+    from .._triton.windowed_attention import forward_plan
 
-    flat = [*_flat(q.shape[:-2], q, k, v, phi_q, phi_k, *_exponents(log_q, log_k)), window, causal]
-    y, log_den = windowed_attention.windowed_forward(*flat)
-    return y.view(v.shape), log_den.view(q.shape[:-1])
+    plan = forward_plan(*operands, window, causal)
+    return (plan if key is None else _forward_plans.add(key, plan))(*operands)
 
 
 def _backward(
@@ -185,23 +193,27 @@ def _backward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    operands = (q, k, v, phi_q, phi_k, log_q, log_k)
-    grads: tuple[Tensor | None, ...]
-    if not _uses_triton(q, v, phi_q):
-        grads = windowed_backward(grad, *operands, y, log_den, window, causal)
-    else:
-        from .._triton import windowed_attention
+    operands = grad, q, k, v, phi_q, phi_k, log_q, log_k, y, log_den
+    key = plan_key((window, causal), *operands) if runs_kernels(q) else None
+    plan = None if key is None else _backward_plans.get(key)
+    if plan is None and _uses_triton(q, v, phi_q):
+        from .._triton.windowed_attention import backward_plan
 
-        rows = (*operands[:5], *_exponents(log_q, log_k), y, log_den)
-        flat = [*_flat(q.shape[:-2], grad.to(v.dtype), *rows), window, causal]
-        grads = windowed_attention.windowed_backward(*flat)
+        plan = backward_plan(*operands, window, causal)
+        if key is not None:
+            _backward_plans.add(key, plan)
+    grads = windowed_backward(*operands, window, causal) if plan is None else plan(*operands)
     return tuple(
-        q.new_empty(0) if x is None or part is None else part.reshape(x.shape).to(x.dtype).contiguous()
-        for x, part in zip(operands, grads, strict=True)
+        [
+            q.new_empty(0) if x is None or part is None else part.reshape(x.shape).to(x.dtype).contiguous()
+            for x, part in zip(operands[1:8], grads, strict=True)
+        ]
     )
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *features_and_logs, window, _ = args
+    _check(q, k, v, *features_and_logs, None, window)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from covering import half_of
 from panther.kernels import causal_linear_attention, reference
+from panther.kernels.ops import attention as planned
 from panther.kernels.reference import attention as chunked
 from tolerances import assert_close
 from torch._dynamo.backends.common import aot_autograd
@@ -77,6 +78,23 @@ SHAPES = [
 def test_kernel_and_gradients(device, shape, scaled):
     batch, n, D, E = shape
     against_naive(causal_linear_attention, operands(*batch, n=n, D=D, E=E, scaled=scaled, device=device))
+
+
+def test_a_plan_serves_other_addresses_and_no_other_operands(device, monkeypatch):
+    for scaled in (False, True):
+        args = operands(2, n=70, D=4, E=3, scaled=scaled, device=device)
+        against_naive(causal_linear_attention, args)
+    plans = (planned._forward_plans, planned._backward_plans)
+    assert [len(cache) for cache in plans] == [2, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(planned, "_check", None)  # A planned call checks nothing.
+        against_naive(causal_linear_attention, [x.detach().clone().requires_grad_() for x in args])
+    assert [len(cache) for cache in plans] == [2, 2]
+    with pytest.raises(ValueError, match="takes q and k of shape"):
+        causal_linear_attention(args[0], args[1][:, :-1], *args[2:])
+    strided = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in args]
+    against_naive(causal_linear_attention, strided)
+    assert [len(cache) for cache in plans] == [3, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

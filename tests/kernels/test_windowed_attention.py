@@ -6,6 +6,7 @@ import pytest
 import torch
 from covering import half_of
 from panther.kernels import reference, windowed_linear_attention
+from panther.kernels.ops import windowed_attention as windowed
 from panther.kernels.reference import windowed_attention as blocked
 from tolerances import KERNEL_RMS, assert_close
 from torch._dynamo.backends.common import aot_autograd
@@ -111,6 +112,7 @@ def test_operator_and_gradients(batch, n, window, D, E, m, scaled, is_causal, dt
 KERNEL_SHAPES = [
     ((), 1, 4, 3, 2, 4),
     ((2,), 13, 4, 3, 4, 2),
+    ((1,), 31, 3, 4, 3, 5),
     ((1,), 150, 64, 20, 33, 70),
 ]
 LARGE = ((1,), 330, 100, 70, 5, 7)
@@ -127,6 +129,28 @@ def test_kernels_and_gradients(device, shape, scaled, is_causal):
     batch, n, window, D, E, m = shape
     args = operands(*batch, n=n, D=D, E=E, m=m, scaled=scaled, device=device)
     against_naive(windowed_linear_attention, args, window=window, is_causal=is_causal)
+
+
+def test_a_plan_serves_other_addresses_and_no_other_operands(device, monkeypatch):
+    n, window, widths = 20, 3, {"D": 4, "E": 3, "m": 5}
+    for scaled in (False, True):
+        args = operands(n=n, **widths, scaled=scaled, device=device)
+        against_naive(windowed_linear_attention, args, window=window, is_causal=True)
+    plans = (windowed._forward_plans, windowed._backward_plans)
+    assert [len(cache) for cache in plans] == [2, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(windowed, "_check", None)  # A planned call checks nothing.
+        later = [x.detach().clone().requires_grad_() for x in args]
+        against_naive(windowed_linear_attention, later, window=window, is_causal=True)
+    assert [len(cache) for cache in plans] == [2, 2]
+    with pytest.raises(ValueError, match="takes q and k of shape"):
+        windowed_linear_attention(*args[:4], args[4][:-1], window=window, is_causal=True)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        windowed_linear_attention(*args, window=0, is_causal=True)
+    strided = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in args]
+    against_naive(windowed_linear_attention, strided, window=window, is_causal=True)
+    against_naive(windowed_linear_attention, args, window=window, is_causal=False)
+    assert [len(cache) for cache in plans] == [4, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

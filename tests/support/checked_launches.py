@@ -110,6 +110,23 @@ def compare_quantized(generator):
         kernels.quantized_matmul(torch.zeros(rows, columns, dtype=dtype), weight, torch.zeros(n_out, dtype=dtype))
 
 
+def compare_attention(generator):
+    """Attend twice, forward and backward, to operands of random layout at other addresses."""
+    n, D, E, m = (generator.choice((1, 16, 17, 64, 100)) for _ in range(4))
+    dtype, causal, window = generator.choice((torch.bfloat16, torch.float32)), generator.random() < 0.5, 16
+    layouts = generator.getrandbits(64)
+    for _ in range(2):
+        draw = random.Random(layouts)
+        widths = (D, D, E, m, m)
+        q, k, v, phi_q, phi_k = (random_operand(draw, n, width, dtype).requires_grad_() for width in widths)
+        c = draw.choice((None, torch.empty(n, requires_grad=True)))
+        for y in (
+            kernels.causal_linear_attention(q, k, v, c),
+            kernels.windowed_linear_attention(q, k, v, phi_q, phi_k, c, c, window=window, is_causal=causal),
+        ):
+            y.backward(random_operand(draw, n, E, dtype))
+
+
 def main():
     """Compare, and print the number of comparisons."""
     RECORDER.is_on = True
@@ -124,6 +141,9 @@ def main():
         for _ in range(int(sys.argv[1])):  # Without a path that is forced, plans are kept from call to call.
             compare_sketched(generator)
             compare_quantized(generator)
+        with torch.enable_grad():
+            for _ in range(int(sys.argv[1])):
+                compare_attention(generator)
     print(triton.__version__)
     for name, count in COMPARED.items():
         print(name, count)
