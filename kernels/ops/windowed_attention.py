@@ -212,8 +212,8 @@ def _backward(
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    *features_and_logs, window, _ = args
-    _check(q, k, v, *features_and_logs, None, window)
+    phi_q, phi_k, log_q, log_k, window, _ = args
+    _check(q, k, v, phi_q, phi_k, log_q, log_k, None, window)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
 
