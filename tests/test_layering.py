@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
     "_version", "_text", "_logs", "_missing_names", "_random_state", "errors", "files", "_setting_names", "_settings",
-    "_torch", "kernels", "sketch", "linalg", "nn", "inspect", "optim", "compat", "distributed", "train", "compression",
+    "_torch", "kernels", "sketch", "linalg", "nn", "inspect", "compat", "distributed", "optim", "train", "compression",
     "tuning", "", "integrations", "cli", "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": set(LAYERS[: LAYERS.index("kernels")])}

@@ -1,0 +1,72 @@
+"""Parameter groups for :class:`panther.optim.MuonAdamW`: which matrices of a model get orthogonalised updates."""
+
+__all__ = ["param_groups"]
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from panther.nn.base import CompressedModule
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    factor_lr: float | None = None,
+    weight_decay: float = 0.1,
+    include: Callable[[str, nn.Module], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a model's trained parameters in groups for :class:`MuonAdamW`.
+
+    The groups are: the matrices of the included layers, which are orthogonalised; other tensors of two and more
+    dimensions (embeddings, dense layers); and vectors (biases, norms), without weight decay.
+
+    Args:
+        model: The model.
+        lr: Learning rate of parameters that are not orthogonalised.
+        factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``.
+        weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
+            decay as fast as the rest.
+        include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None selects
+            the sketched and the low-rank layers. Do not include embeddings and the last layer of a model.
+
+    Returns:
+        The groups that are not empty; a shared parameter is in the first of its groups.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 256, 8), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> [(group["orthogonalize"], len(group["params"])) for group in param_groups(model)]
+        [(True, 2), (False, 1), (False, 2)]
+    """
+    factor_lr = 4 * lr if factor_lr is None else factor_lr
+    if include is None:
+        include = _has_factors
+    orthogonalized = {
+        p
+        for name, layer in model.named_modules()
+        if include(name, layer)
+        for p in layer.parameters(recurse=False)
+        if p.ndim == 2
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p not in orthogonalized and p.ndim > 1]
+    rest = {"lr": lr, "orthogonalize": False}
+    decay = weight_decay * lr / factor_lr if factor_lr else weight_decay
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trainable if p in orthogonalized],
+            "lr": factor_lr,
+            "orthogonalize": True,
+            "weight_decay": decay,
+        },
+        {"params": matrices, **rest, "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], **rest, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _has_factors(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, CompressedModule) and layer.factor_names != ()
