@@ -8,6 +8,7 @@ __all__ = [
     "check_finite",
     "check_number",
     "driver",
+    "full_precision",
     "summed_product",
     "tensor_of",
     "times_two_to",
@@ -47,7 +48,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast("cuda", enabled=False),
-            _full_precision(),
+            full_precision(),
         ):
             return function(*args, **kwargs)
 
@@ -55,7 +56,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Compute float32 products in float32, ignoring torch.set_float32_matmul_precision."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]

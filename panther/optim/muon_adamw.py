@@ -2,8 +2,8 @@
 
 __all__ = ["MuonAdamW"]
 
-import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from panther.errors import ShapeError
-from panther.optim.newton_schulz import orthogonalize
-
-_RMS = 0.2  # root mean square of the entries of an update at rate 1, as for usual updates of Adam
+from panther.optim.matrix_updates import (
+    MatrixUpdate,
+    batches_of,
+    check_parameter,
+    orthogonalize_batch,
+    run_overlapped,
+)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -21,7 +25,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
     With the momentum :math:`M \leftarrow \mu M + G`, such a matrix changes by :math:`-0.2\,\eta \sqrt{\max(m, n)}\;
     \mathrm{orthogonalize}(G + \mu M)`: entries as large as Adam's usually are at the learning rate :math:`\eta`. Weight
-    decay is decoupled in both. Make the groups by :func:`param_groups`.
+    decay is decoupled in both. Make the groups by :func:`param_groups`. A parameter of three dimensions is a stack of
+    matrices, such as experts.
+
+    Matrices may be sharded, by FSDP2, hybrid sharding, tensor parallelism, or several of these. They are not gathered,
+    and the steps are the steps of one process to rounding; see :doc:`/howto/muon`.
 
     Args:
         params: Parameters, or groups of them.
@@ -37,7 +45,10 @@ class MuonAdamW(torch.optim.Optimizer):
         ShapeError: If an orthogonalised group has a parameter that is not a matrix.
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
-    parameters. :func:`orthogonalize` runs once for all matrices of a shape.
+    parameters. :func:`orthogonalize` runs once for all matrices of a shape. For a matrix (m, n), m >= n, that is
+    sharded over N ranks, a rank sends :math:`2 (N-1)/N^2\, m n` numbers of the dtype of the momentum, or
+    :math:`(N-1)/N\, n^2` numbers in float32 if each rank has complete rows and this is less. An agreement of 16 bytes
+    comes before.
 
     Example:
         >>> import torch, panther as pr
@@ -73,41 +84,71 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, and return the loss of the closure, or None without a closure."""
+        """Take one step, and return the loss of the closure, or None without a closure.
+
+        If matrices are sharded, every rank must call it.
+
+        Raises:
+            ValueError: If a gradient is sparse.
+            ShapeError: If a parameter has changed its shape since its momentum was made.
+            DistributedError: On every rank, before anything changes, if some ranks have the gradient of a sharded
+                matrix and other ranks do not, or if a matrix is sharded in unequal chunks; if a rank has ended or is
+                late; if the momentum of a sharded matrix is not sharded.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        orthogonalized = [group for group in self.param_groups if group["orthogonalize"]]
+        layouts = self._sharded_layouts(orthogonalized)
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if group["orthogonalize"]:
-                self._step_orthogonalized(group, parameters)
-            elif parameters:
-                self._step_adamw(group, parameters)
+            for p in group["params"]:
+                check_parameter(p, self.state.get(p, {}))
+        updates = [
+            MatrixUpdate(p, group, self.state[p], layouts.get(p))
+            for group in orthogonalized
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        run_overlapped(self._tasks(updates))
         return loss
 
-    def _step_orthogonalized(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        parameters_by_shape: dict[tuple[Any, ...], list[Tensor]] = {}
-        for p in parameters:
-            shape = tuple(p.shape) if p.shape[0] >= p.shape[1] else tuple(p.shape[::-1])
-            parameters_by_shape.setdefault((shape, p.dtype, p.device), []).append(p)
-        # The matrices are small, so one call orthogonalizes all matrices of a shape.
-        for (shape, _, _), matrices in parameters_by_shape.items():
-            updates = []
-            for p in matrices:
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                gradient: Any = p.grad
-                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-                update = gradient.add(buffer, alpha=group["momentum"])  # Nesterov's
-                updates.append(update if p.shape == shape else update.mT)
-            rate = group["lr"]
-            for p, update in zip(matrices, orthogonalize(torch.stack(updates)), strict=True):
-                p.mul_(1 - rate * group["weight_decay"])
-                p.add_(update if p.shape == shape else update.mT, alpha=-_RMS * rate * math.sqrt(shape[0]))
+    def _sharded_layouts(self, groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
+        """Return how the sharded matrices lie, after all ranks agree on the gradients that exist."""
+        # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
+        if "torch.distributed.tensor" not in sys.modules:
+            return {}
+        from panther.optim.exchange import check_gradients
+        from panther.optim.shards import layout_of
 
-    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        layouts, layouts_by_name, with_gradient = {}, {}, {}
+        for number, group in enumerate(groups):
+            names = group.get("param_names", ())
+            for place, p in enumerate(group["params"]):
+                if (layout := layout_of(p)) is not None:
+                    shape = tuple(p.shape)
+                    name = names[place] if names else f"parameter {place} of matrix group {number}, of shape {shape},"
+                    layouts[p] = layouts_by_name[name] = layout
+                    with_gradient[name] = p.grad is not None
+        check_gradients(layouts_by_name, with_gradient)
+        return layouts
+
+    def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
+        """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""
+        if sharded := [update for update in updates if update.layout is not None]:
+            from panther.optim.exchange import Owners, update_shards
+
+            owners = Owners()
+            for batch in batches_of(sharded):
+                yield update_shards(batch, owners)
+        for group in self.param_groups:
+            if not group["orthogonalize"]:
+                yield self._step_adamw(group)
+        for batch in batches_of(update for update in updates if update.layout is None):
+            yield orthogonalize_batch(batch)
+
+    def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:
+        parameters = [p for p in group["params"] if p.grad is not None]
         for p in parameters:
             if not self.state[p]:
                 self.state[p] |= {
@@ -115,21 +156,23 @@ class MuonAdamW(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
-        adamw(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            [self.state[p]["exp_avg"] for p in parameters],
-            [self.state[p]["exp_avg_sq"] for p in parameters],
-            [],
-            [self.state[p]["step"] for p in parameters],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        if parameters:
+            adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
+                [],
+                [self.state[p]["step"] for p in parameters],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        yield from ()
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -140,9 +183,9 @@ def _check_group(group: dict[str, Any]) -> None:
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{name} must be in [0, 1), not {group[name]}")
     if group["orthogonalize"]:
-        wrong = next((tuple(p.shape) for p in group["params"] if p.dim() != 2), None)
+        wrong = next((tuple(p.shape) for p in group["params"] if p.dim() not in (2, 3)), None)
         if wrong is not None:
             raise ShapeError(
-                f"a group with orthogonalize=True takes matrices, not a parameter of shape {wrong}: make the groups "
-                "by panther.optim.param_groups(model)"
+                "a group with orthogonalize=True takes matrices (m, n) and stacks of them (experts, m, n), not a "
+                f"parameter of shape {wrong}: make the groups by panther.optim.param_groups(model)"
             )

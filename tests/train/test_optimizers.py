@@ -10,6 +10,7 @@ from torch import nn
 from whole_batches import STRATEGIES, At, assert_equal, build, plain, train, weights
 
 from panther.errors import ConfigError
+from panther.optim import MuonAdamW
 from panther.train import Callback
 
 pytestmark = pytest.mark.distributed
@@ -99,6 +100,13 @@ class Global(torch.optim.SGD):
         super().step()
 
 
+def muon(model):
+    """Matrices of the body by Muon, the rest by AdamW."""
+    *body, head = [m for m in model if isinstance(m, nn.Linear)]
+    rest = [*(m.bias for m in body), *head.parameters()]
+    return MuonAdamW([{"params": [m.weight for m in body], "orthogonalize": True}, {"params": rest}], lr=0.02)
+
+
 def taken_steps(model):
     """State that is already present, of a step that was taken before."""
     optimizer = torch.optim.Adam(groups(model), lr=0.02)
@@ -112,6 +120,7 @@ def taken_steps(model):
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(groups(model), lr=0.02),
     "Adagrad": lambda model: torch.optim.Adagrad(groups(model), lr=0.02, initial_accumulator_value=0.1),
+    "Muon": muon,
     "third party": lambda model: Strange(groups(model), 9),
     "copies in the constructor": lambda model: Pulled(groups(model), 0.1),
     "state": taken_steps,
@@ -154,7 +163,7 @@ def compare(strategies, makers, steps=4):
 
 def test_optimizers_with_groups_take_the_steps_of_one_process():
     """pykeen#1569: AdamW that was made again of its ``defaults`` refused a key of them."""
-    compare(("zero1", "fsdp"), ("AdamW", "Adagrad", "copies in the constructor"), steps=2)
+    compare(("zero1", "fsdp"), ("AdamW", "Adagrad", "Muon", "copies in the constructor"), steps=2)
 
 
 @pytest.mark.slow

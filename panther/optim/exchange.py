@@ -1,0 +1,254 @@
+r"""Orthogonalise matrices that are sharded over ranks, a batch of one layout at a time, without gathering them.
+
+Each matrix belongs to one rank, its owner. There are two ways, and the one that sends fewer bytes is taken:
+
+- **Triangles.** If every shard has full rows of a tall matrix M (m, n), the Gram matrix is a sum over the ranks. A rank
+  sends R of a QR factorisation of its shard, n (n + 1) / 2 numbers, because Gram matrices in float32 would lose small
+  singular values. The owner computes Q with :math:`M Q` orthogonalised from all R and sends the upper triangle of Q to
+  every rank, which multiplies its shard by Q. A rank sends about (N - 1)/N n^2 numbers for each matrix.
+- **Owners.** The shards go to the owner, which orthogonalises the complete matrix and sends the shards of the result
+  back: 2 (N - 1)/N^2 m n numbers.
+
+A generator stands for a batch. It yields while its messages travel, so that other batches compute in the meantime. All
+ranks run the same batches in the same order.
+"""
+
+__all__ = ["Owners", "check_gradients", "orthogonalize_shards", "triangle_bytes", "update_shards", "whole_matrix_bytes"]
+
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from panther.distributed.comm.agreement import agree
+from panther.distributed.comm.diagnostics import watched
+from panther.distributed.comm.ranks import transport
+from panther.errors import DistributedError
+from panther.linalg.operand import full_precision
+from panther.optim.matrix_updates import MatrixUpdate, apply_updates
+from panther.optim.newton_schulz import orthogonalize, orthogonalizing_factor
+from panther.optim.shards import ShardLayout, sending_device
+
+_CALL = "MuonAdamW.step"
+
+
+class Owners:
+    """Choose the owner of each matrix: the rank with the least work so far, or the rank that has the matrix already."""
+
+    def __init__(self) -> None:
+        self._flops_by_group: dict[dist.ProcessGroup, list[float]] = {}
+
+    def choose(self, layout: ShardLayout, dtype: torch.dtype, count: int) -> list[int]:
+        """Return the owners of ``count`` matrices, the same ones on every rank."""
+        if layout.holder is not None:
+            return [layout.holder] * count
+        m, n = layout.shape
+        flops = 30.0 * n**3 if _sends_triangles(layout, dtype) else 8.0 * m * n**2 + 28.0 * n**3
+        loads = self._flops_by_group.setdefault(layout.group, [0.0] * layout.ranks)
+        owners = []
+        for _ in range(count):
+            owners.append(min(range(layout.ranks), key=loads.__getitem__))
+            loads[owners[-1]] += flops
+        return owners
+
+
+def triangle_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
+    """Return the bytes that all ranks together send for a matrix as triangles, in the mean over its possible owners."""
+    entries = sum(_triangle_size(height, layout.shape[1]) for height in _heights(layout))
+    receivers = sum(height > 0 for height in _heights(layout))
+    answer = _triangle_size(layout.shape[1], layout.shape[1]) + 1
+    share = (layout.ranks - 1) / layout.ranks
+    return share * (entries + receivers * answer) * _wide(dtype).itemsize
+
+
+def whole_matrix_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
+    """Return the bytes that all ranks together send for a matrix that goes to its owner and back."""
+    m, n = layout.shape
+    return 0.0 if layout.holder is not None else 2 * (layout.ranks - 1) / layout.ranks * m * n * dtype.itemsize
+
+
+def orthogonalize_shards(
+    shards: Tensor,  # (batch, rows, columns) of this rank
+    layout: ShardLayout,
+    owners: Sequence[int],
+) -> Generator[None, None, Tensor]:
+    """Return this rank's shards of the orthogonalised matrices; yield after each message was sent.
+
+    Args:
+        shards: This rank's shards, of any floating dtype. All ranks pass the same number of them.
+        layout: The shards of all ranks.
+        owners: The owner of each matrix, equal on all ranks.
+    """
+    if _sends_triangles(layout, shards.dtype):
+        return (yield from _by_triangles(shards, layout, owners))
+    return (yield from _by_owners(shards, layout, owners))
+
+
+def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[None, None, None]:
+    """Update sharded matrices of one layout; yield while messages travel."""
+    layout = batch[0].layout
+    assert layout is not None
+    shards = torch.cat([update.advance_momentum() for update in batch])
+    owners_of_batch = owners.choose(layout, shards.dtype, len(shards))
+    apply_updates(batch, (yield from orthogonalize_shards(shards, layout, owners_of_batch)))
+
+
+def check_gradients(layouts: Mapping[str, ShardLayout], with_gradient: Mapping[str, bool]) -> None:
+    """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
+
+    Args:
+        layouts: The layouts of all matrices that are sharded, by names that are equal on all ranks.
+        with_gradient: For each name, whether this rank has a gradient.
+
+    Raises:
+        DistributedError: On every rank of a group, if gradients differ between ranks or a matrix is sharded in unequal
+            chunks.
+
+    Cost: an all-reduce of 16 bytes for each group. On a GPU, the host waits for it.
+    """
+    names_by_group: dict[dist.ProcessGroup, list[str]] = {}
+    for name, layout in layouts.items():
+        names_by_group.setdefault(layout.group, []).append(name)
+    for group, names in names_by_group.items():
+
+        def describe(names: Sequence[str] = names) -> dict[str, str]:
+            if error := next((layouts[name].error for name in names if layouts[name].error), None):
+                raise DistributedError(error)
+            return {name: "present" if with_gradient[name] else "missing" for name in names}
+
+        text = repr([(name, with_gradient[name], layouts[name].error is None) for name in names])
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        extremes = torch.tensor([digest, -digest], device=transport(group))
+        with watched(_CALL, group):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            largest, smallest = extremes.tolist()
+        if largest != -smallest:
+            fix = "compute the loss from the same parameters on every rank, or give the missing gradients zeros"
+            agree(_CALL, describe, group, fix, "gradients of sharded matrices")
+        describe()  # raises if every rank has the same error
+
+
+def _sends_triangles(layout: ShardLayout, dtype: torch.dtype) -> bool:
+    return layout.has_full_rows and triangle_bytes(layout, dtype) < whole_matrix_bytes(layout, dtype)
+
+
+def _by_triangles(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
+    n, dtype, device = layout.shape[1], _wide(shards.dtype), shards.device
+    M = shards.to(dtype)
+    heights = _heights(layout)
+    sizes = [_triangle_size(height, n) for height in heights]
+    by_owner = _by_rank(owners, layout.ranks)
+    owned = by_owner[layout.rank]
+    # R is upper trapezoidal if this rank has fewer than n rows.
+    triangles = _pack(torch.linalg.qr(M, mode="r").R) if layout.rectangle.size else M.new_empty(len(M), 0)
+    pieces = yield from _exchange(
+        [triangles[indices] for indices in by_owner], [len(owned) * size for size in sizes], layout
+    )
+    answers = triangles.new_zeros(len(owned), _triangle_size(n, n) + 1)
+    if owned:
+        parts = [
+            _unpack(piece.view(len(owned), size), height, n)
+            for piece, size, height in zip(pieces, sizes, heights, strict=True)
+        ]
+        Q, norms = orthogonalizing_factor(torch.cat(parts, -2))
+        answers = torch.cat((_pack(Q), norms.flatten(-2)), -1)
+    receives = [height > 0 for height in heights]
+    counts = [len(indices) * answers.shape[-1] if receives[layout.rank] else 0 for indices in by_owner]
+    pieces = yield from _exchange([answers if receiver else answers[:0] for receiver in receives], counts, layout)
+    if not receives[layout.rank]:
+        return shards
+    factors = M.new_empty(len(owners), answers.shape[-1])
+    for indices, piece in zip(by_owner, pieces, strict=True):
+        factors[indices] = piece.view(len(indices), answers.shape[-1])
+    upper = _unpack(factors[:, :-1], n, n)
+    with full_precision():
+        result = (M / factors[:, -1, None, None]) @ (upper + upper.triu(1).mT)
+    return result.to(device, shards.dtype)
+
+
+def _by_owners(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
+    by_owner = _by_rank(owners, layout.ranks)
+    owned = by_owner[layout.rank]
+    rectangles = layout.rectangles
+    pieces = yield from _exchange(
+        [shards[indices] for indices in by_owner], [len(owned) * rectangle.size for rectangle in rectangles], layout
+    )
+    matrices = shards.new_empty(len(owned), *layout.shape)
+    places = [
+        matrices[:, r.rows.start : r.rows.stop, r.columns.start : r.columns.stop] for r in rectangles
+    ]  # views of the matrices
+    for place, piece in zip(places, pieces, strict=True):
+        place.copy_(piece.view(place.shape))
+    if owned:
+        matrices.copy_(orthogonalize(matrices))
+    pieces = yield from _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
+    result = torch.empty_like(shards)
+    for indices, piece in zip(by_owner, pieces, strict=True):
+        result[indices] = piece.view(len(indices), *shards.shape[1:])
+    return result
+
+
+def _exchange(
+    parts: Sequence[Tensor], counts: Sequence[int], layout: ShardLayout
+) -> Generator[None, None, list[Tensor]]:
+    """Send a part to each rank, and return the parts of all ranks, flat; yield while they travel.
+
+    Args:
+        parts: A tensor for each rank; the tensor for this rank is returned and not sent.
+        counts: The number of entries from each rank.
+        layout: The layout, for its group and the rank of this process in it.
+    """
+    rank, device = layout.rank, sending_device(layout.group, parts[0])
+    for_this_rank = parts[rank].flatten()
+    outgoing = [part.flatten() for index, part in enumerate(parts) if index != rank]
+    message = torch.cat(outgoing).to(device)
+    input_sizes = [0 if index == rank else part.numel() for index, part in enumerate(parts)]
+    output_sizes = [0 if index == rank else count for index, count in enumerate(counts)]
+    received = message.new_empty(sum(output_sizes))
+    with watched(_CALL, layout.group):
+        work = dist.all_to_all_single(received, message, output_sizes, input_sizes, group=layout.group, async_op=True)
+    yield
+    with watched(_CALL, layout.group):
+        work.wait()
+    pieces = list(received.to(for_this_rank.device).split(output_sizes))
+    pieces[rank] = for_this_rank
+    return pieces
+
+
+def _heights(layout: ShardLayout) -> list[int]:
+    """Return the number of rows of R of each rank: 0 without a shard, and at most n."""
+    return [min(len(r.rows), layout.shape[1]) if r.size else 0 for r in layout.rectangles]
+
+
+def _by_rank(owners: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of the matrices of each owner."""
+    by_owner: list[list[int]] = [[] for _ in range(ranks)]
+    for index, owner in enumerate(owners):
+        by_owner[owner].append(index)
+    return by_owner
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _triangle_size(height: int, n: int) -> int:
+    """Return the number of entries of an upper trapezoidal matrix of min(height, n) rows and n columns."""
+    height = min(height, n)
+    return height * n - height * (height - 1) // 2
+
+
+def _pack(R: Tensor) -> Tensor:  # (batch, height, n) -> (batch, entries)
+    """Return the entries on and above the diagonal."""
+    rows, columns = torch.triu_indices(*R.shape[-2:], device=R.device)
+    return R[:, rows, columns]
+
+
+def _unpack(entries: Tensor, height: int, n: int) -> Tensor:  # (batch, entries) -> (batch, height, n)
+    """Return upper trapezoidal matrices; the inverse of :func:`_pack`."""
+    rows, columns = torch.triu_indices(height, n, device=entries.device)
+    R = entries.new_zeros(len(entries), height, n)
+    R[:, rows, columns] = entries
+    return R

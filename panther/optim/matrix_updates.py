@@ -1,0 +1,179 @@
+"""Momentum and orthogonalised updates of matrices on one rank, in batches of equal shapes."""
+
+__all__ = [
+    "MatrixUpdate",
+    "apply_updates",
+    "batches_of",
+    "check_parameter",
+    "orthogonalize_batch",
+    "run_overlapped",
+]
+
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from panther.errors import DistributedError, ShapeError
+from panther.optim.newton_schulz import orthogonalize
+
+if TYPE_CHECKING:
+    from panther.optim.shards import ShardLayout
+
+_RMS = 0.2  # root mean square of the entries of an update at rate 1, as for usual updates of Adam
+_BATCH_BYTES = 1 << 26  # of the complete matrices, in float32, that a rank orthogonalises together
+
+
+class MatrixUpdate:
+    """The next update of a parameter (m, n), or of a stack of matrices (experts, m, n), on this rank.
+
+    Args:
+        parameter: The parameter; its gradient exists.
+        group: The settings of its group.
+        state: The state of the optimizer for this parameter, which gets a momentum if it is empty.
+        layout: The layout of sharded matrices; None if this rank has complete matrices.
+
+    Attributes:
+        shape: (m, n) of the complete matrices, tall after a transposition.
+        layout: The argument.
+
+    """
+
+    def __init__(
+        self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any], layout: "ShardLayout | None" = None
+    ) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient: Any = parameter.grad
+        state["momentum_buffer"] = _placed_like(parameter, state["momentum_buffer"])
+        self._group = group
+        self._parameter = _local(parameter)
+        self._momentum = _local(state["momentum_buffer"])
+        self._gradient = _local(_placed_like(parameter, gradient))
+        m, n = parameter.shape[-2:]
+        self.layout = layout
+        self._is_transposed = m < n if layout is None else layout.is_transposed
+        self.shape = (n, m) if self._is_transposed else (m, n)
+
+    @property
+    def batch_key(self) -> tuple[Any, ...]:
+        """Return what updates of one batch have in common."""
+        return self.shape, self.layout, self._parameter.dtype, self._parameter.device
+
+    @property
+    def count(self) -> int:
+        """Return the number of matrices on this rank, complete or sharded."""
+        return self._parameter.shape[0] if self._parameter.dim() == 3 else 1
+
+    def advance_momentum(self) -> Tensor:  # (count, m, n) of this rank
+        """Add the gradient to the momentum, and return Nesterov's combination of both, tall after a transposition."""
+        decay = self._group["momentum"]
+        self._momentum.mul_(decay).add_(self._gradient)
+        update = self._gradient.add(self._momentum, alpha=decay)
+        update = update[None] if update.dim() == 2 else update
+        return update.mT if self._is_transposed else update
+
+    def apply(self, update: Tensor) -> None:
+        """Change the parameter by an orthogonalised update of the shape that ``advance_momentum`` returned."""
+        rate = self._group["lr"]
+        update = update.mT if self._is_transposed else update
+        self._parameter.mul_(1 - rate * self._group["weight_decay"])
+        self._parameter.add_(update.reshape(self._parameter.shape), alpha=-_RMS * rate * math.sqrt(self.shape[0]))
+
+
+def batches_of(updates: Iterable[MatrixUpdate]) -> Iterator[list[MatrixUpdate]]:
+    """Yield updates that are computed together: of one shape, layout, dtype and device, and of limited size."""
+    by_key: dict[tuple[Any, ...], list[MatrixUpdate]] = {}
+    for update in updates:
+        by_key.setdefault(update.batch_key, []).append(update)
+    for updates_of_key in by_key.values():
+        first = updates_of_key[0]
+        ranks = 1 if first.layout is None else first.layout.ranks
+        limit = max(1, ranks * _BATCH_BYTES // (4 * max(1, math.prod(first.shape))))
+        limit = max(limit // ranks, 1) * ranks  # the owners then have equal numbers of matrices
+        batch: list[MatrixUpdate] = []
+        for update in updates_of_key:
+            if batch and sum(member.count for member in batch) + update.count > limit:
+                yield batch
+                batch = []
+            batch.append(update)
+        yield batch
+
+
+def orthogonalize_batch(batch: Sequence[MatrixUpdate]) -> Generator[None, None, None]:
+    """Update complete matrices; nothing is sent, so the generator never yields."""
+    updates = torch.cat([update.advance_momentum() for update in batch])
+    apply_updates(batch, orthogonalize(updates) if updates.numel() else updates)
+    yield from ()
+
+
+def apply_updates(batch: Sequence[MatrixUpdate], updates: Tensor) -> None:
+    """Change the parameters of a batch by its orthogonalised updates."""
+    for member, update in zip(batch, updates.split([member.count for member in batch]), strict=True):
+        member.apply(update)
+
+
+def run_overlapped(tasks: Iterable[Generator[None, None, None]]) -> None:
+    """Run generators to their ends in an order that depends on their number of steps only.
+
+    A task yields while its messages travel. The newest task starts before older tasks take a step, so that its message
+    travels while they compute.
+    """
+    active: deque[Generator[None, None, None]] = deque()
+    for task in tasks:
+        older = list(active)
+        active.append(task)
+        _advance([task, *older], active)
+    while active:
+        _advance(list(active), active)
+
+
+def _advance(tasks: Sequence[Generator[None, None, None]], active: deque[Generator[None, None, None]]) -> None:
+    for task in tasks:
+        try:
+            next(task)
+        except StopIteration:
+            active.remove(task)
+
+
+def check_parameter(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Check a parameter and its state before a step.
+
+    Raises:
+        ValueError: If the gradient is sparse.
+        ShapeError: If the parameter has changed its shape since its state was made.
+        DistributedError: If the parameter is sharded, and its state is not.
+    """
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and MuonAdamW takes dense "
+            "gradients: set sparse=False for the embedding"
+        )
+    for key in ("momentum_buffer", "exp_avg"):
+        if (tensor := state.get(key)) is None:
+            continue
+        if tensor.shape != parameter.shape:
+            raise ShapeError(
+                f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape "
+                f"{tuple(parameter.shape)}: make a new optimizer after parameters change their shape"
+            )
+        if hasattr(parameter, "to_local") and not hasattr(tensor, "to_local"):
+            raise DistributedError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded, and its {key} is a complete tensor: load "
+                "the state by panther.distributed.checkpoint.load"
+            )
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's shard, with the same memory, or a tensor that is not sharded itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _placed_like(parameter: Any, tensor: Any) -> Any:
+    """Return a tensor with the placements of a parameter; gradients may be terms of sums, for example."""
+    if not hasattr(parameter, "to_local") or tuple(tensor.placements) == tuple(parameter.placements):
+        return tensor
+    return tensor.redistribute(placements=parameter.placements)
