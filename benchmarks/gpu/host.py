@@ -126,8 +126,31 @@ def _call(case: Case, mode: str) -> Callable[[], object]:
     trained = x.clone().requires_grad_()
     if mode == "forward":
         return lambda: function(trained)
-    grad = torch.ones_like(function(trained).detach())
-    return lambda: function(trained).backward(grad)
+    output = function(trained)
+    grad = torch.ones_like(output.detach())
+    leaves = _leaves(output.grad_fn)
+
+    def step() -> None:
+        # As optimizers do. The stubbed kernels leave gradients uninitialized, and adding denormal numbers is slow.
+        for leaf in leaves:
+            leaf.grad = None
+        function(trained).backward(grad)
+
+    return step
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass from this node of autograd's graph computes."""
+    nodes, leaves, pending = set(), {}, [node]
+    while pending:
+        node = pending.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        pending += [following for following, _ in node.next_functions]
+    return list(leaves.values())
 
 
 def _medians_us(functions: dict[Case, Callable[[], object]], device: str, calls: int) -> dict[Case, float]:

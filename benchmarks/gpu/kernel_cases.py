@@ -18,6 +18,7 @@ from panther.kernels._triton import (
     quantized_few_rows,
     signs,
     sketched,
+    sketched_gradients,
     sparse,
     windowed_attention,
 )
@@ -76,6 +77,18 @@ def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> L
     def launch(t: torch.dtype) -> None:
         x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, signs, t, odd)
         sketched.pair_plan(x, S1, U1, S2, U2, bias, scale)(x, S1, U1, S2, U2, bias)
+
+    return launch
+
+
+def gradients(rows: int, width: int, R: int, bias: bool = True) -> Launch:
+    """Compute the gradients of the factors and the bias."""
+
+    def launch(t: torch.dtype) -> None:
+        x, inner = meta(rows, width, dtype=t), meta(rows, 2 * R, dtype=t)
+        plan = sketched_gradients.gradients_plan(x, x, inner, True, bias)
+        assert plan is not None
+        plan(x, x, inner, inner)
 
     return launch
 
@@ -176,6 +189,12 @@ CASES = [
     Case("pair batch 512, R 16", pair(512, 8192, 16)),
     Case("pair batch 512, R 64, packed", pair(512, 8192, 64, "packed"), precisions=FULL),
     Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
+    Case("gradients R 64", gradients(8192, 8192, 64)),
+    Case("gradients R 64, narrow tiles", gradients(8192, 4096, 64), (BF16,)),
+    Case("gradients R 16", gradients(8192, 8192, 16), precisions=FULL),
+    Case("gradients batch 1, R 16, no bias", gradients(1, 8192, 16, bias=False), precisions=FULL),
+    Case("gradients batch 64, R 128", gradients(64, 4096, 128), precisions=FULL),
+    Case("gradients R 33, odd sizes", gradients(70, 1001, 33), ALL, FULL),
     Case("attention D 64", attend(64, 64)),
     Case("attention D 64, scaled", attend(64, 64, scaled=True), precisions=FULL),
     Case("attention D 128", attend(128, 128), precisions=FULL),

@@ -4,9 +4,11 @@ The launchers themselves are driven, on meta tensors, under a driver that only n
 launch is compiled by Triton and read back from the machine code. A kernel fails that spills registers, takes more
 shared memory than the chip has, or multiplies matrices without the matrix units. Exit code 1 names them.
 
-    python -m benchmarks.gpu.kernel_resources [--quick] [--write] [--only TEXT]
+    python -m benchmarks.gpu.kernel_resources [--quick] [--write] [--only TEXT] [--chip NAME] [--processes 2]
 
-What was compiled is in Triton's cache, so that a second run reads it back in a fraction of the time.
+What was compiled is in Triton's cache, so that a second run reads it back in a fraction of the time. The version of
+Triton is the version that Python finds; ``make .triton-oldest/.stamp`` installs the oldest version that Panther
+supports into a folder for PYTHONPATH. The table has the rows of both versions.
 """
 
 __all__ = ["TARGETS", "Target", "Variant", "compile_case", "kernels", "launches", "violations"]
@@ -48,7 +50,6 @@ _SUMMARY = _TABLE.with_stem("kernel_resources_summary")
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _NVIDIA_MMA = re.compile(r"\b((?:HGMMA|QGMMA|HMMA|IMMA|DMMA|QMMA|OMMA|UTC\w*MMA)[\w.]*)")
 _AMD_MMA = re.compile(r"\b(v_mfma_\w+)")
-_PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Target:
 TARGETS = (
     Target("sm_80", GPUTarget("cuda", 80, 32), 166912),
     Target("sm_90", GPUTarget("cuda", 90, 32), 232448),
+    Target("sm_100", GPUTarget("cuda", 100, 32), 232448),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), 65536),
 )
 
@@ -97,6 +99,7 @@ class Variant:
     matrix_instruction: str = ""
     """The most frequent of them."""
     error: str = ""
+    triton: str = triton.__version__
 
 
 class _Driver:
@@ -277,13 +280,13 @@ def violations(variant: Variant) -> list[str]:
 Task = tuple[Case, torch.dtype, str, Target, Sequence[str] | None]
 
 
-def _tasks(cases: Sequence[Case], quick: bool) -> list[Task]:
+def _tasks(cases: Sequence[Case], quick: bool, targets: Sequence[Target]) -> list[Task]:
     if not quick:
         return [
             (case, dtype, precision, target, None)
             for case in cases
             for dtype, precision in case.variants()
-            for target in TARGETS
+            for target in targets
         ]
     tasks: list[Task] = []
     seen: set[str] = set()
@@ -302,11 +305,13 @@ def _run_task(index: int) -> list[Variant]:
 _TASKS: list[Task] = []  # filled before the processes fork, as launches cannot be pickled
 
 
-def compile_all(cases: Sequence[Case], quick: bool = False) -> list[Variant]:
-    """Compile the cases for every chip, or, quickly, each kernel's first case for one; in two processes."""
-    _TASKS[:] = _tasks(cases, quick)
+def compile_all(
+    cases: Sequence[Case], quick: bool = False, targets: Sequence[Target] = TARGETS, processes: int = 2
+) -> list[Variant]:
+    """Compile the cases for all targets, or, if ``quick``, only the first case of each kernel for sm_90."""
+    _TASKS[:] = _tasks(cases, quick, targets)
     variants: list[Variant] = []
-    with multiprocessing.get_context("fork").Pool(_PROCESSES) as pool:
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
         for done, found in enumerate(pool.imap(_run_task, range(len(_TASKS))), 1):
             variants += found
             case, dtype, precision, target, _ = _TASKS[done - 1]
@@ -318,7 +323,7 @@ def compile_all(cases: Sequence[Case], quick: bool = False) -> list[Variant]:
 
 
 def summary(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return a row for each kernel and chip: the largest of each figure over dtypes and configurations."""
+    """Return a row for each kernel and chip: the largest figures over dtypes, configurations and versions of Triton."""
     groups: dict[tuple[str, str], list[Variant]] = {}
     for variant in variants:
         groups.setdefault((variant.kernel, variant.target), []).append(variant)
@@ -339,14 +344,26 @@ def summary(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     ]
 
 
-def _read_table(cases: Sequence[str]) -> list[Variant]:
-    """Read what the table has of these cases."""
-    if not _TABLE.exists():
-        return []
+def _merge_table(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the rows of the table with these variants in place of earlier rows, of the oldest and newest Triton only.
+
+    A variant replaces all rows of its case, chip and version. Cases that are gone lose their rows.
+    """
+    order = [case.name for case in CASES]
+    compiled = {(v.case, v.target, v.triton) for v in variants}
     types = {field.name: int if field.type == "int" or field.type is int else str for field in fields(Variant)}
-    with open(_TABLE, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["case"] in cases]
-    return [Variant(**{name: convert(row[name]) for name, convert in types.items() if name in row}) for row in rows]  # type: ignore[arg-type]
+    rows = []
+    if _TABLE.exists():
+        with open(_TABLE, newline="", encoding="utf-8") as file:
+            rows = [
+                Variant(**{name: convert(row[name]) for name, convert in types.items()})  # type: ignore[arg-type]
+                for row in csv.DictReader(file)
+            ]
+    table = [row for row in rows if row.case in order and (row.case, row.target, row.triton) not in compiled]
+    table += variants
+    versions = sorted({row.triton for row in table}, key=lambda version: [int(part) for part in version.split(".")])
+    table = [row for row in table if row.triton in (versions[0], versions[-1])]
+    return sorted(table, key=lambda row: (order.index(row.case), versions.index(row.triton)))
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -361,15 +378,16 @@ def main() -> int:
     """Compile, print one row a kernel and chip, name each violation; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="sm_90 alone, and of each kernel only the first case")
-    parser.add_argument(
-        "--write", action="store_true", help="write to benchmarks/results; with --only, over those cases' rows"
-    )
+    parser.add_argument("--write", action="store_true", help="write what was compiled into the table of all rows")
     parser.add_argument("--only", metavar="TEXT", default="", help="the cases whose name contains this")
+    parser.add_argument("--chip", choices=[target.name for target in TARGETS], help="one chip; by default all")
+    parser.add_argument("--processes", type=int, default=2, help="processes that compile")
     options = parser.parse_args()
     if options.write and options.quick:
         parser.error("--write would write a part of the figures with --quick: give one of them")
     cases = [case for case in CASES if options.only in case.name]
-    variants = compile_all(cases, options.quick)
+    targets = [target for target in TARGETS if options.chip in (None, target.name)]
+    variants = compile_all(cases, options.quick, targets, options.processes)
     rows = summary(variants)
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items() if value != ""))
@@ -378,11 +396,8 @@ def main() -> int:
     for name in sorted(missing):
         print(f"{name} is launched by no case", file=sys.stderr)
     if options.write:
-        kept = _read_table([case.name for case in CASES if case not in cases])
-        order = [case.name for case in CASES]
-        table = sorted(kept + variants, key=lambda variant: order.index(variant.case))
-        stamp = {"triton": triton.__version__}
-        _write(_TABLE, [asdict(variant) | stamp for variant in table])
+        table = _merge_table(variants)
+        _write(_TABLE, [asdict(variant) for variant in table])
         _write(_SUMMARY, summary(table))
     print(f"{len(variants)} compiled with triton {triton.__version__}, {broken + len(missing)} violations")
     return 1 if broken or missing else 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._torch import are_transforms_active
+from .._torch import are_transforms_active, is_plain_call
 from ..cpu import sketched as torch_orders
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
@@ -136,10 +136,7 @@ def _implementation(
     if runs_kernels(x) and (plan := _plans.get(plan_key(scale, x, S1, U1, S2, U2, bias))) is not None:
         return plan(x, S1, U1, S2, U2, bias)
     _check(x, S1, U1, S2, U2, bias)
-    packed = not U1.is_floating_point()
-    triton = use_triton(_NAME, x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
-    aligned = triton and _aligned(x, S1, U1, S2, U2)
-    path = choose_path(x.shape[0], S1.shape[1], triton=triton, aligned=aligned)
+    path = _path(x, S1, U1, S2, U2)
     if path in ("pair", "fused"):
         from .._triton import sketched
 
@@ -149,7 +146,7 @@ def _implementation(
         plan = make_plan(x, S1, U1, S2, U2, bias, scale)
         _plans.add(plan_key(scale, x, S1, U1, S2, U2, bias), plan)
         return plan(x, S1, U1, S2, U2, bias)
-    if packed and not x.is_cuda:
+    if not U1.is_floating_point() and not x.is_cuda:
         return torch_orders.packed_matmul(x, S1, U1, S2, U2, bias, scale)
     U1, U2 = dense_signs(S1, U1, S2, U2)
     product = torch_orders.chained_matmul if path == "chain" else torch_orders.joined_matmul
@@ -158,6 +155,13 @@ def _implementation(
 
 # The plans of the Triton kernels. Products by torch are not planned.
 _plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
+
+
+def _path(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> str:
+    """Return the path of a product, or raise RuntimeError if Triton is required and does not take the operands."""
+    triton = use_triton(_NAME, x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
+    aligned = triton and _aligned(x, S1, U1, S2, U2)
+    return choose_path(x.shape[0], S1.shape[1], triton=triton, aligned=aligned)
 
 
 def _aligned(x: Tensor, S1: Tensor, *factors: Tensor) -> bool:
@@ -187,9 +191,16 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
     R, scale = S1.shape[1], ctx.scale
     if grad is None:
         grad = x.new_zeros(x.shape[0], S2.shape[1])
+    if need_S1 and need_S2 and not (need_U1 or need_U2) and grad_inner is None and _may_plan_gradients(x):
+        # Gradients that are not differentiated again, of fixed sketches, take one plan.
+        key = plan_key((scale, need_x, need_bias), x, grad, inner, S1, U1, S2, U2)
+        plan = _gradient_plans.get(key) or _gradient_plans.add(key, _gradients_plan(ctx, grad))
+        if plan is not _NO_PLAN:
+            dx, dS1, dS2, dbias = plan(x, grad, inner, S1, U1, S2, U2)
+            return dx, dS1, None, dS2, None, dbias, None
     dx = d_left = d_right = None
     if need_x:
-        V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # Both are packed along the features.
+        V1, V2 = _exchanged(U1, U2)
         dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
         d_right = d_inner[:, :R] if need_U2 or grad_inner is not None else None
         d_left = d_inner[:, R:]
@@ -211,6 +222,72 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
         grad.sum(0) if need_bias else None,
         None,
     )
+
+
+def _exchanged(U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sketches of the product of transposed factors. Words of both are packed along the features."""
+    return (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)
+
+
+_Gradients = Callable[..., tuple[Tensor | None, Tensor, Tensor, Tensor | None]]
+
+
+def _NO_PLAN(*_: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    raise AssertionError("products of torch compute these gradients")
+
+
+_gradient_plans: Plans[_Gradients] = Plans()
+
+
+def _may_plan_gradients(x: Tensor) -> bool:
+    """Return whether gradients may be computed by plans, which neither torch's compiler nor autograd can follow."""
+    # The compiler of torch must not trace what follows the first condition.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return runs_kernels(x) and is_plain_call()
+
+
+def _gradients_plan(ctx: Any, grad: Tensor) -> _Gradients:
+    """Return the function that computes all gradients with fixed sketches, or ``_NO_PLAN`` where torch is faster.
+
+    It takes x, the gradient of the output, the inner product, S1, U1, S2 and U2, and returns the gradients of x, S1, S2
+    and the bias. The kernels take addresses and not strides from the factors, so that no call transposes them.
+    """
+    x, S1, U1, S2, U2, inner = ctx.saved_tensors
+    need_x, need_bias, scale = ctx.needs_input_grad[0], ctx.needs_input_grad[5], ctx.scale
+    from .._triton import sketched
+    from .._triton.sketched_gradients import gradients_plan
+
+    factor_gradients = gradients_plan(x, grad, inner, need_x, need_bias)
+    if factor_gradients is None:
+        return _NO_PLAN
+    if not need_x:
+
+        def without_input(
+            x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor
+        ) -> Any:
+            d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale
+            return None, *factor_gradients(x, grad, inner, d_left)
+
+        return without_input
+    V1, V2 = _exchanged(U1, U2)
+    operands = grad, S2.mT, V1, S1.mT, V2
+    path = _path(*operands)
+    if path not in ("pair", "fused") or not all(sketched.is_addressable(A) for A in operands):
+
+        def by_torch(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
+            V1, V2 = _exchanged(U1, U2)
+            dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
+            return dx, *factor_gradients(x, grad, inner, d_inner)
+
+        return by_torch
+    product = (sketched.pair_plan if path == "pair" else sketched.fused_plan)(*operands, None, scale)
+
+    def by_kernels(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
+        dx, d_inner = product(grad, S2, U2, S1, U1, None)
+        return dx, *factor_gradients(x, grad, inner, d_inner)
+
+    return by_kernels
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int]]:

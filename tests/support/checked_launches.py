@@ -85,7 +85,12 @@ def compare_sketched(generator):
         if packed:
             U1 = torch.empty(R, -(-n_out // 32), dtype=torch.int32)
             U2 = torch.empty(R, -(-n_in // 32), dtype=torch.int32)
-        kernels.sketched_matmul(x, S1, U1, S2, U2, bias, generator.choice((0.25, 0.5)))
+        scale = generator.choice((0.25, 0.5))
+        kernels.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
+        with torch.enable_grad():
+            trained = [t.detach().requires_grad_() for t in (x, S1, S2)]
+            output = kernels.sketched_matmul(trained[0], trained[1], U1, trained[2], U2, bias, scale)
+            torch.autograd.grad(output, trained, random_operand(draw, rows, n_out, dtype))
         if not packed:
             kernels.sketched_outer(kernels.sketched_inner(x, S1, U2, 0.5), U1, S2, bias)
 
