@@ -5,25 +5,22 @@ __all__ = ["StreamingRunner"]
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from panther._text import format_bytes
 from panther.compression.calibration.batches import entries_of
-from panther.compression.calibration.masks import counted
-from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, squares
-from panther.compression.calibration.scores import ScoreFill
+from panther.compression.calibration.runner import Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
-from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Selector, Target
 from panther.compression.streaming.disk import Sections, TargetBytes, predict_disk_bytes
+from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
 from panther.compression.streaming.gradients import ResultGradients
-from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts, dispatched, named_blocks
+from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts
 from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
@@ -33,7 +30,6 @@ _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 _AFTER = "-after-"  # in the names of files, between the name of a value and the part after which its work was saved
-_SAME = 1e-3  # largest relative difference of outputs of the whole model and of its parts, also in 16 bits
 
 
 class StreamingRunner(Runner):
@@ -292,7 +288,17 @@ class StreamingRunner(Runner):
         """Return the parts of the model, which are found at the first call."""
         if self._parts is None:
             names = {module: name for name, module in self.model.named_modules()}
-            calls = self.remembered("parts", partial(self._checked_calls, targets, names))
+            calls = self.remembered(
+                "parts",
+                lambda: checked_part_modules(
+                    self.model,
+                    targets,
+                    self._blocks,
+                    partial(self.output, self.batches[0]),
+                    self.mask(self.batches[0]),
+                    self.spool,
+                ),
+            )
             if len(set(orders := self.gathered(tuple(names[module] for module in calls)))) > 1:
                 raise CompressionError(
                     f"the model calls {len(orders[0])} blocks for the first batch of rank 0, and others for that of "
@@ -301,81 +307,6 @@ class StreamingRunner(Runner):
                 )
             self._parts = Parts(calls, names, self.spool)
         return self._parts
-
-    def _checked_calls(self, targets: Sequence[Target], names: dict[nn.Module, str]) -> list[nn.Module]:
-        """Return the modules of the parts, in the order of their calls."""
-        layers = {module for target in targets for module in target.modules}
-        holders = {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
-        plain = {layer for layer in layers if not isinstance(layer, StackedExperts)}
-        if self._blocks is None:
-            blocks = [parent.get_submodule(name) for parent, name in blocks_of(self.model, layers)]
-        else:
-            blocks = named_blocks(self.model, self._blocks)
-        inside = {module for block in blocks for module in block.modules()}
-        units = [*dict.fromkeys(blocks), *(layer for layer in (*plain, *holders) if layer not in inside)]
-        calls, output = self._called(units)
-        if self._blocks is not None and (uncalled := [block for block in blocks if block not in calls]):
-            raise CompressionError(
-                f"blocks name {names[uncalled[0]]!r}, which the model does not call for the first batch: name modules "
-                "whose forward it calls, such as the elements of a list"
-            )
-        if not calls:
-            raise CompressionError(
-                "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
-                "it in memory, with pr.compress"
-            )
-        parts = Parts(calls, names, self.spool)
-        last = len(calls) - 1
-        difference = self._difference(parts, output)
-        if not difference <= _SAME:
-            raise CompressionError(
-                f"the output of the model changes by {difference:.2g} if its {len(parts.calls)} parts, from "
-                f"{parts.name(0)} to {parts.name(last)}, run one by one: they pass something to each other beside "
-                "arguments and results, such as attributes. Compress the model in memory, with pr.compress"
-            )
-        return calls
-
-    def _difference(
-        self, parts: Parts, expected: Tensor, drop_after: Callable[[int], Iterable[int]] | None = None
-    ) -> float:
-        """Return the relative difference of the output for the first batch if the parts run one by one.
-
-        ``drop_after`` takes a part that has run, and returns those whose results to drop then.
-        """
-        forward = partial(self.output, self.batches[0])
-        last = len(parts.calls) - 1
-        with torch.no_grad():
-            for place in range(last):
-                parts.run(forward, place, 0, record=not parts.is_recorded(place, 0))
-                parts.drop(() if drop_after is None else drop_after(place), [0])
-            output = parts.run(forward, last, 0).output
-        assert output is not None
-        if output.shape != expected.shape:
-            return inf
-        rows = self.mask(self.batches[0])
-        output, expected = counted(output, rows), counted(expected, rows)
-        fill = ScoreFill.of(expected)
-        change = fill.replaced(output) - fill.replaced(expected)
-        return relative_error(squares(change), squares(fill.scores(expected)))
-
-    def _called(self, units: Sequence[nn.Module]) -> tuple[list[nn.Module], Tensor]:
-        """Return the modules that are called for the first batch, in the order of the calls, and the output."""
-        calls: list[nn.Module] = []
-        depth = 0
-
-        def call(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            nonlocal depth
-            if not depth:
-                calls.append(module)
-            depth += 1
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                depth -= 1
-
-        with torch.no_grad(), dispatched(units, call):
-            output = self.output(self.batches[0]).clone()
-        return calls, output
 
     def check_disk(
         self,
@@ -472,8 +403,9 @@ class StreamingRunner(Runner):
         last_reads = [max(places) for places in zip(*self.gathered(last_reads), strict=True)]
         with torch.no_grad():
             expected = forward().clone()
-        difference = self._difference(parts, expected, Sections(last_reads).read_last)
-        if not all(each <= _SAME for each in self.gathered(difference)):
+        rows = self.mask(self.batches[0])
+        difference = output_difference(parts, forward, expected, rows, Sections(last_reads).read_last)
+        if not all(each <= SAME_OUTPUT for each in self.gathered(difference)):
             raise CompressionError(
                 "what is kept on disk does not fit there unless results of blocks are dropped, and the model reads "
                 "some of them without gradients, in blocks after the next one: free some of the disk, name a folder "
