@@ -3,7 +3,7 @@
 The pretrained model is written as a plain folder of transformers, and compressed to 4.5 bits a weight by
 ``pr.compress_folder`` and by ``pr.compress``, each in a new process on one CPU thread. The row counts equal forms,
 equal codes (of weights with equal forms) and the bytes of both files, and has the errors of both on the held-out batch,
-the correlation of both models' logits with the original's on other texts, and CPU seconds. Every difference of a form is
+the correlation of both models' logits with the original's on other texts, and CPU seconds. Every different form is
 printed.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from panther.compression.calibration.runner import Runner, return_freed_memory
+from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
@@ -107,7 +107,7 @@ def fit_targets(
         widths=widths,
         seeds=survey.seeds(seed),
         stored=stored,
-        is_partial=runner.is_streaming,
+        is_partial=runner.is_streaming and not runner.keeps_moments,
         is_comparable=survey.gradients and runner.loss_fn is None,
         keep=keep,
         ridge=ridge,
@@ -121,22 +121,38 @@ def fit_targets(
             )
 
     gathering: Iterator[Gathered] | None = None
+
+    def gather_next(before: _GatheredPart | _FittedPart | None) -> _GatheredPart | None:
+        nonlocal gathering
+        if gathering is None:
+            gathering = gather(None if before is None else before.state)
+        gathered = next(gathering, None)
+        return_freed_memory()  # of activations
+        return None if gathered is None else _GatheredPart.of(gathered, runner)
+
+    waiting: list[_GatheredPart] = []  # parts with their moments, if these stay on disk until all weights are fitted
+    if runner.is_streaming and runner.keeps_moments:
+        while part := runner.remembered(
+            f"{MOMENTS}{len(waiting)}", lambda: gather_next(waiting[-1] if waiting else None)
+        ):
+            waiting.append(part)
+        weights.plan(runner.remembered(f"sensitivities-{ridge:g}", lambda: weights.sensitivities(waiting, runner)))
     fitted: list[_FittedPart] = []
 
     def fit_next() -> _FittedPart | None:
-        nonlocal gathering
-        if gathering is None:
-            gathering = gather(fitted[-1].state if fitted else None)
-        gathered = next(gathering, None)
-        return_freed_memory()  # of activations
-        if gathered is None:
+        if runner.is_streaming and runner.keeps_moments:
+            # The passes are over, so that nothing needs the state again.
+            next_part = replace(waiting[len(fitted)], state={}) if len(fitted) < len(waiting) else None
+        else:
+            next_part = gather_next(fitted[-1] if fitted else None)
+        if next_part is None:
             return None
         description = f"fits {min(len(fitted) + 1, len(parts))}/{len(parts)}"
-        return weights.fit_part(gathered, partial(runner.over, description=description), runner, names)
+        return weights.fit_part(next_part, partial(runner.over, description=description), runner, names)
 
-    while (part := runner.remembered(f"fits-{ridge:g}-{len(fitted)}", fit_next)) is not None:
-        weights.add(part)
-        fitted.append(part)
+    while (fitted_part := runner.remembered(f"fits-{ridge:g}-{len(fitted)}", fit_next)) is not None:
+        weights.add(fitted_part)
+        fitted.append(fitted_part)
         return_freed_memory()  # of moments and factors
     if not passes:  # without calibration there are no moments, and the metric is the identity
         weights.fit(dict.fromkeys(survey.targets), 0.0, runner.over(survey.targets, "fits"))
@@ -176,6 +192,38 @@ class _Summary(NamedTuple):
     positions: float
     is_constant: bool
     tokens: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _GatheredPart:
+    """Moments that were complete at the same time.
+
+    Attributes:
+        inputs: The weights, in sets that share an input.
+        summaries: What is left of the moments of each weight after the fit.
+        moments: The moments of the weights that this rank fits, until they are fitted.
+        energy: The sum of the output's squares over all batches.
+        state: What the passes over the batches need to continue.
+    """
+
+    inputs: Sequence[Sequence[Target]]
+    summaries: Mapping[Target, _Summary]
+    moments: dict[Target, Moments | TableMoments]
+    energy: float
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, gathered: Gathered, runner: Runner) -> "_GatheredPart":
+        """Return the part of this rank."""
+        moments = gathered.moments
+        summaries = {
+            target: _Summary(each.positions, each.constant, each.tokens)
+            if isinstance(each, Moments)
+            else _Summary(each.positions, False, ())
+            for target, each in moments.items()
+        }
+        moments_here = {target: moments[target] for target in runner.divide(list(moments))}
+        return cls(gathered.inputs, summaries, moments_here, gathered.energy, gathered.state)
 
 
 @dataclass(frozen=True)
@@ -222,8 +270,10 @@ class _Weights:
         widths: Widths of the codes of each weight, in bits.
         stored: Takes a target and its fit, and returns the fit as it is kept; without reading it, if it is kept from a
             process that was killed.
-        is_partial: Whether weights are fitted part by part, so that a choice among all weights is possible only at the
-            end. All widths are then fitted, and :meth:`finish` drops those that would not have been.
+        is_partial: Whether the moments of a part are forgotten before those of the next part come, so that a choice
+            among all weights is possible only at the end. All widths are then fitted, and :meth:`finish` drops those
+            that would not have been.
+        planned_widths: The widths to fit, where the moments of all weights were there for this choice.
     """
 
     survey: Survey
@@ -242,30 +292,41 @@ class _Weights:
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
     kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
     losses_per_bit: dict[Target, float] = field(default_factory=dict)
+    planned_widths: dict[Target, tuple[int, ...]] = field(default_factory=dict)
+
+    def sensitivities(self, parts: Sequence[_GatheredPart], runner: Runner) -> dict[str, float]:
+        """Return the estimated losses of the weights of all parts and ranks, by the names of the weights."""
+        if self.share is None:
+            return {}
+        estimated = {
+            target.name: self._estimated_loss(target, target_moments)
+            for part in parts
+            for target, target_moments in part.moments.items()
+            if self.widths[target]
+        }
+        return {name: loss for of_rank in runner.gathered(estimated) for name, loss in of_rank.items()}
+
+    def plan(self, sensitivities: Mapping[str, float]) -> None:
+        """Choose the widths to fit among those of all weights, from their sensitivities."""
+        targets = [target for targets in self.survey.inputs for target in targets if target.name in sensitivities]
+        self.losses_per_bit.update({target: sensitivities[target.name] for target in targets})
+        if targets:
+            self.planned_widths.update(self._plan_widths(self.losses_per_bit))
 
     def fit_part(
         self,
-        gathered: Gathered,
+        part: _GatheredPart,
         over: Callable[[Sequence[Target]], Iterable[Target]],
         runner: Runner,
         names: Mapping[Target, str],
     ) -> _FittedPart:
-        """Fit the weights of moments that are complete; ``over`` shows the progress through targets."""
-        moments = gathered.moments
-        summaries = {
-            target: _Summary(each.positions, each.constant, each.tokens)
-            if isinstance(each, Moments)
-            else _Summary(each.positions, False, ())
-            for target, each in moments.items()
-        }
-        fitted_here = runner.divide(list(moments))
-        for target in moments.keys() - set(fitted_here):
-            del moments[target]
+        """Fit the weights of a part; ``over`` shows the progress through targets."""
+        fitted_here = list(part.moments)
         # `fit` empties the dictionary and adds nothing to it.
-        self.fit(moments, gathered.energy, over(fitted_here))  # type: ignore[arg-type]
+        self.fit(part.moments, part.energy, over(fitted_here))  # type: ignore[arg-type]
         losses = {target: (self.options_with_losses[target], self.losses_per_bit.get(target)) for target in fitted_here}
-        losses = runner.exchange(losses, {target: names[target] for target in summaries})
-        return _FittedPart(gathered.inputs, summaries, losses, gathered.state)
+        losses = runner.exchange(losses, {target: names[target] for target in part.summaries})
+        return _FittedPart(part.inputs, part.summaries, losses, part.state)
 
     def add(self, part: _FittedPart) -> None:
         """Add the results of a part, which another process may have fitted."""
@@ -284,8 +345,8 @@ class _Weights:
 
         ``targets`` are the keys of ``moments``, which may show the progress.
         """
-        planned_widths = {target: self.widths[target] for target in moments}
-        if self.share is not None:
+        planned_widths = {target: self.planned_widths.get(target, self.widths[target]) for target in moments}
+        if self.share is not None and not self.planned_widths:
             estimated = {
                 target: self._estimated_loss(target, moments[target]) for target in moments if self.widths[target]
             }

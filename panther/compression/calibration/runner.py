@@ -6,8 +6,8 @@ numbers as every other forward of this batch, and the same state of the model.
 """
 
 __all__ = [
-    "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
-    "resident_bytes", "return_freed_memory", "row_blocks", "squares",
+    "MOMENTS", "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error", "resident_bytes",
+    "return_freed_memory", "row_blocks", "squares",
 ]  # fmt: skip
 
 import ctypes
@@ -58,6 +58,7 @@ _Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
 Loss = Callable[[Tensor, Any], Tensor]
 
+MOMENTS = "moments-"  # the beginning of the names of remembered moments
 _OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch is held out
 _BLOCK_ENTRIES = 2**20  # of a tensor that is added in float64
@@ -132,12 +133,14 @@ class Runner:
         resident_bytes: Bytes of the process's own memory before anything ran.
         output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
         is_streaming: Whether steps are parts of the model, and what is kept for long is kept in files.
+        keeps_moments: Whether the files have room for the moments of all weights, until the weights are fitted.
         disk_bytes: Predicted peak of the bytes of these files.
         difference: Relative difference of two outputs of the model for one batch; None before an error is measured. It
             is not zero if the model draws from a generator that is not seeded here.
     """
 
     is_streaming = False
+    keeps_moments = False
     disk_bytes = 0
 
     def __init__(
@@ -368,7 +371,7 @@ class Runner:
         *,
         gradients: bool,
     ) -> None:
-        """Check that the disk has room for what a runner that streams keeps there.
+        """Check that the disk has room for what a runner that streams keeps there, and set ``keeps_moments``.
 
         Args:
             name: The name of the weights and options, as for :meth:`remembered`.

@@ -1,6 +1,6 @@
 """Predict the bytes of the files of a model that is compressed part by part, before the long work begins."""
 
-__all__ = ["Sections", "TargetBytes", "predict_disk_bytes"]
+__all__ = ["DiskPlan", "Sections", "TargetBytes", "predict_disk_bytes"]
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,23 @@ class TargetBytes:
     fit: int
     moments: int
     places: Sequence[int]
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """What is kept on disk.
+
+    Attributes:
+        needed: Predicted peak of the bytes of all files.
+        phases: The bytes of the phases that are to come.
+        sections: The sections in which the model runs.
+        keeps_moments: Whether the moments of all weights stay until the weights are fitted.
+    """
+
+    needed: int
+    phases: Mapping[str, int]
+    sections: "Sections"
+    keeps_moments: bool
 
 
 class Sections:
@@ -108,6 +125,8 @@ def predict_disk_bytes(
     gradients: int,
     measured: tuple[int, int],
     new_layers: int,
+    *,
+    keeps_moments: bool,
 ) -> Mapping[str, int]:
     """Return the largest bytes of all files while moments are gathered and weights fitted, and of the choice.
 
@@ -118,9 +137,10 @@ def predict_disk_bytes(
         gradients: Largest bytes of the gradients at these results that wait for a part.
         measured: Bytes of the results and of the gradients while losses of the fitted weights are measured.
         new_layers: Bytes that the new layers may take.
+        keeps_moments: Whether the moments of all weights stay until the weights are fitted, and longer.
     """
     forward, held = results
-    fits = states = largest = 0
+    fits = states = complete = largest = 0
     for part, results_held in enumerate(held):
         completed = [target for target in targets if max(target.places) == part]
         fits += sum(target.fit + _PICKLED_BYTES for target in completed)
@@ -128,10 +148,15 @@ def predict_disk_bytes(
             states += sum(target.moments for target in targets if min(target.places) <= part < max(target.places))
         # The weights are fitted from their moments, which are in a file until the last of them is fitted.
         moments = sum(target.moments for target in completed)
-        largest = max(largest, results_held + gradients + fits + states + moments)
+        complete += keeps_moments * moments  # in another file
+        largest = max(largest, results_held + gradients + fits * (not keeps_moments) + states + moments + complete)
     measured_results, measured_gradients = measured
     return {
         "forward": forward,
         "moments": largest,
-        "choice": fits + states + measured_results + max(measured_gradients + new_layers, _CHOICES * new_layers),
+        "choice": complete
+        + fits
+        + states
+        + measured_results
+        + max(measured_gradients + new_layers, _CHOICES * new_layers),
     }

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from panther._text import format_bytes
 from panther.compression.calibration.batches import entries_of
-from panther.compression.calibration.runner import Runner, return_freed_memory
+from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Selector, Target
-from panther.compression.streaming.disk import Sections, TargetBytes, predict_disk_bytes
+from panther.compression.streaming.disk import DiskPlan, Sections, TargetBytes, predict_disk_bytes
 from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
 from panther.compression.streaming.gradients import ResultGradients
 from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts
@@ -318,23 +318,25 @@ class StreamingRunner(Runner):
         gradients: bool,
     ) -> None:
         """Predict the bytes of the files, log them, and raise CompressionError if the disk has less."""
-        needed, predicted, sections = self.remembered(
-            name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients)
-        )
-        self.disk_bytes, self._sections = max(self.disk_bytes, needed), sections
-        phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in predicted.items())
-        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(needed), phases)
-        if sections.drops:
+        plan = self.remembered(name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients))
+        self.disk_bytes, self._sections = max(self.disk_bytes, plan.needed), plan.sections
+        self.keeps_moments = plan.keeps_moments
+        if not plan.keeps_moments:
+            for file in self.spool.names(MOMENTS):
+                self.spool.remove(file)
+        phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in plan.phases.items())
+        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(plan.needed), phases)
+        if plan.sections.drops:
             _log.info(
                 "the model runs in %d sections, and runs forward once more in each section but the last",
-                sections.number,
+                plan.sections.number,
             )
-        check_free(self.gathered(self.spool.needs(needed)))
+        check_free(self.gathered(self.spool.needs(plan.needed)))
 
     def _plan_disk(
         self, sizes: Mapping[Target, tuple[int, int]], measured: Sequence[Any], new_layers: int, *, gradients: bool
-    ) -> tuple[int, Mapping[str, int], Sections]:
-        """Return the predicted peak of the files, their bytes by phase, and as few sections as there is room for."""
+    ) -> DiskPlan:
+        """Return what to keep on disk: as much as there is room for, in the order of what saves most time."""
         parts = self._divide(list(sizes))
         last = len(parts.calls) - 1
         all_places = [self._places_of(parts, target) or [0 if gradients else last] for target in sizes]
@@ -348,11 +350,12 @@ class StreamingRunner(Runner):
         measured_batches = {id(batch): batch for batch in measured}.values()  # each has several passes
         measured_bytes = [self._scaled(size, measured_batches) for size in batch_bytes]
         measured_gradients = self._scaled(self._gradient_bytes, measured)
-        present = self.spool.num_bytes - self.spool.size_of(RESULTS)  # such as fits with another ridge
-
+        # Of an earlier fit with another ridge, there are fits, and maybe moments, which no fit changes.
+        moments_present = self.spool.size_of(MOMENTS)
+        present = self.spool.num_bytes - self.spool.size_of(RESULTS) - moments_present
         commits = {(min if gradients else max)(places) for places in all_places}
 
-        def predict(sections: Sections) -> tuple[int, Mapping[str, int], Sections]:
+        def predict(sections: Sections, *, keeps_moments: bool = False) -> DiskPlan:
             forward, held = sections.held_bytes(result_bytes, commits, gradients=gradients)
             # The results stay while forms are compared, unless they are dropped.
             compared, beside = forward, present
@@ -360,28 +363,35 @@ class StreamingRunner(Runner):
                 compared_forward, compared_held = sections.held_bytes(measured_bytes, commits, gradients=True)
                 compared = max(compared_forward, *compared_held)
                 beside += self.spool.size_of(DROPPED) * len(self.batches)
-            predicted = predict_disk_bytes(
-                targets, (forward, held), gradient_bytes, (compared, measured_gradients), new_layers
+            phases = predict_disk_bytes(
+                targets,
+                (forward, held),
+                gradient_bytes,
+                (compared, measured_gradients),
+                new_layers,
+                keeps_moments=keeps_moments,
             )
-            return beside + max(predicted.values()), predicted, sections
+            return DiskPlan(beside + max(phases.values()), phases, sections, keeps_moments)
 
-        plans = [predict(Sections([last] * last))]
-        if not self._has_room(plans[0][0]):
-            last_reads = self._last_reads(parts)
-            for number in range(2, last + 2):
-                plans.append(predict(Sections(last_reads, number)))
-                if self._has_room(plans[-1][0]):
-                    return plans[-1]
-            # No plan has room. All ranks take the plan for which the rank with the most files needs least.
-            needs = [max(self.gathered(needed)) for needed, *_ in plans]
-            fewest = min(needs)
-            if self._max_disk_bytes is not None and self._max_disk_bytes < fewest:
-                raise CompressionError(
-                    f"max_disk_bytes={self._max_disk_bytes:,} is too little, because what is kept on disk takes "
-                    f"{fewest:,} bytes at least: give as much, or fewer or shorter batches"
-                )
-            return plans[needs.index(fewest)]  # the disk is too small for it, and check_disk says so
-        return plans[0]
+        whole = Sections([last] * last)
+        plans = [predict(whole)]
+        for plan in (predict(whole, keeps_moments=True), *plans):
+            if self._has_room(plan.needed):
+                return plan
+        last_reads = self._last_reads(parts)
+        for number in range(2, last + 2):
+            plans.append(predict(Sections(last_reads, number)))
+            if self._has_room(plans[-1].needed):
+                return plans[-1]
+        # No plan has room. All ranks take the plan for which the rank with the most files needs least.
+        needs = [max(self.gathered(plan.needed)) for plan in plans]
+        fewest = min(needs)
+        if self._max_disk_bytes is not None and self._max_disk_bytes < fewest:
+            raise CompressionError(
+                f"max_disk_bytes={self._max_disk_bytes:,} is too little, because what is kept on disk takes "
+                f"{fewest:,} bytes at least: give as much, or fewer or shorter batches"
+            )
+        return plans[needs.index(fewest)]  # the disk is too small for it, and check_disk says so
 
     def _has_room(self, needed: int) -> bool:
         """Return whether the files may take this number of bytes, on the disks of all ranks."""
