@@ -7,8 +7,9 @@ the log; *choice* is the rest. *Peak MB* is the anonymous resident memory above 
 
 Rows that are *predicted* scale the phases of the smaller model to Llama's sizes and 128 x 1,024 tokens in bfloat16: the
 forward with the products of a weight and a token, the moments with these and with the squares of the layers' sides, the
-fits with the flops of rounding a weight, and the disk with the hidden states and the weights. Eight processes are taken
-to divide all of it but the disk's weights. Nothing is assumed to become faster with larger matrices or more threads.
+fits with the flops of rounding a weight, and the disk with the hidden states, the moments and the weights. Eight
+processes are taken to divide all of it but the disk. Nothing is assumed to become faster with larger matrices or more
+threads.
 """
 
 __all__ = ["CASES", "measured", "predicted", "run"]
@@ -83,14 +84,15 @@ class Case:
         return {"forward": products, "moments": 4 * products + 1.2 * squares, "fits": rounding, "choice": products}
 
     def disk_bytes(self, itemsize: int) -> float:
-        """Return the bytes of the hidden states at all boundaries and of the fits."""
+        """Return the bytes of the hidden states at all boundaries, of the moments and of the fits."""
         states = self.batches * self.samples * self.tokens * self.hidden * (self.layers + 1) * itemsize
-        return states + _DISK_BYTES_A_WEIGHT * self.numbers
+        moments = sum(8 * (side**2 if side <= 2**14 else side) for shape in self.shapes for side in shape)
+        return states + moments + _DISK_BYTES_A_WEIGHT * self.numbers
 
 
 CASES = {
     "0.12 billion": Case(768, 1536, 10, 36_000),
-    "1.05 billion": Case(2048, 5504, 18, 32_000, batches=5, samples=2, tokens=64, bits=8.3, forms="int8"),
+    "1.05 billion": Case(2048, 5504, 18, 32_000, batches=5, samples=4, tokens=64, bits=8.3, forms="int8"),
 }
 LARGE = {
     "7 billion": Case(4096, 11_008, 32, 32_000, batches=128, samples=1, tokens=1024),

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from panther.compression import fitting
 from panther.compression.config import CompressConfig
 from panther.compression.folder import compress_streamed
+from panther.compression.selection import refit
 from panther.compression.streaming import spool
 from panther.compression.streaming.disk import Sections
 from panther.compression.streaming.spool import Spool
@@ -93,6 +95,45 @@ def test_the_peak_of_the_files_is_stated_beforehand(kind, options, tmp_path, siz
     assert "predicted peak of the files that are kept on disk" in caplog.text
     assert "peak of the files kept meanwhile, as predicted" in str(report)
     assert report.to_dict()["disk_bytes"] == report.disk_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"forms": None, "bits": 4.5},
+        pytest.param({"method": "activation"}, marks=pytest.mark.slow),
+        pytest.param({"budget": 0.6, "bits": None, "forms": "low_rank"}, marks=pytest.mark.slow),
+    ],
+    ids=["codes", "all forms", "inputs alone", "low rank"],
+)
+def test_moments_that_do_not_stay_change_no_bit(options, tmp_path, sizes, caplog):
+    options = {"forms": ["dense", "int3", "int4", "int5", "int6", "int8"]} | options
+    expected = compressed(Model, tmp_path / "expected", **options)
+    assert 0.8 < expected[1].disk_bytes / max(sizes) < 1.25
+    sizes.clear()
+    with caplog.at_level(logging.INFO, "panther.compression"):
+        results = compressed(Model, tmp_path / "limited", expected[1].disk_bytes - 1, **options)
+    assert "no room for the moments" in caplog.text
+    assert "sections" not in caplog.text
+    assert 0.8 < results[1].disk_bytes / max(sizes) < 1.25
+    assert_same(results, expected)
+
+
+def test_moments_that_stay_serve_a_second_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(refit, "_is_misleading", lambda fits, allocation: fits.ridge < 0.1)
+    gather, descriptions = fitting.gather_moments, []
+
+    def counted(*args, description, **kwargs):
+        descriptions.append(description)
+        return gather(*args, description=description, **kwargs)
+
+    monkeypatch.setattr(fitting, "gather_moments", counted)
+    expected = compressed(Tables, tmp_path / "expected")
+    assert len(descriptions) == 1
+    results = compressed(Tables, tmp_path / "limited", expected[1].disk_bytes - 1)
+    assert len(descriptions) == 3
+    assert_same(results, expected)
 
 
 def test_long_batches_take_more_than_short_ones(tmp_path, sizes):

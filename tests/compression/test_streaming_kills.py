@@ -55,11 +55,11 @@ def batches():
     return [torch.randint(30, (4, 9), generator=generator) for _ in range(4)]
 
 
-def compressed(folder, source="the source", **options):
+def compressed(folder, source="the source", max_disk_bytes=None, **options):
     model = a_model()
     defaults = {"bits": 7, "forms": ["dense", "int4", "int8", "low_rank"], "seed": 0, "calibration": batches()}
     config = CompressConfig(measure_speed=False, allow_slower=True, **{**defaults, **options})
-    report = compress_streamed(model, config, folder, source)
+    report = compress_streamed(model, config, folder, source, max_disk_bytes=max_disk_bytes)
     return model, report
 
 
@@ -103,9 +103,11 @@ def assert_same(results, expected):
 
 
 @pytest.mark.parametrize("step", [83, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_once(step, tmp_path, expected, killing):
+@pytest.mark.parametrize("keeps_moments", [True, False])
+def test_a_run_that_is_killed_once(step, keeps_moments, tmp_path, expected, killing):
+    limit = None if keeps_moments else expected[1].disk_bytes - 1
     counter = killing()
-    compressed(tmp_path)
+    compressed(tmp_path, max_disk_bytes=limit)
     num_operations = next(counter)
     assert num_operations > 200
     for operation in range(step // 2, num_operations, step):
@@ -113,9 +115,9 @@ def test_a_run_that_is_killed_once(step, tmp_path, expected, killing):
         folder.mkdir()
         killing(operation)
         with pytest.raises(Killed):
-            compressed(folder)
+            compressed(folder, max_disk_bytes=limit)
         counter = killing()
-        assert_same(compressed(folder), expected)
+        assert_same(compressed(folder, max_disk_bytes=limit), expected)
         # What was safe is not done again: at most the largest part, the forward and backward of the head.
         assert next(counter) < num_operations - operation + 60
 

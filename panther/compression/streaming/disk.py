@@ -27,7 +27,7 @@ class TargetBytes:
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What is kept on disk.
+    """Which values stay on disk, and how many bytes they take.
 
     Attributes:
         needed: Predicted peak of the bytes of all files.

@@ -324,6 +324,7 @@ class StreamingRunner(Runner):
         if not plan.keeps_moments:
             for file in self.spool.names(MOMENTS):
                 self.spool.remove(file)
+            _log.info("there is no room for the moments of all weights, so that each weight is fitted in all widths")
         phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in plan.phases.items())
         _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(plan.needed), phases)
         if plan.sections.drops:
@@ -373,9 +374,9 @@ class StreamingRunner(Runner):
             )
             return DiskPlan(beside + max(phases.values()), phases, sections, keeps_moments)
 
-        whole = Sections([last] * last)
-        plans = [predict(whole)]
-        for plan in (predict(whole, keeps_moments=True), *plans):
+        one_section = Sections([last] * last)
+        plans = [predict(one_section)]
+        for plan in (predict(one_section, keeps_moments=True), *plans):
             if self._has_room(plan.needed):
                 return plan
         last_reads = self._last_reads(parts)

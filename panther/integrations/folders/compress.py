@@ -52,9 +52,9 @@ def compress_folder(
 
     The result is that of :func:`panther.compress` with the same arguments: in float64 equal codes, in shorter dtypes
     equal up to rounding. All batches run through one block of the model before they run through the next one. Their
-    hidden states at the boundaries of the blocks are kept on disk; backward, each block is run again from there, its
-    weights are fitted, and the fits are kept on disk too, until one choice is made for the whole model. The weights of
-    the folder are mapped into memory and not copied.
+    hidden states at the boundaries of the blocks are kept on disk; backward, each block is run again from there, and
+    the moments of its weights are kept on disk too, then the fits of all weights, until one choice is made for the
+    whole model. The weights of the folder are mapped into memory and not copied.
 
     Blocks are the elements of the model's lists of layers, and layers outside of them. Each is run by the model's own
     forward, in which all blocks before it return what they returned when they ran; so masks, rotary tables, an
@@ -73,9 +73,10 @@ def compress_folder(
         bits: The size as an average number of bits for each eligible weight.
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
-        max_disk_bytes: Bytes that each process may keep on disk meanwhile; None is all that the disk has free. If all
-            hidden states take more, the model runs in sections, with the same result: the hidden states within a
-            section are dropped, and the section is run forward again before it runs backward.
+        max_disk_bytes: Bytes that each process may keep on disk meanwhile; None is all that the disk has free. With
+            less room, the result is the same: first, only the moments of one block are kept, and weights are fitted in
+            all widths; then the model runs in sections, whose hidden states are dropped, and each section is run
+            forward again before it runs backward.
         blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
             None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
@@ -92,14 +93,14 @@ def compress_folder(
         FormatError: If the source has no model of transformers, or a file of it is damaged or missing.
         MissingExtraError: Without transformers.
 
-    Cost: the time of :func:`panther.compress`, and of all widths of codes where it fits two or three. Memory: the
-    moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a forward and backward of one block for one
-    batch, and a few matrices of the size of the largest weight in float64. Disk: the hidden states of all batches at
-    all boundaries, and for each entry of a weight about seven bytes and the factors of low rank; the peak is logged
-    beforehand and is in the report's ``disk_bytes``. If there is less room, hidden states of some boundaries are
-    computed twice, in at most one more forward of the model, and a run that needs more even so is refused. In
-    addition, the weights that transformers converts as it loads them (of experts that the file holds one by one, or in
-    another ``dtype``).
+    Cost: the time of :func:`panther.compress`, and of one more forward. Memory: the moments of one block, 8 (in^2 +
+    out^2) bytes for each of its layers, a forward and backward of one block for one batch, and a few matrices of the
+    size of the largest weight in float64. Disk: the hidden states of all batches at all boundaries, the moments of all
+    weights, and for each entry of a weight at most seven bytes and the factors of low rank; the peak is logged
+    beforehand and is in the report's ``disk_bytes``. If there is less room, all widths of codes are fitted, and hidden
+    states of some boundaries are computed twice, in at most one more forward of the model; a run that needs more even
+    so is refused. In addition, the weights that transformers converts as it loads them (of experts that the file holds
+    one by one, or in another ``dtype``).
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
