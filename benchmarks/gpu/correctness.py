@@ -1,6 +1,7 @@
 """Compare every Triton kernel with float64, by dtype and direction, without pytest and within two minutes.
 
-The order is by breadth: each kernel runs once in bfloat16 before any kernel runs in a second dtype.
+The order is by breadth: each kernel runs once in bfloat16 before any kernel runs in a second dtype. Most of the time is
+compilation, so several processes share the checks, each with all directions of a check in a dtype.
 """
 
 __all__ = ["LEFT_OUT", "Check", "correctness_checks", "run_check"]
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import panther.kernels
@@ -50,15 +52,22 @@ class Check:
     """How many of the first operands have a gradient that is compared."""
 
 
-def correctness_checks(device: str) -> Iterator[tuple[dict[str, str], Callable[[], float]]]:
-    """Yield the columns that name a check, and a function that returns its relative RMS error."""
+def correctness_checks(
+    device: str, share: int = 0, shares: int = 1
+) -> Iterator[tuple[dict[str, str], Callable[[], float]]]:
+    """Yield the columns that name a check, and a function that returns its relative RMS error.
+
+    Args:
+        device: Where the kernels run.
+        share: The number of the process, from 0.
+        shares: The number of processes that share the checks.
+    """
     checks = list(_checks(device))
     for direction in ("forward", "backward"):
-        for dtype in _DTYPES:
-            for check in checks:
-                if direction == "forward" or check.differentiable:
-                    facts = {"case": f"{check.kernel}: {check.case}", "dtype": dtype, "direction": direction}
-                    yield facts, partial(run_check, check, getattr(torch, dtype), direction == "backward")
+        for i, (dtype, check) in enumerate(product(_DTYPES, checks)):
+            if i % shares == share and (direction == "forward" or check.differentiable):
+                facts = {"case": f"{check.kernel}: {check.case}", "dtype": dtype, "direction": direction}
+                yield facts, partial(run_check, check, getattr(torch, dtype), direction == "backward")
 
 
 def run_check(check: Check, dtype: torch.dtype, backward: bool) -> float:
@@ -100,6 +109,7 @@ def _checks(device: str) -> Iterator[Check]:
 
     yield from _sketched_checks(device)
     yield from _quantized_checks(device)
+    yield from _few_rows_checks(device)
     features, values = (1, 2, 200, 64), (1, 2, 200, 48)
 
     def attention_operands(dtype: torch.dtype) -> list[Tensor]:
@@ -188,19 +198,56 @@ def _sketched_checks(device: str) -> Iterator[Check]:
         yield Check("sketched_halves", f"{rows} rows", halves, exact, partial(operands, rows=rows, R=16), "", 4)
 
 
+def _few_rows_checks(device: str) -> Iterator[Check]:
+    group_size = 64
+    for bits, rank, rows in ((4, 0, 1), (4, 16, 1), (4, 16, 16), (3, 0, 5), (8, 16, 1)):
+
+        def operands(dtype: torch.dtype, bits: int = bits, rank: int = rank, rows: int = rows) -> list[Tensor]:
+            codes, factors = _codes(bits, group_size, device), []
+            x, bias = torch.randn(rows, _IN, device=device).to(dtype), torch.randn(_OUT, device=device).to(dtype)
+            if rank:
+                left, right = (
+                    torch.randint(-127, 128, shape, device=device, dtype=torch.int8)
+                    for shape in ((_OUT, rank), (rank, _IN))
+                )
+                factors = [left, right, torch.rand(rank, device=device) / 1e5]
+            return [x, bias, *codes, *factors]
+
+        def few_rows(*operands: Tensor, bits: int = bits) -> Tensor:
+            x, bias, codes, scales, zeros, *factors = operands
+            ends = (*(factors or (None, None, None)), bias)
+            return torch.ops.panther.quantized_matmul_few_rows(x, codes, bits, scales, zeros, group_size, *ends)
+
+        def exact(*operands: Tensor, bits: int = bits) -> Tensor:
+            x, bias, codes, scales, zeros, *factors = operands
+            inner = left = None
+            if factors:
+                left, right, steps = factors
+                inner = (x @ right.double().mT) * steps
+            return reference.quantized_matmul(x, codes, bits, scales, zeros, group_size, inner, left, bias)
+
+        yield Check("quantized_few_rows", f"{bits} bits, rank {rank}, {rows} rows", few_rows, exact, operands)
+
+
+def _codes(bits: int, group_size: int, device: str) -> list[Tensor]:
+    """Return codes, scales and zeros of a weight (_OUT, _IN)."""
+    codes = torch.randint(2**bits, (_OUT, _IN), dtype=torch.uint8, device=device)
+    groups = -(-_IN // group_size)
+    scales = (torch.rand(_OUT, groups, device=device) / _IN).to(torch.bfloat16)
+    zeros = torch.full((_OUT, groups), 2 ** (bits - 1), dtype=torch.uint8, device=device)
+    return [pack_codes(codes, bits), scales, zeros]
+
+
 def _quantized_checks(device: str) -> Iterator[Check]:
     group_size = 64
     for bits, rank, rows in ((4, 0, 1), (4, 16, 1), (4, 16, _ROWS), (3, 0, _ROWS), (8, 0, 1)):
 
         def operands(dtype: torch.dtype, bits: int = bits, rank: int = rank, rows: int = rows) -> list[Tensor]:
-            codes = torch.randint(2**bits, (_OUT, _IN), dtype=torch.uint8, device=device)
-            groups = -(-_IN // group_size)
-            scales = (torch.rand(_OUT, groups, device=device) / _IN).to(torch.bfloat16)
-            zeros = torch.full((_OUT, groups), 2 ** (bits - 1), dtype=torch.uint8, device=device)
+            codes = _codes(bits, group_size, device)
             inner = torch.randn(rows, rank, device=device).to(dtype) / 1024
             left = torch.randint(-127, 128, (_OUT, rank), device=device, dtype=torch.int8)
             x, bias = torch.randn(rows, _IN, device=device).to(dtype), torch.randn(_OUT, device=device).to(dtype)
-            return [x, inner, bias, pack_codes(codes, bits), scales, zeros, left]
+            return [x, inner, bias, *codes, left]
 
         def arguments(operands: Sequence[Tensor], bits: int = bits, rank: int = rank) -> tuple[Any, ...]:
             x, inner, bias, codes, scales, zeros, left = operands

@@ -128,16 +128,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def continue_table(path: Path, stamped: Mapping[str, str], unfinished: Mapping[str, str]) -> bool:
+def continue_table(path: Path, stamped: Mapping[str, str], unfinished: Sequence[Mapping[str, str]]) -> bool:
     """Prepare the table of an earlier call to be continued, and return whether it can be.
 
-    Rows of the same card, versions and commit stay, except for what the time did not suffice for and for the case in
+    Rows of the same card, versions and commit stay, except for what the time did not suffice for and for the cases in
     which that call was ended. Another table is renamed.
 
     Args:
         path: The table.
         stamped: The stamp of this call; its date may differ.
-        unfinished: Columns of the case in which the earlier call was ended; empty if there is none.
+        unfinished: Columns of the cases in which the earlier call was ended.
     """
     rows = read_rows(path)
     if not rows:
@@ -164,10 +164,10 @@ def continue_table(path: Path, stamped: Mapping[str, str], unfinished: Mapping[s
     return True
 
 
-def _is_to_be_repeated(row: Mapping[str, str], unfinished: Mapping[str, str]) -> bool:
+def _is_to_be_repeated(row: Mapping[str, str], unfinished: Sequence[Mapping[str, str]]) -> bool:
     if row["note"] == TIME_IS_UP or row["status"] == "out of time" or row["case"] == "section":
         return True
-    return bool(unfinished) and all(row[name] == value for name, value in unfinished.items())
+    return any(all(row[name] == value for name, value in case.items()) for case in unfinished)
 
 
 def sources_digest() -> str:

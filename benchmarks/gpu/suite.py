@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ _LONGEST_GRACES = 10
 _LONGEST_OVERRUN_S = 40.0  # Past the budget of the whole call, on a GPU; with the default budget, before 8 minutes.
 _START_S = 4.0  # A process is not started for less time than this.
 _PERIOD_S = 0.25
-_TEST_PROCESSES = 8
+_MOST_PROCESSES = 8
 _TEST_PACKAGES = ("pytest", "pytest_timeout", "hypothesis")  # imported by conftest.py
 
 
@@ -68,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=420.0, help="seconds for everything")
     parser.add_argument("--dry-run", action="store_true", help="rehearse on the CPU with tiny sizes")
     parser.add_argument("--commit", default=None, help="what is measured, where the checkout has no git history")
+    parser.add_argument("--processes", type=int, default=None, help="processes for the checks, a core each; up to 8")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--section", choices=[*PROBLEMS, "correctness", "roofline", "host"], help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--shares", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         print(
@@ -93,7 +97,7 @@ def _suite(options: argparse.Namespace) -> int:
     table, pages = options.out / "gpu_suite.csv", (options.out / "gpu_suite.md", options.out / "gpu_suite.rst")
     stamped = stamp("cpu" if options.dry_run else "cuda", options.commit)
     print(", ".join(f"{name} {value}" for name, value in stamped.items()), flush=True)
-    if not continue_table(table, stamped, CaseInProgress(options.out).take()):
+    if not continue_table(table, stamped, CaseInProgress.take_all(options.out)):
         (options.out / CEILINGS).unlink(missing_ok=True)
     recorder = Recorder(table, stamped)
     end = start + options.budget_s
@@ -106,6 +110,14 @@ def _suite(options: argparse.Namespace) -> int:
                 print(f"{section} is complete", flush=True)
             elif section == "tests":
                 _run_tests(recorder, options, deadline)
+            elif section == "correctness":
+                shares = options.processes or _num_processes()
+                with ThreadPoolExecutor(shares) as threads:  # Each thread waits for a process.
+                    for outcome in [
+                        threads.submit(_run_in_process, section, recorder, options, deadline, end, share, shares)
+                        for share in range(shares)
+                    ]:
+                        outcome.result()
             else:
                 _run_in_process(section, recorder, options, deadline, end)
         except Exception as error:  # The next section runs, whatever happens to this one.
@@ -133,7 +145,7 @@ def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float)
         return
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *TESTS]
     if importlib.util.find_spec("xdist"):  # Most of the time is compilation, on the host.
-        command += ["-n", str(min(_TEST_PROCESSES, os.cpu_count() or 1))]
+        command += ["-n", str(options.processes or _num_processes())]
     log = options.out / "gpu_tests.log"
     with open(log, "w", encoding="utf-8") as file:
         code = _run(command, deadline, stdout=file)
@@ -146,15 +158,33 @@ def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float)
     recorder.add({"section": "tests", "case": "gpu", "status": status, "note": f"{status}: {last}"})
 
 
-def _run_in_process(section: str, recorder: Recorder, options: argparse.Namespace, deadline: float, end: float) -> None:
-    """Run a section in a process of its own, which is started again after a case that ended it.
+def _num_processes() -> int:
+    """Return how many processes compile kernels at a time."""
+    return min(_MOST_PROCESSES, _num_cores())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_in_process(
+    section: str,
+    recorder: Recorder,
+    options: argparse.Namespace,
+    deadline: float,
+    end: float,
+    share: int = 0,
+    shares: int = 1,
+) -> None:
+    """Run a section, or a share of the checks, in a process, which is started again after a case that ended it.
 
     The process checks the deadline before each case and records what it skips. What it could not record, because it
     was ended or never started, is recorded here.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--section", section, "--deadline", str(deadline)]
     command += ["--out", str(options.out), "--commit", options.commit, *(["--dry-run"] if options.dry_run else [])]
-    in_progress = CaseInProgress(options.out)
+    command += ["--share", str(share), "--shares", str(shares)]
+    in_progress = CaseInProgress(options.out, share)
     latest = float("inf") if options.dry_run else end + _LONGEST_OVERRUN_S
     while deadline - time.time() >= _START_S:
         done_before = len(read_rows(recorder.path))
@@ -167,7 +197,8 @@ def _run_in_process(section: str, recorder: Recorder, options: argparse.Namespac
         elif code != DEVICE_LOST or len(read_rows(recorder.path)) == done_before:
             recorder.add({"section": section, "case": "section", "status": "failed", "note": note})
             return
-    for facts in remaining_cases(section, read_rows(recorder.path), "cpu" if options.dry_run else "cuda"):
+    device = "cpu" if options.dry_run else "cuda"
+    for facts in remaining_cases(section, read_rows(recorder.path), device, share, shares):
         recorder.add({**facts, "status": "skipped", "note": TIME_IS_UP})
 
 
@@ -214,9 +245,8 @@ def _run(
 
 def slowdown() -> float:
     """Return by how much other programs slow this one: the load for each core, from 1 to ten."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The threads that are ready now, because the average of a minute rises slowly.
         load = max(load, float(Path("/proc/loadavg").read_text(encoding="utf-8").split()[3].partition("/")[0]))
-    return min(float(_LONGEST_GRACES), max(1.0, load / cores))
+    return min(float(_LONGEST_GRACES), max(1.0, load / _num_cores()))

@@ -43,8 +43,8 @@ Cases = Iterable[tuple[Mapping[str, Any], Callable[[], Any]]]
 class CaseInProgress:
     """The file that names the case in progress, for a process that ends in the middle of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "gpu_case_in_progress.json"
+    def __init__(self, folder: Path, share: int = 0) -> None:
+        self._path = folder / f"gpu_case_in_progress_{share}.json"
 
     def write(self, facts: Mapping[str, Any]) -> None:
         """Name the case that begins."""
@@ -59,6 +59,12 @@ class CaseInProgress:
         self._path.unlink(missing_ok=True)
         return facts
 
+    @staticmethod
+    def take_all(folder: Path) -> list[dict[str, str]]:
+        """Return the columns of the cases that all processes of a section did not complete, and forget them."""
+        shares = [int(path.stem.rpartition("_")[2]) for path in folder.glob("gpu_case_in_progress_*.json")]
+        return [facts for share in shares if (facts := CaseInProgress(folder, share).take())]
+
 
 def work(options: argparse.Namespace) -> int:
     """Run one section in this process; returns the exit code."""
@@ -72,7 +78,7 @@ def work(options: argparse.Namespace) -> int:
     if options.section == "host":
         return _measure_host(recorder, device, deadline)
     if options.section == "correctness":
-        return _check_correctness(recorder, device, deadline)
+        return _check_correctness(recorder, device, deadline, options.share, options.shares)
     timer = Timer(device, 0.02 if options.dry_run else 0.3)
     path = options.out / CEILINGS
     bounds = json.loads(path.read_text()) if path.exists() else ceilings(device, tiny=options.dry_run)
@@ -80,8 +86,10 @@ def work(options: argparse.Namespace) -> int:
     return run_section(options.section, cases, recorder, timer, bounds, deadline)
 
 
-def remaining_cases(section: str, rows: Sequence[Mapping[str, str]], device: str) -> list[dict[str, Any]]:
-    """Return the columns of the cases of a section that have no row."""
+def remaining_cases(
+    section: str, rows: Sequence[Mapping[str, str]], device: str, share: int = 0, shares: int = 1
+) -> list[dict[str, Any]]:
+    """Return the columns of the cases of a section, or of one process's share of the checks, that have no row."""
     if section in ("tests", "roofline"):
         done = any(row["section"] == section for row in rows)
         return [] if done else [{"section": section, "case": section}]
@@ -93,7 +101,7 @@ def remaining_cases(section: str, rows: Sequence[Mapping[str, str]], device: str
             {"section": "host", "case": "host", "dtype": name} for name in names if name not in dtypes and not skipped
         ]
     if section == "correctness":
-        cases: Cases = correctness_checks(device)
+        cases: Cases = correctness_checks(device, share, shares)
     else:
         cases = PROBLEMS[section](device, tiny=device == "cpu")
     done_keys = _done(rows)
@@ -121,8 +129,9 @@ def _run_cases(
     device: str,
     deadline: float,
     rows_of: Callable[[Callable[[], Any]], Iterator[dict[str, Any]]],
+    share: int = 0,
 ) -> int:
-    in_progress = CaseInProgress(recorder.path.parent)
+    in_progress = CaseInProgress(recorder.path.parent, share)
     done = _done(read_rows(recorder.path))
     for facts, build in cases:
         common = {"section": section, **facts}
@@ -160,7 +169,7 @@ def _done(rows: Sequence[Mapping[str, str]]) -> set[tuple[str, ...]]:
     return {_key(row) for row in rows}
 
 
-def _check_correctness(recorder: Recorder, device: str, deadline: float) -> int:
+def _check_correctness(recorder: Recorder, device: str, deadline: float, share: int, shares: int) -> int:
     """Record the error of each check; on a GPU the Triton kernels are demanded, so that nothing else is checked."""
     if device == "cuda":
         os.environ["PANTHER_KERNELS"] = "triton"
@@ -170,11 +179,11 @@ def _check_correctness(recorder: Recorder, device: str, deadline: float) -> int:
         yield {"status": "passed", "max_rel_error": f"{run():.2e}"}
 
     def cases() -> Iterator[tuple[Mapping[str, Any], Callable[[], Any]]]:
-        yield from correctness_checks(device)
+        yield from correctness_checks(device, share, shares)
 
-    code = _run_cases("correctness", cases(), recorder, device, deadline, rows_of)
+    code = _run_cases("correctness", cases(), recorder, device, deadline, rows_of, share)
     left_out = {"section": "correctness", "case": "left out", "status": "skipped", "note": LEFT_OUT}
-    if code == 0 and _key(left_out) not in _done(read_rows(recorder.path)):
+    if code == 0 and share == 0 and _key(left_out) not in _done(read_rows(recorder.path)):
         recorder.add(left_out)
     return code
 

@@ -220,7 +220,7 @@ def test_a_second_call_repeats_what_was_not_measured_alone(suite, recorder):
     recorder.add({"section": "sparse", "case": "section", "status": "failed", "note": "exit code 1"})
     recorder.add({"section": "sparse", "case": "half", "status": "measured"})
     later = recorder.stamped | {"date": "2030-01-01"}
-    unfinished = {"section": "sparse", "case": "half", "dtype": "", "precision": "", "direction": ""}
+    unfinished = [{"section": "sparse", "case": "half", "dtype": "", "precision": "", "direction": ""}]
     assert suite.continue_table(recorder.path, later, unfinished)
     assert [row["case"] for row in read_rows(recorder.path)] == ["a"]
 
@@ -229,7 +229,7 @@ def test_a_second_call_repeats_what_was_not_measured_alone(suite, recorder):
 def test_the_table_of_another_card_version_or_commit_is_kept_beside(suite, recorder, column):
     recorder.add({"section": "sparse", "case": "a", "status": "measured"})
     rows = read_rows(recorder.path)
-    assert not suite.continue_table(recorder.path, recorder.stamped | {column: "another"}, {})
+    assert not suite.continue_table(recorder.path, recorder.stamped | {column: "another"}, [])
     assert not recorder.path.exists()
     assert read_rows(recorder.path.with_name("gpu_suite-earlier-1.csv")) == rows
 
@@ -243,9 +243,47 @@ def test_the_checks_cover_every_kernel_dtype_and_direction(suite, tmp_path):
     modules = {path.stem for path in (ROOT / "kernels/_triton").glob("[a-z]*.py")}
     covered = {(row["case"].partition(":")[0], row["dtype"], row["direction"]) for row in rows}
     dtypes = ("bfloat16", "float16", "float32")
+    modules -= {"sketched_gradients"}  # The backward pass of the sketched product runs these kernels.
     assert covered >= {(module, dtype, "forward") for module in modules for dtype in dtypes}
-    without_backward = {"quantized", "signs"}
+    without_backward = {"quantized", "quantized_few_rows", "signs"}
     assert covered >= {(module, dtype, "backward") for module in modules - without_backward for dtype in dtypes}
+
+
+def test_several_processes_share_the_checks(suite, worker, tmp_path):
+    from benchmarks.gpu.correctness import correctness_checks
+
+    every = [facts for facts, _ in correctness_checks("cpu")]
+    shares = [[facts for facts, _ in correctness_checks("cpu", share, 3)] for share in range(3)]
+    assert sorted(map(str, every)) == sorted(str(facts) for part in shares for facts in part)
+    assert max(map(len, shares)) <= min(map(len, shares)) + len(every) // 6
+    for part in shares:  # Both directions of a check use the same compiled kernels.
+        forward = {(facts["case"], facts["dtype"]) for facts in part if facts["direction"] == "forward"}
+        assert {(facts["case"], facts["dtype"]) for facts in part} == forward
+    for share in (1, 2):
+        worker.CaseInProgress(tmp_path, share).write({"section": "correctness", "case": f"of {share}"})
+    assert {facts["case"] for facts in worker.CaseInProgress.take_all(tmp_path)} == {"of 1", "of 2"}
+    assert worker.CaseInProgress.take_all(tmp_path) == []
+
+
+def test_a_process_that_ends_leaves_the_shares_of_the_others(suite, worker, recorder, monkeypatch, tmp_path):
+    def process(command, deadline, **_):
+        share = command[command.index("--share") + 1]
+        rows = worker.remaining_cases("correctness", read_rows(recorder.path), "cpu", int(share), 4)
+        if share == "2" and len(rows) == len(list(worker.correctness_checks("cpu", 2, 4))):
+            worker.CaseInProgress(tmp_path, 2).write({"section": "correctness", **rows[0]})
+            return -11
+        for facts in rows:
+            recorder.add({**facts, "status": "passed"})
+        return 0
+
+    monkeypatch.setattr(suite, "_run", process)
+    suite.main(
+        ["--dry-run", "--out", str(tmp_path), "--commit", "abc", "--sections", "correctness", "--processes", "4"]
+    )
+    rows = read_rows(recorder.path)
+    (failed,) = (row for row in rows if row["status"] == "failed")
+    assert "exit code -11" in failed["note"]
+    assert len(rows) == len(list(worker.correctness_checks("cpu")))
 
 
 def test_a_wrong_kernel_fails_its_check():
