@@ -5,6 +5,7 @@ __all__ = [
     "apply_updates",
     "batches_of",
     "check_parameter",
+    "local_part",
     "orthogonalize_batch",
     "run_overlapped",
 ]
@@ -45,14 +46,14 @@ class MatrixUpdate:
     def __init__(
         self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any], layout: "ShardLayout | None" = None
     ) -> None:
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient: Any = parameter.grad
         state["momentum_buffer"] = _placed_like(parameter, state["momentum_buffer"])
         self._group = group
-        self._parameter = _local(parameter)
-        self._momentum = _local(state["momentum_buffer"])
-        self._gradient = _local(_placed_like(parameter, gradient))
+        self._parameter = local_part(parameter)
+        self._momentum = local_part(state["momentum_buffer"])
+        self._gradient = local_part(_placed_like(parameter, gradient))
         m, n = parameter.shape[-2:]
         self.layout = layout
         self._is_transposed = m < n if layout is None else layout.is_transposed
@@ -72,9 +73,12 @@ class MatrixUpdate:
         """Add the gradient to the momentum, and return Nesterov's combination of both, tall after a transposition."""
         decay = self._group["momentum"]
         self._momentum.mul_(decay).add_(self._gradient)
-        update = self._gradient.add(self._momentum, alpha=decay)
-        update = update[None] if update.dim() == 2 else update
-        return update.mT if self._is_transposed else update
+        return self._as_tall(self._gradient.add(self._momentum, alpha=decay))
+
+    def _as_tall(self, tensor: Tensor) -> Tensor:
+        """Return a view as a stack of tall matrices."""
+        stack = tensor[None] if tensor.dim() == 2 else tensor
+        return stack.mT if self._is_transposed else stack
 
     def apply(self, update: Tensor) -> None:
         """Change the parameter by an orthogonalised update of the shape that ``advance_momentum`` returned."""
@@ -152,10 +156,10 @@ def check_parameter(parameter: Tensor, state: Mapping[str, Any]) -> None:
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and MuonAdamW takes dense "
             "gradients: set sparse=False for the embedding"
         )
-    for key in ("momentum_buffer", "exp_avg"):
+    for key in ("momentum_buffer", "exp_avg", "basis"):
         if (tensor := state.get(key)) is None:
             continue
-        if tensor.shape != parameter.shape:
+        if key != "basis" and tensor.shape != parameter.shape:
             raise ShapeError(
                 f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape "
                 f"{tuple(parameter.shape)}: make a new optimizer after parameters change their shape"
@@ -167,7 +171,7 @@ def check_parameter(parameter: Tensor, state: Mapping[str, Any]) -> None:
             )
 
 
-def _local(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """Return this rank's shard, with the same memory, or a tensor that is not sharded itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

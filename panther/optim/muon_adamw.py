@@ -4,13 +4,15 @@ __all__ = ["MuonAdamW"]
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from panther.errors import ShapeError
+from panther.errors import ShapeError, check_size
+from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
     batches_of,
@@ -39,10 +41,14 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: Weight decay of both kinds of updates.
         momentum: Momentum of the orthogonalised updates.
         orthogonalize: Whether groups without this key are orthogonalised.
+        rank: Rank r of orthogonalised updates, for groups without this key; None is the full rank. Updates are then
+            :math:`P Q^T` from one step of power iteration per step, and the momentum keeps what they leave out, as in
+            Dion (arXiv:2504.05295).
 
     Raises:
         ValueError: If a setting is out of range.
-        ShapeError: If an orthogonalised group has a parameter that is not a matrix.
+        TypeError: If ``rank`` is not an integer.
+        ShapeError: If an orthogonalised group has a parameter that is not a matrix, or a side is smaller than ``rank``.
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
     parameters. :func:`orthogonalize` runs once for all matrices of a shape. For a matrix (m, n), m >= n, that is
@@ -68,9 +74,10 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         orthogonalize: bool = False,
+        rank: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"momentum": momentum, "orthogonalize": orthogonalize})
+        super().__init__(params, defaults | {"momentum": momentum, "orthogonalize": orthogonalize, "rank": rank})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after its settings are checked."""
@@ -105,7 +112,7 @@ class MuonAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 check_parameter(p, self.state.get(p, {}))
         updates = [
-            MatrixUpdate(p, group, self.state[p], layouts.get(p))
+            _update_class(group)(p, group, self.state[p], layouts.get(p))
             for group in orthogonalized
             for p in group["params"]
             if p.grad is not None
@@ -136,16 +143,20 @@ class MuonAdamW(torch.optim.Optimizer):
     def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
         """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""
         if sharded := [update for update in updates if update.layout is not None]:
-            from panther.optim.exchange import Owners, update_shards
+            from panther.optim.exchange import Owners, add_up, update_shards
 
             owners = Owners()
             for batch in batches_of(sharded):
-                yield update_shards(batch, owners)
+                layout = batch[0].layout
+                if isinstance(batch[0], LowRankUpdate) and layout is not None:
+                    yield update_low_rank(batch, partial(add_up, layout=layout))
+                else:
+                    yield update_shards(batch, owners)
         for group in self.param_groups:
             if not group["orthogonalize"]:
                 yield self._step_adamw(group)
         for batch in batches_of(update for update in updates if update.layout is None):
-            yield orthogonalize_batch(batch)
+            yield update_low_rank(batch) if isinstance(batch[0], LowRankUpdate) else orthogonalize_batch(batch)
 
     def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -183,9 +194,22 @@ def _check_group(group: dict[str, Any]) -> None:
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{name} must be in [0, 1), not {group[name]}")
     if group["orthogonalize"]:
+        if (rank := group.get("rank")) is not None:
+            check_size("rank", rank, least=1)
         wrong = next((tuple(p.shape) for p in group["params"] if p.dim() not in (2, 3)), None)
         if wrong is not None:
             raise ShapeError(
                 "a group with orthogonalize=True takes matrices (m, n) and stacks of them (experts, m, n), not a "
                 f"parameter of shape {wrong}: make the groups by panther.optim.param_groups(model)"
             )
+        small = next((tuple(p.shape) for p in group["params"] if rank is not None and rank > min(p.shape[-2:])), None)
+        if small is not None:
+            raise ShapeError(
+                f"rank={rank} must be at most the sides of every matrix, and one has the shape {small}: use a smaller "
+                "rank, or a group with rank=None for it"
+            )
+
+
+def _update_class(group: dict[str, Any]) -> type[MatrixUpdate]:
+    # Groups of checkpoints of earlier versions have no rank.
+    return MatrixUpdate if group.get("rank") is None else LowRankUpdate

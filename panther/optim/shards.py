@@ -4,7 +4,7 @@ __all__ = ["Rectangle", "ShardLayout", "layout_of", "sending_device"]
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,6 +64,13 @@ class ShardLayout:
     def rectangle(self) -> Rectangle:
         """Return the shard of this rank."""
         return self.rectangles[self.rank]
+
+    def oriented(self, is_transposed: bool) -> "ShardLayout":
+        """Return the layout with the matrices transposed if it differs in this; they have to be square."""
+        if is_transposed == self.is_transposed:
+            return self
+        rectangles = tuple(rectangle.transposed for rectangle in self.rectangles)
+        return replace(self, is_transposed=is_transposed, rectangles=rectangles)
 
     @cached_property
     def has_full_rows(self) -> bool:

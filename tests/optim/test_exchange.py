@@ -249,3 +249,45 @@ def test_complete_states_of_sharded_matrices_are_refused():
             optimizer.step()
 
     on_ranks(rank, 2)
+
+
+def test_low_rank_sends_products_of_r_columns():
+    """The issue: r (m + n) numbers. With complete rows, the products (m, r) stay where they are."""
+    r, float64 = 4, 8
+
+    def rank():
+        mesh = make_mesh(dp=4)
+        traffics = []
+        for placement in (Shard(0), Shard(1)):
+            p = nn.Parameter(distribute_tensor(torch.randn(64, 32), mesh, [placement]))
+            optimizer = MuonAdamW([p], lr=0.1, orthogonalize=True, rank=r)
+            p.grad = torch.ones_like(p)
+            with CommunicationCounter() as traffic:
+                optimizer.step()
+            traffics.append(traffic.bytes)
+        return traffics
+
+    for rows, columns in on_ranks(rank, 4):
+        assert rows == float64 * (2 * r * r + r * 32) + AGREEMENT
+        assert columns == float64 * r * (64 + 32) + AGREEMENT
+
+
+def test_low_rank_continues_in_other_layouts(tmp_path):
+    """The basis, (n, r), is replicated; a checkpoint of any layout has it once."""
+
+    def run(layout, first, loads):
+        model = laid_out(network(0 if first == 0 else 9), layout)
+        matrices = [model[number].weight for number in (0, 2)]
+        optimizer = MuonAdamW(matrices, lr=0.02, orthogonalize=True, rank=3)
+        if loads:
+            checkpoint.load(tmp_path, model, optimizer)
+        train(model, optimizer, range(first, first + 2))
+        if first == 0:
+            checkpoint.save(tmp_path, model, optimizer, step=2)
+        return train(model, optimizer, range(first + 2, first + 4)) if first == 0 else weights_of(model)
+
+    expected = on_ranks(run, 2, "fsdp", 0, False)
+    for weights in [*on_ranks(run, 4, "fsdp and tp", 2, True), run("one", 2, True)]:
+        assert_near(weights, expected[0])
+    for first, second in zip(on_ranks(run, 2, "fsdp", 2, True), expected, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
