@@ -26,6 +26,7 @@ SUBJECTS = (
     "train.trainer",
     "train.environment",
     "distributed.overhead",
+    "distributed.muon",
     "distributed.advisor",
 )
 """The benchmarks that take the arguments of ``harness.main``. Trials, figures and the GPU suite take others."""

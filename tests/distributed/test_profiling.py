@@ -6,8 +6,9 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from panther.distributed import CommunicationCounter, data_parallel
+from panther.distributed import CommunicationCounter, data_parallel, make_mesh
 
 pytestmark = pytest.mark.distributed
 
@@ -57,6 +58,19 @@ def test_what_counts_is_given_not_received():
     first, second = on_ranks(rank)
     assert first == both | {"scatter_": 32, "send": 16}
     assert second == both | {"scatter_": 0}
+
+
+def test_messages_of_operations_on_sharded_tensors_count():
+    """DTensors send inside of their operations, for example partial sums of a product."""
+
+    def rank():
+        mesh = make_mesh(dp=2)
+        A = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        with CommunicationCounter() as traffic:
+            (A.mT @ A).relu()  # products over the shards of 4 rows are added up first
+        return dict(traffic.bytes_by_operation)
+
+    assert on_ranks(rank) == [{"all_reduce": 4 * 6 * 6}] * 2
 
 
 def test_the_block_leaves_autograd_as_it_was():

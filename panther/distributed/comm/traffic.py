@@ -2,6 +2,7 @@
 
 __all__ = ["CommunicationCounter"]
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,8 @@ class CommunicationCounter(TorchDispatchMode):
     A call counts the bytes of the tensors that it reads. An all-reduce of gradients counts the bytes of the gradients
     once, for any algorithm. A broadcast counts on every rank, a receive and a barrier on no rank. DDP's gradient
     buckets are counted if ``backward`` is called inside the block, where it runs on this thread, also on a GPU.
-    Messages that callbacks of futures send, for example PowerSGD's on gloo's threads, are counted as well.
+    Messages that callbacks of futures send, for example PowerSGD's on gloo's threads, are counted as well, and so are
+    messages that operations on DTensors send.
 
     Attributes:
         calls: Number of operations.
@@ -92,6 +94,8 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective and run it."""
+        if _computes_on_shards(types):
+            return NotImplemented
         self._record(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -119,5 +123,16 @@ class _OnAnotherThread(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective and run it."""
+        if _computes_on_shards(types):
+            return NotImplemented
         self._counter._record(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _computes_on_shards(types: Any) -> bool:
+    """Return whether an operation has DTensors, which then run it on their shards and send messages.
+
+    These messages reach a mode only if the mode leaves the operation itself to the DTensors.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
