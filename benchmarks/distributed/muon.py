@@ -101,10 +101,9 @@ def _rows(shapes: tuple[tuple[int, int], ...], ranks: int, steps: int) -> list[d
             optimizer = make(parameters)
             with CommunicationCounter() as traffic:
                 optimizer.step()
-            numbers = [_sent_bytes(traffic, ranks)]
             everywhere: list[Any] = [None] * ranks
-            dist.all_gather_object(everywhere, numbers[0])
-            ends = [p.detach().full_tensor().double() for p in parameters]
+            dist.all_gather_object(everywhere, _sent_bytes(traffic, ranks))
+            ends = [_complete(p).double() for p in parameters]
             seconds = []
             for _ in range(steps):
                 dist.barrier()
@@ -125,6 +124,11 @@ def _rows(shapes: tuple[tuple[int, int], ...], ranks: int, steps: int) -> list[d
                 }
             )
     return rows
+
+
+def _complete(p: Any) -> Tensor:
+    complete: Tensor = p.detach().full_tensor()
+    return complete
 
 
 def _ill_conditioned(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
