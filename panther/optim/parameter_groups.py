@@ -9,6 +9,9 @@ from torch import nn
 
 from panther.nn.base import CompressedModule
 
+# Tensors of three dimensions that are no stacks of matrices: kernels of convolutions, bilinear forms, sketched kernels.
+_WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModule)
+
 
 def param_groups(
     model: nn.Module,
@@ -20,7 +23,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return a model's trained parameters in groups for :class:`MuonAdamW`.
 
-    The groups are: the matrices of the included layers, which are orthogonalised; other tensors of two and more
+    The groups are: the matrices of the included layers, and their stacks of experts (experts, m, n), which are
+    orthogonalised; other tensors of two and more
     dimensions (embeddings, dense layers); and vectors (biases, norms), without weight decay.
 
     Args:
@@ -49,7 +53,7 @@ def param_groups(
         for name, layer in model.named_modules()
         if include(name, layer)
         for p in layer.parameters(recurse=False)
-        if p.ndim == 2
+        if p.ndim == 2 or (p.ndim == 3 and not isinstance(layer, _WITH_OTHER_STACKS))
     }
     trainable = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trainable if p not in orthogonalized and p.ndim > 1]

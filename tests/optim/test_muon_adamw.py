@@ -96,6 +96,18 @@ def test_param_groups_know_factors_matrices_and_vectors():
     assert [group["orthogonalize"] for group in param_groups(nn.Linear(3, 2))] == [False, False]
 
 
+def test_param_groups_take_stacks_of_experts_but_no_kernels():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 6, 4))
+
+    model = nn.Sequential(Experts(), nn.Conv1d(4, 4, 3), nn.Bilinear(2, 2, 2))
+    matrices, others, _ = param_groups(model, include=lambda name, layer: True)
+    assert [tuple(p.shape) for p in matrices["params"]] == [(3, 6, 4)]
+    assert [tuple(p.shape) for p in others["params"]] == [(4, 4, 3), (2, 2, 2)]
+
+
 def test_the_state_is_half_of_adamws_and_can_be_saved():
     model = network()
     optimizer = MuonAdamW(param_groups(model))
