@@ -20,8 +20,8 @@ demo: .venv/.demo-stamp
 test: .venv/.test-stamp
 	$(if $(ARGS),OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS),.venv/bin/python tests/support/checks.py test)
 
-# Everything: `make test`, lint, docs, the longer sets of tests and the adapters to heavy libraries, in about an hour and
-# a half on two cores. ARGS="isa engines" runs the parts of these names. It continues after an interruption: what passed
+# Everything: `make test`, lint, docs, the longer sets of tests, the kernels compiled by two versions of Triton for three
+# chips, and the adapters to heavy libraries, in about two hours on two cores. ARGS="isa engines" runs the parts of these names. It continues after an interruption: what passed
 # for the same commit does not run again.
 verify:
 	$(PYTHON) tests/support/checks.py verify $(ARGS)
@@ -124,8 +124,8 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv, .venv-engines, .venv-horovod, .venv-oldest and .venv-newest, which are only slow to make again;
-# `rm -r .venv*` removes them.
+# Leaves .venv, .venv-engines, .venv-horovod, .venv-oldest, .venv-newest and .triton-oldest, which are only slow to make
+# again; `rm -r .venv* .triton-oldest` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
@@ -154,6 +154,13 @@ clean:
 	$(INSTALL) --no-build-isolation \
 	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
+
+# The oldest Triton that Panther supports, in a folder for PYTHONPATH, 640 MB: `make verify` compiles all kernels with it
+# and with the Triton of .venv.
+.triton-oldest/.stamp: .venv/.all-stamp
+	rm -rf .triton-oldest
+	$(PIP) install --no-deps --target .triton-oldest triton==3.6.0
+	touch $@
 
 .venv-engines/.stamp: pyproject.toml constraints.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines

@@ -1,8 +1,8 @@
 """Properties of the device that kernels are compiled for, and what depends on them."""
 
 __all__ = [
-    "INTERPRETED", "cdiv", "dot_operand", "dot_precision", "is_hip", "multiprocessors", "next_power_of_2",
-    "pipeline_stages",
+    "INTERPRETED", "cdiv", "dot_operand", "dot_precision", "has_warpgroups", "is_hip", "multiprocessors",
+    "next_power_of_2", "pipeline_stages",
 ]  # fmt: skip
 
 import functools
@@ -62,6 +62,14 @@ def multiprocessors(device: torch.device) -> int:
 def is_hip() -> bool:
     """Return whether kernels are compiled for AMD's GPUs, which have less shared memory."""
     return not INTERPRETED.value and current_target().backend == "hip"
+
+
+def has_warpgroups() -> bool:
+    """Return whether the matrix units take tiles of 64 rows asynchronously from shared memory: sm_90 and newer."""
+    if INTERPRETED.value:
+        return False
+    target = current_target()
+    return target.backend == "cuda" and bool(target.arch >= 90)
 
 
 def pipeline_stages(stages: int) -> int:

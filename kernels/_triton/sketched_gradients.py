@@ -138,9 +138,9 @@ def _tile(M: int, K: int, N: int, half: bool, aligned: bool, multiprocessors: in
     A tile of more features reads the factors less often, and must leave programs for three quarters of the
     multiprocessors.
     """
-    rows = max(16, min(64 if half else 32, next_power_of_2(M)))
+    rows = max(16, min(64 if half and aligned else 32, next_power_of_2(M)))
     if not half:
         return rows, 32, 4, pipeline_stages(3)
-    if 4 * (cdiv(K, 128) + cdiv(N, 128)) >= 3 * multiprocessors and M > _MAX_FEW_ROWS:
+    if 4 * (cdiv(K, 128) + cdiv(N, 128)) >= 3 * multiprocessors and M > _MAX_FEW_ROWS and aligned:
         return rows, 128, 8, pipeline_stages(3)
-    return rows, 64, 4 if aligned else 8, pipeline_stages(4)
+    return rows, 64, 4, pipeline_stages(4)

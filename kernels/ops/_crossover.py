@@ -35,8 +35,11 @@ def choose_path(rows: int, rank: int, *, triton: bool, aligned: bool = True) -> 
         # thread and lose on two, because calls of its products are slow.
         return "joined" if rows >= 4 * rank else "chain"
     # The rest is predicted, not measured: `python -m benchmarks.gpu_suite` times every path at every shape.
-    if rows >= 4096 and rank <= 64 and aligned:
-        # With 32 rows or more per program, 4096 rows fill 128 multiprocessors, x is read once and only y is written.
+    if rows >= max(4096, 200 * rank) and rank <= 64 and aligned:
+        # x is read once and only y is written. Every tile of rows reads all factors from the L2 cache, which takes less
+        # time than reading x only if a tile has twice as many rows as R. Three quarters of 132 multiprocessors have
+        # such a tile from 200 R rows on. With 32 rows a tile, 4096 rows of 8192 x 8192, R = 64, read 537 MB of factors,
+        # 107 us at 5 TB/s, for 134 MB of x and y, 31 us at 4.3 TB/s.
         # If sizes are not multiples of 16, entries are loaded one by one, for which the fused kernel, but not the
         # pair, spills registers (compiled for sm_80 and sm_90).
         return "fused"
@@ -45,9 +48,10 @@ def choose_path(rows: int, rank: int, *, triton: bool, aligned: bool = True) -> 
     # than the device up to a few hundred rows.
     if rows <= 64:
         return "pair"  # Two launches of 2.5 us, three above R = 64. Copies and library products take four or more.
-    if rows < 4096 and rank <= 64:
+    if rank <= 64 and rows < (12800 if aligned else 4096):
         # At 512 rows of 8192 x 8192, R = 16, x and y take 3.9 us, as long as two launches, and the 17 MB that the
-        # second kernel reads again come from the L2 cache.
+        # second kernel reads again come from the L2 cache. From 4096 rows on, tiles have 128 rows: 4096 rows of
+        # 8192 x 8192, R = 64, read 134 MB of factors, 27 us, while x and y take 31 us, and one launch more is taken.
         return "pair"
     return "joined"  # Copying the factors costs 6 % of the bytes at 8192 rows of 4096 x 4096, R = 128.
 

@@ -106,9 +106,9 @@ def _uses_triton(name: str, x: Tensor, rank: int, *optional_operands: Tensor | N
         refusal = f"takes float32, float16 and bfloat16, all operands alike, not {[t.dtype for t in operands]}"
     if not use_triton(name, x.device, refusal) or any(0 in tensor.shape for tensor in operands):
         return False
-    # The fused kernel cannot stop between the halves. If it would be chosen, there are so many rows that copying the
-    # factors into one matrix costs little.
-    return choose_path(len(x), rank, triton=True) == "pair"
+    # The fused kernel cannot stop between the halves. From 4096 rows on, copying the factors into one matrix costs
+    # little.
+    return len(x) < 4096 and choose_path(len(x), rank, triton=True) == "pair"
 
 
 def _check(name: str, fits: bool, **operands: Tensor) -> None:

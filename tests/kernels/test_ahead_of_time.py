@@ -81,14 +81,6 @@ def test_every_kernel_compiles_for_one_chip():
     assert " 0 violations" in done.stdout
 
 
-@pytest.mark.torture
-@pytest.mark.timeout(3000)
-def test_every_configuration_compiles_for_every_chip():
-    done = run("-m", TOOL, limit_s=2900)
-    assert done.returncode == 0, done.stderr
-    assert " 0 violations" in done.stdout
-
-
 def bad(tmp_path, *arguments):
     script = tmp_path / "bad.py"
     script.write_text(BAD + PRINT)

@@ -191,6 +191,29 @@ def test_parts_are_added_by_every_program_or_once_before(device, shape, form, mo
     assert rms_error(results[1][0], exact(*args)) < KERNEL_RMS[torch.float32]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_tall_tiles_of_the_pair(device, form, monkeypatch, poison):
+    """Thousands of rows take tiles of 128 rows: here from 100 rows on, two tiles, of which the second is not full."""
+    from panther.kernels._triton import sketched
+
+    monkeypatch.setattr(sketched, "_TALL_ROWS", 100)
+    args = operands(200, 300, 150, 40, dtype=torch.float16, device=device, form=form)
+    with using_path("pair"), torch.no_grad():
+        assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float16]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_tiles_of_the_fused_kernel(device, form, monkeypatch, poison):
+    """The tiles of sm_90, and several slices of the rank, smaller ones for packed signs."""
+    from panther.kernels._triton import sketched
+
+    monkeypatch.setattr(sketched, "has_warpgroups", lambda: True)
+    monkeypatch.setattr(sketched, "multiprocessors", lambda device: 1)
+    args = operands(70, 65, 70, 50, device=device, form=form)
+    with using_path("fused"), torch.no_grad():
+        assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float32]
+
+
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
         signs = reference.random_block("sign", 1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
@@ -368,6 +391,9 @@ def test_every_shape_has_a_path():
             assert choose_path(rows, rank, triton=True) != "fused" or rank <= 64
     assert choose_path(8192, 16, triton=True) == "fused"
     assert choose_path(8192, 16, triton=True, aligned=False) != "fused"
+    # Tiles of 32 or 64 rows would read the factors too often.
+    assert [choose_path(rows, 64, triton=True) for rows in (4096, 8192, 12800)] == ["pair", "pair", "fused"]
+    assert choose_path(8192, 64, triton=True, aligned=False) == "joined"
     with pytest.raises(ValueError, match="chain, joined, pair, fused"), using_path("other"):
         pass
     with using_path("fused"):

@@ -4,8 +4,8 @@
 share of the longer sets of tests, and ends within a limit: the sets are divided into six shares of equal measured
 seconds, and a run takes the share whose number is the number of commits modulo 6. What is left of the time goes to the
 longer sets of the folders that changed in the last twenty commits, the most recently changed folder first. ``verify``
-runs everything, in parts: ``test``, ``lint``, ``docs``, ``all``, ``isa`` and ``engines``. It continues after an
-interruption: a command that passed for the same commit does not run again.
+runs everything, in parts: ``test``, ``lint``, ``docs``, ``all``, ``isa``, ``kernels`` and ``engines``. It continues
+after an interruption: a command that passed for the same commit does not run again.
 
 The last line of the output is the sum of the tests. This file uses the standard library only, because the installation
 of everything else is one of its commands.
@@ -41,7 +41,7 @@ from measured_seconds import (
 )
 
 CI_LIMIT_S = 20 * 60
-PARTS = ("test", "lint", "docs", "all", "isa", "engines")
+PARTS = ("test", "lint", "docs", "all", "isa", "kernels", "engines")
 STATE_FOLDER = ROOT / ".checks"
 GALLERY = ROOT / "docs/gallery"
 
@@ -62,7 +62,17 @@ COMPILED = ("install test", "install all")
 _LIBRARIES = "torch sympy numpy scipy networkx triton hypothesis _pytest"
 _COMPILE = f"cd .venv/lib/python3*/site-packages; ../../../bin/python -m compileall -q -j 0 {_LIBRARIES}"
 
-INSTALL_SECONDS = {"install test": 110, "install all": 190, "install engines": 190, "install browser": 60}
+INSTALL_SECONDS = {
+    "install test": 110,
+    "install all": 190,
+    "install engines": 190,
+    "install browser": 60,
+    "install oldest triton": 30,
+}
+
+# The chips for which all kernels are compiled, by the newest and by the oldest supported version of Triton.
+KERNEL_CHIPS = ("sm_80", "sm_90", "gfx942")
+KERNEL_SECONDS = 480
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ def tool_commands(names):
         "install all": ".venv/.all-stamp",
         "install engines": ".venv-engines/.stamp",
         "install browser": "browser",
+        "install oldest triton": ".triton-oldest/.stamp",
         "lint": "lint",
         "docs": "docs",
     }
@@ -169,11 +180,28 @@ def tool_commands(names):
             else ("make", targets[name]),
             seconds=INSTALL_SECONDS.get(name, 150),
             priority=FIRST if name in INSTALL_SECONDS else ALWAYS,
-            needs=frozenset() if name in INSTALL_SECONDS else frozenset({"install all"}),
+            needs=frozenset({"install all"} if name not in INSTALL_SECONDS or "triton" in name else ()),
             # For pip, the value 0 means that it does not compile what it installs.
             variables={"PIP_NO_COMPILE": "0"} if name in INSTALL_SECONDS else {},
         )
         for name in names
+    ]
+
+
+def kernel_commands():
+    """Return the commands that compile all kernels for GPUs that are not there, which fail if registers spill."""
+    variables = {"newest": {}, "oldest": {"PYTHONPATH": ".triton-oldest"}}
+    return [
+        Command(
+            f"kernels: {chip}, {version} triton",
+            (".venv/bin/python", "-m", "benchmarks.gpu.kernel_resources", "--chip", chip, "--processes", "1"),
+            seconds=KERNEL_SECONDS,
+            priority=SHARE,
+            needs=frozenset({"install oldest triton" if version == "oldest" else "install all"}),
+            variables={"OMP_NUM_THREADS": "1", **variables[version]},
+        )
+        for version in variables
+        for chip in KERNEL_CHIPS
     ]
 
 
@@ -217,6 +245,9 @@ def verify_commands(paths, seconds, parts):
         tools += ["install browser", "docs"]
     if "engines" in parts:
         tools += ["install engines"]
+    kernels = kernel_commands() if "kernels" in parts else []
+    if kernels:
+        tools += ["install all", "install oldest triton"]
     if tests:
         tools += ["install test"]
     # `make test` runs with just what it installs: the other extras come afterwards.
@@ -225,7 +256,7 @@ def verify_commands(paths, seconds, parts):
         replace(command, after=command.after | before.get(command.name, set()))
         for command in tool_commands(dict.fromkeys(tools))
     ]
-    return commands + tests + longer_commands(sets, longer_units(sets, seconds), priority=SHARE)
+    return commands + tests + longer_commands(sets, longer_units(sets, seconds), priority=SHARE) + kernels
 
 
 def gallery_scripts(num_commits, changed_files):
