@@ -47,6 +47,15 @@ def test_six_commits_in_a_row_run_what_verify_runs_beside_make_test():
         assert engines == ("install engines" in names)
 
 
+def test_verify_compiles_the_kernels_with_two_versions_of_triton():
+    commands = {command.name: command for command in checks.verify_commands(PATHS, SECONDS, ["kernels"])}
+    oldest, newest = (commands[f"kernels: sm_90, {version} triton"] for version in ("oldest", "newest"))
+    assert oldest.variables["PYTHONPATH"] == ".triton-oldest"
+    assert "PYTHONPATH" not in newest.variables
+    assert oldest.needs == {"install oldest triton"}
+    assert commands["install oldest triton"].needs == newest.needs == {"install all"}
+
+
 def test_six_commits_in_a_row_execute_the_whole_gallery():
     changed = "docs/gallery/compress/vision.py"
     runs = [checks.gallery_scripts(number, [changed, "README.md"]) for number in range(7, 7 + NUM_SHARES)]
