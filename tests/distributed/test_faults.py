@@ -9,6 +9,7 @@ import torch.distributed as dist
 import waits
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import panther as pr
 from panther.distributed import (
@@ -30,6 +31,7 @@ from panther.distributed.comm.diagnostics import gather_all
 from panther.distributed.comm.process_group import start_group
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear
+from panther.optim import MuonAdamW
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 
@@ -299,7 +301,14 @@ def metrics():
     return collector.compute_global_metrics
 
 
-STEPS = {"pipeline": pipeline_step, "hybrid": trainer_step, "metrics": metrics}
+def muon_step():
+    """Updates of a sharded matrix, with a gradient that is there already."""
+    p = nn.Parameter(distribute_tensor(torch.ones(6, 6), make_mesh(dp=dist.get_world_size()), [Shard(0)]))
+    p.grad = torch.ones_like(p)
+    return MuonAdamW([p], orthogonalize=True).step
+
+
+STEPS = {"pipeline": pipeline_step, "hybrid": trainer_step, "metrics": metrics, "Muon": muon_step}
 
 
 @pytest.mark.parametrize(
