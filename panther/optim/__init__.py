@@ -10,8 +10,9 @@ Matrices of dense layers get the same updates, and stay sharded under FSDP2, hyb
 :doc:`/howto/muon`.
 """
 
-__all__ = ["MuonAdamW", "orthogonalize", "param_groups"]
+__all__ = ["MuonAdamW", "SketchedAdamW", "orthogonalize", "param_groups", "sketched_param_groups"]
 
 from panther.optim.muon_adamw import MuonAdamW
 from panther.optim.newton_schulz import orthogonalize
-from panther.optim.parameter_groups import param_groups
+from panther.optim.parameter_groups import param_groups, sketched_param_groups
+from panther.optim.sketched_adamw import SketchedAdamW

@@ -109,12 +109,15 @@ def add_up(x: Tensor, layout: ShardLayout) -> Generator[None, None, Tensor]:
     return message.to(x.device)
 
 
-def check_gradients(layouts: Mapping[str, ShardLayout], with_gradient: Mapping[str, bool]) -> None:
+def check_gradients(
+    layouts: Mapping[str, ShardLayout], with_gradient: Mapping[str, bool], call_name: str = _CALL
+) -> None:
     """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
 
     Args:
         layouts: The layouts of all matrices that are sharded, by names that are equal on all ranks.
         with_gradient: For each name, whether this rank has a gradient.
+        call_name: The name of the call, for errors.
 
     Raises:
         DistributedError: On every rank of a group, if gradients differ between ranks or a matrix is sharded in unequal
@@ -135,12 +138,12 @@ def check_gradients(layouts: Mapping[str, ShardLayout], with_gradient: Mapping[s
         text = repr([(name, with_gradient[name], layouts[name].error is None) for name in names])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
         extremes = torch.tensor([digest, -digest], device=transport(group))
-        with watched(_CALL, group):
+        with watched(call_name, group):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
             largest, smallest = extremes.tolist()
         if largest != -smallest:
             fix = "compute the loss from the same parameters on every rank, or give the missing gradients zeros"
-            agree(_CALL, describe, group, fix, "gradients of sharded matrices")
+            agree(call_name, describe, group, fix, "gradients of sharded matrices")
         describe()  # raises if every rank has the same error
 
 

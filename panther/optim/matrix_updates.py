@@ -7,6 +7,7 @@ __all__ = [
     "check_parameter",
     "local_part",
     "orthogonalize_batch",
+    "placed_like",
     "run_overlapped",
 ]
 
@@ -49,11 +50,11 @@ class MatrixUpdate:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient: Any = parameter.grad
-        state["momentum_buffer"] = _placed_like(parameter, state["momentum_buffer"])
+        state["momentum_buffer"] = placed_like(parameter, state["momentum_buffer"])
         self._group = group
         self._parameter = local_part(parameter)
         self._momentum = local_part(state["momentum_buffer"])
-        self._gradient = local_part(_placed_like(parameter, gradient))
+        self._gradient = local_part(placed_like(parameter, gradient))
         m, n = parameter.shape[-2:]
         self.layout = layout
         self._is_transposed = m < n if layout is None else layout.is_transposed
@@ -176,7 +177,7 @@ def local_part(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _placed_like(parameter: Any, tensor: Any) -> Any:
+def placed_like(parameter: Any, tensor: Any) -> Any:
     """Return a tensor with the placements of a parameter; gradients may be terms of sums, for example."""
     if not hasattr(parameter, "to_local") or tuple(tensor.placements) == tuple(parameter.placements):
         return tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from panther.errors import ShapeError, check_size
+from panther.optim.adamw_step import step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
@@ -159,30 +159,7 @@ class MuonAdamW(torch.optim.Optimizer):
             yield update_low_rank(batch) if isinstance(batch[0], LowRankUpdate) else orthogonalize_batch(batch)
 
     def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] |= {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        if parameters:
-            adamw(
-                parameters,
-                [p.grad for p in parameters],
-                [self.state[p]["exp_avg"] for p in parameters],
-                [self.state[p]["exp_avg_sq"] for p in parameters],
-                [],
-                [self.state[p]["step"] for p in parameters],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+        step_adamw(group, [p for p in group["params"] if p.grad is not None], self.state)
         yield from ()
 
 

@@ -1,6 +1,6 @@
-"""Parameter groups for :class:`panther.optim.MuonAdamW`: which matrices of a model get orthogonalised updates."""
+"""Parameter groups: which matrices of a model get orthogonalised updates, and which have sketched moments."""
 
-__all__ = ["param_groups"]
+__all__ = ["param_groups", "sketched_param_groups"]
 
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +74,59 @@ def param_groups(
 
 def _has_factors(name: str, layer: nn.Module) -> bool:
     return isinstance(layer, CompressedModule) and layer.factor_names != ()
+
+
+def sketched_param_groups(
+    model: nn.Module,
+    *,
+    rank: int,
+    lr: float = 1e-3,
+    weight_decay: float = 0.01,
+    include: Callable[[str, nn.Module], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a model's trained parameters in groups with names for :class:`SketchedAdamW`.
+
+    The groups are: the matrices of the included layers whose shorter side is longer than ``rank``; other tensors of
+    two and more dimensions (embeddings, heads, convolutions), which get AdamW; and vectors (biases, norms), which get
+    AdamW without weight decay.
+
+    Args:
+        model: The model.
+        rank: Rows of the projections.
+        lr: Learning rate of all groups.
+        weight_decay: Weight decay of all parameters except for vectors.
+        include: Whether the moments of a layer's matrices are sketches, from its name and the layer itself; None
+            selects all layers but embeddings, the layers that share a weight with them, and the last ``nn.Linear``.
+
+    Returns:
+        The groups that are not empty, with parameters in pairs of a name and a tensor.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> [(group["rank"], [name for name, _ in group["params"]]) for group in sketched_param_groups(model, rank=4)]
+        [(4, ['0.weight']), (None, ['2.weight']), (None, ['0.bias', '2.bias'])]
+    """
+    layers = dict(model.named_modules())
+    tables = {layer.weight for layer in layers.values() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}
+    last = next((layer for layer in reversed(layers.values()) if isinstance(layer, nn.Linear)), None)
+    sketched = {
+        p
+        for name, layer in layers.items()
+        if (layer is not last if include is None else include(name, layer))
+        for p in layer.parameters(recurse=False)
+        if p.ndim == 2 and min(p.shape) > rank and (include is not None or p not in tables)
+    }
+    if include is None and last is not None:
+        sketched.discard(last.weight)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, p) for name, p in trained if p in sketched], "rank": rank, "weight_decay": weight_decay},
+        {
+            "params": [(name, p) for name, p in trained if p not in sketched and p.ndim > 1],
+            "rank": None,
+            "weight_decay": weight_decay,
+        },
+        {"params": [(name, p) for name, p in trained if p.ndim < 2], "rank": None, "weight_decay": 0.0},
+    ]
+    return [group | {"lr": lr} for group in groups if group["params"]]

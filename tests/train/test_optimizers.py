@@ -10,7 +10,7 @@ from torch import nn
 from whole_batches import STRATEGIES, At, assert_equal, build, plain, train, weights
 
 from panther.errors import ConfigError
-from panther.optim import MuonAdamW
+from panther.optim import MuonAdamW, SketchedAdamW, sketched_param_groups
 from panther.train import Callback
 
 pytestmark = pytest.mark.distributed
@@ -107,6 +107,12 @@ def muon(model):
     return MuonAdamW([{"params": [m.weight for m in body], "orthogonalize": True}, {"params": rest}], lr=0.02)
 
 
+def sketched(model):
+    """Moments of the body's matrices as sketches, of one row, because the layers are small."""
+    groups = sketched_param_groups(model, rank=1, lr=0.02)
+    return SketchedAdamW(groups, rank=1, update="tensor", period=2, seed=7)
+
+
 def taken_steps(model):
     """State that is already present, of a step that was taken before."""
     optimizer = torch.optim.Adam(groups(model), lr=0.02)
@@ -121,6 +127,7 @@ MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(groups(model), lr=0.02),
     "Adagrad": lambda model: torch.optim.Adagrad(groups(model), lr=0.02, initial_accumulator_value=0.1),
     "Muon": muon,
+    "sketched": sketched,
     "third party": lambda model: Strange(groups(model), 9),
     "copies in the constructor": lambda model: Pulled(groups(model), 0.1),
     "state": taken_steps,

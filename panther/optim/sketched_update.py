@@ -1,0 +1,254 @@
+"""One update of a matrix from sketches of its gradients, on a rank that may have a shard of it."""
+
+__all__ = ["UPDATES", "SketchedUpdate", "apply_sketched"]
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from panther.linalg.operand import full_precision
+from panther.optim.matrix_updates import local_part, placed_like
+from panther.sketch import signs
+
+if TYPE_CHECKING:
+    from panther.optim.shards import ShardLayout
+
+UPDATES = ("channel", "tensor", "projected")
+_GROWTH = 1.01  # of the norm of an update, from one step to the next
+
+
+class SketchedUpdate:
+    """The next update of a matrix on this rank, which has all of it or a shard.
+
+    The matrix is taken as a tall one (m, n): transposed, if its shorter side comes first. A sketch of its rows has the
+    shape (m, rank).
+
+    Args:
+        name: The name of the parameter, which selects the projections.
+        parameter: The parameter; its gradient exists.
+        group: The settings of its group.
+        state: The state of the optimizer for this parameter, which gets moments if it is empty.
+        layout: The layout of a sharded matrix; None if this rank has all of it.
+
+    Attributes:
+        layout: The argument.
+        sketch: After :meth:`project`, the sketch of the gradient's rows on this rank; a part of a sum, if columns are
+            sharded.
+        sums: After :meth:`advance`, the squared norms of Adam's quotient, of the sketch and of the update before the
+            last factor, each of the part that no other rank counts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        layout: "ShardLayout | None",
+    ) -> None:
+        gradient: Any = parameter.grad
+        self.layout = layout
+        self._group, self._state = group, state
+        self._parameter = local_part(parameter)
+        self._is_transposed = parameter.shape[0] < parameter.shape[1]
+        self._rows, self._columns = (range(size) for size in sorted(parameter.shape, reverse=True))
+        if layout is not None:
+            # The layout takes square matrices as tall ones after a transposition too.
+            rectangle = layout.rectangle
+            if layout.is_transposed is not self._is_transposed:
+                rectangle = rectangle.transposed
+            self._rows, self._columns = rectangle.rows, rectangle.columns
+        self._dtype = torch.promote_types(parameter.dtype, torch.float32)
+        G = local_part(placed_like(parameter, gradient)).to(self._dtype)
+        self._gradient = G.mT if self._is_transposed else G  # (rows, columns) of this rank
+        if not state:
+            state |= self._new_state(parameter)
+        for key in ("sketch_avg", "sketch_avg_sq"):
+            state[key] = self._as_sharded(parameter, state[key])
+        state["step"] += 1
+        period = (int(state["step"]) - 1) // group["period"]
+        text = f"{group['seed']} {period} {name}"
+        self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+        self.sketch = self._gradient.new_empty(0)
+        self.sums = self._gradient.new_zeros(3)
+
+    @property
+    def rank(self) -> int:
+        """Return the number of columns of the sketch."""
+        rank: int = self._group["rank"]
+        return rank
+
+    @property
+    def rows(self) -> range:
+        """Return the rows of the tall matrix on this rank."""
+        return self._rows
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of the tall matrix on all ranks."""
+        return len(self._rows) if self.layout is None else self.layout.shape[0]
+
+    @property
+    def has_all_columns(self) -> bool:
+        """Return whether the sketch of this rank is complete."""
+        if self.layout is None:
+            return True
+        return all(
+            len(r.columns if self.layout.is_transposed is self._is_transposed else r.rows) == self.layout.shape[1]
+            for r in self.layout.rectangles
+            if r.size
+        )
+
+    def project(self) -> None:
+        """Compute this rank's part of the sketch."""
+        with full_precision():
+            self.sketch = self._gradient @ self._signs().mT
+        self.sketch *= self.rank**-0.5
+
+    def advance(self) -> None:
+        """Advance the moments by the complete sketch, and compute the update up to a factor."""
+        beta1, beta2 = self._group["betas"]
+        first, second = (self._oriented(self._state[key]) for key in ("sketch_avg", "sketch_avg_sq"))
+        first.lerp_(self.sketch, 1 - beta1)
+        second.mul_(beta2).addcmul_(self.sketch, self.sketch, value=1 - beta2)
+        step = int(self._state["step"])
+        denominator = (second / (1 - beta2**step)).sqrt_().add_(self._group["eps"])
+        quotient = first / (1 - beta1**step) / denominator
+        kind = self._group["update"]
+        if kind == "projected":
+            with full_precision():
+                self._update = quotient @ self._signs()
+            self._update *= self.rank**-0.5
+            return
+        self._update = self._gradient
+        if kind == "channel":
+            norms = torch.linalg.vector_norm(self.sketch, dim=1, keepdim=True)
+            ratios = torch.linalg.vector_norm(quotient, dim=1, keepdim=True) / norms
+            self._update = self._gradient * torch.where(norms > 0, ratios, 0.0)
+        counts = not self._columns or self._columns.start == 0  # ranks with the same rows have the same sketch
+        self.sums = torch.stack(
+            [counts * quotient.square().sum(), counts * self.sketch.square().sum(), self._update.square().sum()]
+        )
+
+    def apply(self) -> None:
+        """Change the parameter; ``sums`` are those of all ranks."""
+        rate, factor = self._group["lr"], torch.ones((), dtype=self._dtype, device=self.sums.device)
+        if self._group["update"] != "projected":
+            quotient, sketch, update = self.sums.sqrt()
+            if self._group["update"] == "tensor":
+                factor = torch.where(sketch > 0, quotient / sketch, 0.0)
+            num_columns = len(self._columns) if self.layout is None else self.layout.shape[1]
+            factor = factor * (num_columns / self.rank) ** 0.5
+            norm, before = factor * update, self._state["update_norm"].to(factor)
+            limited = torch.where(before > 0, norm.clamp(max=_GROWTH * before), norm)
+            factor = factor * torch.where(norm > 0, limited / norm, 0.0)
+            self._state["update_norm"].copy_(limited)
+        update = self._update * factor
+        self._parameter.mul_(1 - rate * self._group["weight_decay"])
+        self._parameter.add_(update.mT if self._is_transposed else update, alpha=-rate)
+
+    def _signs(self) -> Tensor:  # (rank, columns of this rank)
+        return signs(self._seed, 0, range(self.rank), self._columns, dtype=self._dtype, device=self._gradient.device)
+
+    def _oriented(self, moment: Any) -> Tensor:
+        tensor = local_part(moment)
+        return tensor.mT if self._is_transposed else tensor
+
+    def _new_state(self, parameter: Any) -> dict[str, Any]:
+        device = self._gradient.device
+        shape = (self.rank, len(self._rows)) if self._is_transposed else (len(self._rows), self.rank)
+        moments = [self._placed(parameter, torch.zeros(shape, dtype=self._dtype, device=device)) for _ in range(2)]
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "sketch_avg": moments[0],
+            "sketch_avg_sq": moments[1],
+            "update_norm": torch.zeros((), dtype=self._dtype, device=device),
+        }
+
+    def _placed(self, parameter: Any, moment: Tensor) -> Any:
+        """Return this rank's part of a moment as a tensor with the placements of :meth:`_placements`."""
+        if not hasattr(parameter, "to_local"):
+            return moment
+        from torch.distributed.tensor import DTensor
+
+        shape = (self.rank, parameter.shape[1]) if self._is_transposed else (parameter.shape[0], self.rank)
+        placements = self._placements(parameter)
+        return DTensor.from_local(
+            moment, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
+
+    def _as_sharded(self, parameter: Any, moment: Any) -> Any:
+        """Return a moment with the placements of a new one; a checkpoint of another layout leaves it complete."""
+        if not hasattr(parameter, "to_local"):
+            return moment
+        if not hasattr(moment, "to_local"):
+            part = moment.narrow(int(self._is_transposed), self._rows.start, len(self._rows))
+            return self._placed(parameter, part.clone())
+        placements = self._placements(parameter)
+        return moment if tuple(moment.placements) == placements else moment.redistribute(placements=placements)
+
+    def _placements(self, parameter: Any) -> tuple[Any, ...]:
+        """Return placements that shard a moment as the longer side of the parameter is, and replicate it elsewhere."""
+        from torch.distributed.tensor import Replicate
+
+        longer = int(self._is_transposed)
+        return tuple(
+            placement if getattr(placement, "dim", None) == longer else Replicate()
+            for placement in parameter.placements
+        )
+
+
+def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
+    """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms."""
+    for update in updates:
+        update.project()
+    _reduce_sketches([update for update in updates if not update.has_all_columns])
+    for update in updates:
+        update.advance()
+    for group_updates in _by_group(updates):
+        summed = torch.stack([update.sums for update in group_updates])
+        _sum(summed, group_updates[0])
+        for update, sums in zip(group_updates, summed, strict=True):
+            update.sums = sums
+    for update in updates:
+        update.apply()
+
+
+def _reduce_sketches(updates: Sequence[SketchedUpdate]) -> None:
+    """Replace the parts of sketches by their sums over the ranks that have other columns."""
+    for group_updates in _by_group(updates):
+        complete = [update.sketch.new_zeros(update.num_rows, update.rank) for update in group_updates]
+        for sketch, update in zip(complete, group_updates, strict=True):
+            sketch[update.rows.start : update.rows.stop] = update.sketch
+        message = torch.cat([sketch.flatten() for sketch in complete])
+        _sum(message, group_updates[0])
+        parts = message.split([sketch.numel() for sketch in complete])
+        for sketch, part, update in zip(complete, parts, group_updates, strict=True):
+            update.sketch = part.view_as(sketch)[update.rows.start : update.rows.stop]
+
+
+def _by_group(updates: Sequence[SketchedUpdate]) -> list[list[SketchedUpdate]]:
+    """Return the updates of sharded matrices by the ranks that share them, by dtype and by device."""
+    groups: dict[Any, list[SketchedUpdate]] = {}
+    for update in updates:
+        if update.layout is not None:
+            groups.setdefault((update.layout.group, update.sketch.dtype, update.sketch.device), []).append(update)
+    return list(groups.values())
+
+
+def _sum(message: Tensor, update: SketchedUpdate) -> None:
+    import torch.distributed as dist
+
+    from panther.distributed.comm.diagnostics import watched
+    from panther.optim.shards import sending_device
+
+    assert update.layout is not None
+    group = update.layout.group
+    outgoing = message.to(sending_device(group, message))
+    with watched("SketchedAdamW.step", group):
+        dist.all_reduce(outgoing, group=group)
+    if outgoing is not message:
+        message.copy_(outgoing)

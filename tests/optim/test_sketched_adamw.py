@@ -1,0 +1,233 @@
+"""Moments that are sketches of the gradients: one process."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from panther.errors import ShapeError
+from panther.optim import SketchedAdamW, sketched_param_groups
+from panther.optim.sketched_update import UPDATES
+
+SETTINGS = {"lr": 0.01, "rank": 3, "period": 2, "betas": (0.8, 0.9), "weight_decay": 0.1, "seed": 5}
+
+
+def parameters(shapes, dtype=torch.float64):
+    torch.manual_seed(0)
+    return [(f"layers.{i}.weight", nn.Parameter(torch.randn(shape).to(dtype))) for i, shape in enumerate(shapes)]
+
+
+def projections(optimizer, name, shape, step):
+    """The projection of a step, as the optimizer draws it for the identity."""
+    from panther.optim.sketched_update import SketchedUpdate
+
+    p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    p.grad = torch.zeros_like(p)
+    state = {"step": torch.tensor(float(step - 1)), "sketch_avg": None}
+    update = SketchedUpdate(name, p, optimizer.param_groups[0], state, None)
+    return update._signs() / math.sqrt(optimizer.param_groups[0]["rank"])
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (3, 40)])
+def test_updates_follow_the_formulas(kind, shape):
+    ((name, p),) = parameters([shape])
+    optimizer = SketchedAdamW([(name, p)], update=kind, **SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    W = p.detach().clone()
+    tall = (lambda x: x) if shape[0] >= shape[1] else (lambda x: x.mT)
+    m = v = 0.0
+    norm = None
+    drawn = []
+    for step in range(1, 7):
+        G = torch.randn(shape, generator=generator, dtype=torch.float64)
+        p.grad = G.clone()
+        optimizer.step()
+        P = projections(optimizer, name, shape, step)
+        drawn.append(P)
+        R = tall(G) @ P.mT
+        m, v = 0.8 * m + 0.2 * R, 0.9 * v + 0.1 * R**2
+        Q = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-8)
+        root = math.sqrt(min(shape) / 3)
+        if kind == "projected":
+            U = Q @ P
+        else:
+            dims = {"dim": 1, "keepdim": True} if kind == "channel" else {}
+            ratio = torch.linalg.vector_norm(Q, **dims) / torch.linalg.vector_norm(R, **dims)
+            U = tall(G) * ratio * root
+            if norm is not None:
+                U = U * min(1.0, 1.01 * norm / U.norm().item())
+            norm = U.norm().item()
+        W = 0.999 * W - 0.01 * tall(U)
+        torch.testing.assert_close(p.detach(), W)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    moments = optimizer.state[p]["sketch_avg"]
+    assert sorted(moments.shape) == sorted((3, max(shape)))
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_updates_have_the_size_of_those_of_adam(kind):
+    shape = (60, 300)
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for rank in (1, 4, 20):
+        if (kind, rank) == ("channel", 1):  # the reciprocal of one normal number has no variance
+            continue
+        (entry,) = parameters([shape], torch.float32)
+        before = entry[1].detach().clone()
+        entry[1].grad = G.clone()
+        SketchedAdamW([entry], lr=1.0, rank=rank, update=kind, weight_decay=0.0, seed=0).step()
+        size = (entry[1].detach() - before).square().mean().sqrt()
+        assert 0.6 < size < 1.6
+
+
+def test_what_is_no_matrix_and_groups_without_rank_get_adamw():
+    shapes = [(8,), (), (2, 3, 4), (6, 5)]
+    ours, theirs = parameters(shapes), parameters(shapes)
+    plain = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    optimizer = SketchedAdamW(
+        [{"params": ours[:3], "rank": 2}, {"params": ours[3:], "rank": None}], rank=3, seed=0, **plain
+    )
+    expected = torch.optim.AdamW([p for _, p in theirs], **plain)
+    for step in range(4):
+        for (_, p), (_, q) in zip(ours, theirs, strict=True):
+            if step != 2 or p.dim() != 2:  # a parameter that a step skips
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=p.dtype)
+                q.grad = p.grad.clone()
+            else:
+                p.grad = q.grad = None
+        optimizer.step()
+        expected.step()
+    for (_, p), (_, q) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_the_order_of_named_parameters_does_not_matter():
+    results = []
+    for order in (1, -1):
+        named = parameters([(6, 5), (5, 9), (8, 4)])
+        optimizer = SketchedAdamW(named[::order], **SETTINGS)
+        for step in range(3):
+            for number, (_, p) in enumerate(named):
+                p.grad = torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(10 * step + number), dtype=p.dtype
+                )
+            optimizer.step()
+        results.append([p.detach() for _, p in named])
+    assert all(map(torch.equal, *results))
+
+
+def test_wrappers_do_not_change_the_projections():
+    results = []
+    for prefix in ("", "module.", "_orig_mod."):
+        ((name, p),) = parameters([(6, 5)])
+        p.grad = torch.ones_like(p)
+        optimizer = SketchedAdamW([(prefix + name, p)], **SETTINGS)
+        optimizer.step()
+        results.append(optimizer.state[p]["sketch_avg"])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_a_state_that_is_loaded_continues_bit_for_bit(dtype, kind):
+    def steps(named, optimizer, numbers):
+        for step in numbers:
+            for number, (_, p) in enumerate(named):
+                generator = torch.Generator().manual_seed(10 * step + number)
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+
+    shapes = [(6, 5), (5, 9), (7,), (0, 4), (4, 1)]
+    named = parameters(shapes, dtype)
+    settings = SETTINGS | {"rank": 1, "update": kind}
+    optimizer = SketchedAdamW(named, **settings)
+    steps(named, optimizer, range(3))
+    wide = torch.promote_types(dtype, torch.float32)
+    assert optimizer.state[named[0][1]]["sketch_avg"].dtype == wide
+    saved, copies = (
+        copy.deepcopy(optimizer.state_dict()),
+        [(name, nn.Parameter(p.detach().clone())) for name, p in named],
+    )
+    steps(named, optimizer, range(3, 6))
+    again = SketchedAdamW(copies, **(settings | {"seed": 99}))
+    again.load_state_dict(saved)
+    steps(copies, again, range(3, 6))
+    for (_, p), (_, q) in zip(named, copies, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_gradients_of_zero_change_nothing_but_the_decay():
+    for kind in UPDATES:
+        ((name, p),) = parameters([(6, 5)])
+        before = p.detach().clone()
+        p.grad = torch.zeros_like(p)
+        optimizer = SketchedAdamW([(name, p)], update=kind, **SETTINGS)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), before * (1 - 0.01 * 0.1))
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert (p.detach() - before).abs().max() > 1e-4  # no limit comes from the step without an update
+
+
+def test_bad_input_is_refused_before_anything_changes():
+    named = parameters([(6, 5), (9, 4)])
+    for settings, error, message in [
+        ({"rank": 0}, ValueError, "rank must be a positive integer, not 0"),
+        ({"rank": True}, ValueError, "rank must be a positive integer"),
+        ({"rank": 5}, ShapeError, r"rank=5 is above the shorter side of layers\.1\.weight, of shape \(9, 4\)"),
+        ({"period": 0}, ValueError, "period must be a positive integer"),
+        ({"update": "row"}, ValueError, "update='row' must be one of 'channel', 'tensor', 'projected'"),
+        ({"lr": -1.0}, ValueError, "lr must be at least 0"),
+        ({"betas": (1.0, 0.9)}, ValueError, "betas must be in"),
+        ({"seed": -1}, ValueError, "seed=-1 must be in"),
+    ]:
+        with pytest.raises(error, match=message):
+            SketchedAdamW(named, **(SETTINGS | settings))
+    optimizer = SketchedAdamW(named, **SETTINGS)
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for _, p in named]
+    named[1][1].grad = torch.ones_like(named[1][1]).to_sparse()
+    with pytest.raises(ValueError, match=r"the gradient of layers\.1.weight is sparse"):
+        optimizer.step()
+    named[1][1].grad = None
+    named[1][1].data = torch.ones(8, 4, dtype=torch.float64)
+    with pytest.raises(ShapeError, match=r"layers\.1\.weight have the shape \(9, 3\), and with its shape \(8, 4\)"):
+        optimizer.step()
+    assert torch.equal(named[0][1], before[0])
+
+
+def test_groups_leave_tables_heads_and_small_matrices_to_adamw():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 8)
+            self.blocks = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 2), nn.Conv1d(4, 5, 3)])
+            self.tied = nn.Linear(8, 20)
+            self.tied.weight = self.table.weight
+            self.head = nn.Linear(8, 10)
+            self.frozen = nn.Parameter(torch.ones(9, 9), requires_grad=False)
+
+    model = Model()
+    groups = sketched_param_groups(model, rank=3, lr=0.1, weight_decay=0.2)
+    names = [[name for name, _ in group["params"]] for group in groups]
+    assert names[0] == ["blocks.0.weight", "blocks.1.weight"]
+    assert names[1] == ["table.weight", "blocks.2.weight", "blocks.3.weight", "head.weight"]
+    assert all(name.endswith("bias") for name in names[2])
+    assert [(group["rank"], group["weight_decay"], group["lr"]) for group in groups] == [
+        (3, 0.2, 0.1), (None, 0.2, 0.1), (None, 0.0, 0.1),
+    ]  # fmt: skip
+    optimizer = SketchedAdamW(groups, rank=3, seed=0)
+    assert optimizer.param_groups[0]["param_names"] == names[0]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[model.blocks[0].weight]["sketch_avg"].shape == (12, 3)
+    assert optimizer.state[model.head.weight]["exp_avg"].shape == (10, 8)
+    chosen = sketched_param_groups(model, rank=1, include=lambda name, layer: name == "head")
+    assert [name for name, _ in chosen[0]["params"]] == ["head.weight"]

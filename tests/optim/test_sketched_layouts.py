@@ -1,0 +1,167 @@
+"""Moments that are sketches of the gradients, of matrices that are sharded in every way, against one process."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from panther.distributed import checkpoint, make_mesh
+from panther.errors import DistributedError
+from panther.optim import SketchedAdamW, sketched_param_groups
+from panther.optim.sketched_update import UPDATES
+from tests.optim.test_exchange import assert_near, laid_out, network, train
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = [(24, 10), (10, 24), (12, 12), (13, 7), (7, 13), (3, 30), (30, 3), (9,), (2, 6, 8)]
+LAYOUTS = {
+    "rows": ({"dp": None}, lambda tensor: [Shard(0)]),
+    "columns": ({"tp": None}, lambda tensor: [Shard(tensor.dim() - 1)]),
+    "replicated": ({"dp": None}, lambda tensor: [Replicate()]),
+    "hybrid": ({"replicate": 2, "dp": 2}, lambda tensor: [Replicate(), Shard(0)]),
+    "rows and columns": ({"dp": 2, "tp": 2}, lambda tensor: [Shard(0), Shard(tensor.dim() - 1)]),
+}
+
+
+def gradient(shape, step, number):
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def trained(kind, dtype, num_steps, place=lambda tensor: tensor, shapes=SHAPES):
+    """Parameters after steps whose gradients are functions of the step."""
+    named = []
+    for number, shape in enumerate(shapes):
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        named.append((f"layers.{number}", nn.Parameter(place(start.to(dtype)))))
+    optimizer = SketchedAdamW(named, lr=0.01, rank=2, update=kind, period=2 * num_steps // 5, seed=3)
+    for step in range(num_steps):
+        for number, (shape, (_, p)) in enumerate(zip(shapes, named, strict=True)):
+            # Some matrix has no gradient in some steps.
+            p.grad = place(gradient(shape, step, number).to(dtype)) if step % 7 or number != 1 else None
+        optimizer.step()
+    return [p for _, p in named], optimizer
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "num_steps", "dtypes"),
+    [
+        (2, "rows", 10, [torch.float64]),
+        (4, "rows and columns", 10, [torch.float64]),
+        *(
+            pytest.param(n, layout, 50, [torch.float32, torch.float64], marks=pytest.mark.slow)
+            for n, layout in [(2, "columns"), *((4, name) for name in LAYOUTS)]
+        ),
+    ],
+)
+def test_steps_are_those_of_one_process(n, layout, num_steps, dtypes):
+    def rank():
+        sizes, placements_of = LAYOUTS[layout]
+        mesh = make_mesh(**{axis: size or n for axis, size in sizes.items()})
+        errors = {}
+        for dtype in dtypes:
+            bound = {torch.float32: 1e-4, torch.float64: 1e-10}[dtype]
+            for kind in UPDATES:
+                expected, single = trained(kind, dtype, num_steps)
+                results, optimizer = trained(
+                    kind,
+                    dtype,
+                    num_steps,
+                    lambda tensor: distribute_tensor(tensor.clone(), mesh, placements_of(tensor)),
+                )
+                for p, q, shape in zip(results, expected, SHAPES, strict=True):
+                    errors[dtype, kind, shape] = ((whole(p) - q).norm() / q.norm()).item() / bound
+                    for key in ("sketch_avg", "sketch_avg_sq") if len(shape) == 2 else ("exp_avg", "exp_avg_sq"):
+                        moment, complete = optimizer.state[p][key], single.state[q][key]
+                        assert isinstance(moment, DTensor)
+                        assert moment.shape == complete.shape
+                        torch.testing.assert_close(whole(moment), complete, rtol=100 * bound, atol=100 * bound)
+        return errors
+
+    for errors in on_ranks(rank, n):
+        assert max(errors.values()) < 1, errors
+
+
+def test_moments_are_sharded_as_the_longer_side_is():
+    def rank():
+        mesh = make_mesh(dp=2)
+        sizes = []
+        for shape, placements in [((24, 10), [Shard(0)]), ((10, 24), [Shard(1)]), ((10, 24), [Shard(0)])]:
+            p = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements))
+            p.grad = distribute_tensor(torch.ones(shape), mesh, placements)
+            optimizer = SketchedAdamW([("weight", p)], rank=2, seed=0)
+            optimizer.step()
+            sizes.append(optimizer.state[p]["sketch_avg"].to_local().numel())
+        return sizes
+
+    assert on_ranks(rank) == [[24, 24, 48]] * 2
+
+
+@pytest.mark.parametrize("what", ["seed", "gradient"])
+def test_ranks_that_differ_are_refused_on_all_of_them(what):
+    def rank():
+        import torch.distributed as dist
+
+        mesh = make_mesh(dp=2)
+        p = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]))
+        is_first = dist.get_rank() == 0
+        if what == "seed" or is_first:
+            p.grad = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]) if what == "seed" else torch.zeros_like(p)
+        optimizer = SketchedAdamW([("weight", p)], rank=2, seed=int(is_first) if what == "seed" else 0)
+        with pytest.raises(DistributedError) as caught:
+            optimizer.step()
+        assert torch.equal(whole(p), torch.ones(8, 6))
+        return str(caught.value)
+
+    first, second = on_ranks(rank)
+    assert first == second
+    assert what in first
+
+
+def sketched(model):
+    groups = sketched_param_groups(getattr(model, "module", model), rank=3)
+    return SketchedAdamW(groups, lr=0.02, rank=3, period=3, seed=7)
+
+
+@pytest.mark.parametrize("layouts", [("ddp", "fsdp"), ("hybrid", "tp", "fsdp and tp")])
+def test_models_train_as_on_one_process(layouts):
+    def rank():
+        outcomes = []
+        for layout in layouts:
+            model = laid_out(network(0), layout)
+            outcomes.append(train(model, sketched(model), range(4)))
+        return outcomes
+
+    model = network(0)
+    expected = train(model, sketched(model), range(4))
+    for outcomes in on_ranks(rank, 2 if layouts[0] == "ddp" else 4):
+        for weights in outcomes:
+            assert_near(weights, expected)
+
+
+def test_a_checkpoint_of_one_layout_continues_in_others(tmp_path):
+    def save():
+        model = laid_out(network(0), "fsdp")
+        optimizer = sketched(model)
+        train(model, optimizer, range(2))
+        checkpoint.save(tmp_path, model, optimizer, step=2)
+        return train(model, optimizer, range(2, 4))
+
+    def load(layout):
+        model = laid_out(network(9), layout)
+        optimizer = sketched(model)
+        checkpoint.load(tmp_path, model, optimizer)
+        return train(model, optimizer, range(2, 4))
+
+    model = network(0)
+    expected = train(model, sketched(model), range(4))
+    saved = on_ranks(save, 4)
+    for weights in [*saved, *on_ranks(load, 4, "fsdp and tp"), *on_ranks(load, 2, "ddp"), load("one")]:
+        assert_near(weights, expected)
+    for first, second in zip(on_ranks(load, 4, "fsdp"), saved, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
