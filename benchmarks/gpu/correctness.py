@@ -17,6 +17,8 @@ import panther.kernels
 import torch
 from panther.kernels import reference
 from panther.kernels.ops._crossover import using_path
+from panther.kernels.ops.attention import continued_attention
+from panther.kernels.reference import attention as reference_attention
 from panther.kernels.reference.codes import pack_codes
 from torch import Tensor
 
@@ -120,6 +122,7 @@ def _checks(device: str) -> Iterator[Check]:
         "attention", "causal", panther.kernels.causal_linear_attention, reference.causal_linear_attention,
         attention_operands, differentiable=3,
     )  # fmt: skip
+    yield from _token_checks(device)
     for causal in (True, False):
 
         def exact(*operands: Tensor, causal: bool = causal) -> Tensor:
@@ -166,6 +169,26 @@ def _checks(device: str) -> Iterator[Check]:
         yield Check(
             "signs", f"{law}_block", drawn, drawn_exactly, lambda dtype: [torch.zeros(1, device=device).to(dtype)]
         )
+
+
+def _token_checks(device: str) -> Iterator[Check]:
+    for scaled in (False, True):
+
+        def operands(dtype: torch.dtype, scaled: bool = scaled) -> list[Tensor]:
+            q, k, v = (torch.rand(2, 3, 1, width, device=device).to(dtype) for width in (64, 64, 48))
+            state = torch.rand(2, 3, 64, 49, device=device)
+            return [q, k, v, state, *(torch.randn(2, 3, 1, device=device) for _ in range(2 * scaled))]
+
+        def attended(*operands: Tensor, function: Callable[..., Any] = continued_attention) -> Tensor:
+            q, k, v, state, *exponents = operands
+            scale, units = exponents or (None, None)
+            y, new_state, _ = function(q, k, v, scale, state, units)
+            # Output and state have entries of about one size.
+            return torch.cat([y.double().flatten(), new_state.double().flatten()])
+
+        exact = partial(attended, function=reference_attention.continued_attention)
+        case = f"one token{', exponents' if scaled else ''}"
+        yield Check("attention", case, attended, exact, operands)
 
 
 def _sketched_checks(device: str) -> Iterator[Check]:

@@ -105,6 +105,17 @@ def attend(D: int, E: int, scaled: bool = False) -> Launch:
     return launch
 
 
+def attention_token(D: int, E: int, scaled: bool = False, batch: int = 64) -> Launch:
+    """Attend to a running state with one token."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v, state = meta(batch, 1, D, dtype=t), meta(batch, 1, E, dtype=t), meta(batch, D, E + 1, dtype=F32)
+        c = meta(batch, 1, dtype=F32) if scaled else None
+        attention.step_plan(q, q, v, c, state, c)(q, q, v, c, state, c)
+
+    return launch
+
+
 def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: int = 64) -> Launch:
     """Windowed attention, forward and backward."""
 
@@ -209,6 +220,9 @@ CASES = [
     Case("attention D 256 E 16", attend(256, 16), precisions=FULL),
     Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
     Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16, F32), FULL),
+    Case("attention, one token, D 64", attention_token(64, 64), precisions=FULL),
+    Case("attention, one token, D 256 E 128, scaled", attention_token(256, 128, scaled=True, batch=1024), ALL, FULL),
+    Case("attention, one token, D 33 E 17, scaled", attention_token(33, 17, scaled=True), (F16, F32), FULL),
     Case("windowed D 64 m 64", windowed(64, 64, 64, causal=True), precisions=FULL),
     Case("windowed D 64 m 128, not causal", windowed(64, 64, 128, causal=False), (BF16,)),
     Case("windowed D 128 m 128, not scaled", windowed(128, 128, 128, causal=True, scaled=False), precisions=FULL),

@@ -9,6 +9,7 @@ __all__ = [
     "is_autocasting",
     "is_exporting",
     "needs_torch",
+    "on_its_device",
 ]
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def define(
     ``backward`` uses differentiable operations, so that it can be differentiated again.
     """
     name = schema.partition("(")[0]
-    implementation = _on_its_device(implementation)
+    implementation = on_its_device(implementation)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"panther::{name}", fake, lib=_LIBRARY)
@@ -145,7 +146,7 @@ def needs_torch() -> bool:
     return are_transforms_active() and (torch.is_grad_enabled() or not only_vmap_is_active())
 
 
-def _on_its_device(implementation: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def on_its_device(implementation: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Make the operands' device current, because Triton launches on the current one."""
 
     def call(first: Any, *args: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, SketchMismatchError
-from panther.kernels.reference.attention import absorb_keys, continued_attention, no_autocast
+from panther.kernels.ops.attention import continued_attention
+from panther.kernels.reference.attention import absorb_keys, no_autocast
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
