@@ -124,7 +124,7 @@ def predict_peak_bytes(
             )
         forward, hidden, outputs = _forward_bytes(runner, survey, heal)
     stated["fits"] = kept_bytes + max(
-        _fitting_bytes(inputs, stored, unwritten, survey.gradients, widths, heap)
+        _fitting_bytes(inputs, stored, unwritten, survey.gradients, widths, heap, in_files=runner.is_streaming)
         for inputs in passes or [[list(num_components)]]
     )
     # Up to three choices are compared, after a backward pass has measured single layers. While a quantized layer runs,
@@ -168,19 +168,23 @@ def _fitting_bytes(
     gradients: bool,
     widths: Mapping[Target, Sequence[int]],
     heap: float,
+    *,
+    in_files: bool,
 ) -> int:
     """Return the peak bytes while the weights of a pass are fitted one by one, and their moments freed.
 
-    ``unwritten`` are the bytes of the codes of a weight until they are in a file.
+    ``unwritten`` are the bytes of the codes of a weight until they are in a file. ``in_files`` states whether moments
+    are in files already.
     """
     before = sum(stored.values()) - sum(stored[target] for targets in inputs for target in targets)
-    left = sum(moments_bytes(targets, gradients) for targets in inputs)
+    left = 0 if in_files else sum(moments_bytes(targets, gradients) for targets in inputs)
     largest = 0
     for targets in inputs:
         for target in targets:
             work = _work_bytes(target, len(widths[target]), heap) + unwritten[target]
             largest = max(largest, before + left + work)
-            left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
+            if not in_files:
+                left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
             before += stored[target]
     return largest
 
