@@ -25,7 +25,7 @@ def projections(optimizer, name, shape, step):
 
     p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     p.grad = torch.zeros_like(p)
-    state = {"step": torch.tensor(float(step - 1)), "sketch_avg": None}
+    state = {"step": torch.tensor(float(step - 1)), "sketch_avg": None, "sketch_avg_sq": None}
     update = SketchedUpdate(name, p, optimizer.param_groups[0], state, None)
     return update._signs() / math.sqrt(optimizer.param_groups[0]["rank"])
 
