@@ -294,7 +294,7 @@ def run(
     autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with without_fake_log(), mode, work, traffic, saving:
+        with without_fake_log(), mode, traffic, work, saving:
             with autocast, regions:
                 output = _call(model, inputs)
                 if output_dtype is not None:
