@@ -9,6 +9,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -440,13 +441,15 @@ def _refusal(
     if weight.is_meta:
         return "is on the meta device: load its weights first"
     # Subclasses of Tensor, such as DTensor and quantized tensors, define different arithmetic.
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+    is_plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
+    if not is_plain or weight.dtype.itemsize == 1:  # torch computes nothing in eight bits
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(holder):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
     if has_hooks(module):  # hooks of a module of experts stay
         return "has hooks, which would be lost: remove them first"
-    if not weight.detach().isfinite().all():
+    # isfinite would copy the weight, which may be mapped from a file; aminmax returns NaN if any entry is.
+    if weight.numel() and not all(map(isfinite, torch.stack(torch.aminmax(weight.detach())).tolist())):
         return "has a weight with NaN or infinite entries"
     if getattr(module, "max_norm", None) is not None:
         return "has max_norm, with which each lookup changes rows of the weight"
