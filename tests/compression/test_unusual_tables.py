@@ -195,3 +195,18 @@ def test_dtypes_that_differ(tmp_path):
     assert relative_error(model, original, [batch]) < 0.1
     restored = pr.load_compressed(pr.save_compressed(model, tmp_path), HalfHead())
     assert torch.equal(restored(batch), model(batch))
+
+
+def test_weights_that_cannot_be_computed_with_are_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    with torch.no_grad():
+        model[1].weight[3, 4] = float("nan")
+        model[2].weight[7, 7] = float("-inf")
+        model[3].weight = nn.Parameter(model[3].weight.to(torch.float8_e4m3fn), requires_grad=False)
+        model[4].weight = nn.Parameter(torch.empty(0, 8))
+    report = pr.compress(model, bits=16, method="svd", forms="int8", measure_speed=False, allow_slower=True)
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons["1"] == reasons["2"] == "has a weight with NaN or infinite entries"
+    assert reasons["3"] == "has a weight of type Tensor, torch.float8_e4m3fn: compress a plain floating one"
+    assert [layer.names for layer in report.layers] == [("0",)]
