@@ -1,4 +1,4 @@
-r"""AdamW with orthogonalised updates of selected matrices: sketched layers from scratch, dense ones, sharded or not.
+r"""AdamW with orthogonalised updates of selected matrices, or with sketches as moments, of sharded parameters too.
 
 A factor of a sketched layer is a tall or a wide matrix. The orthogonalised update of a matrix M (m, n) with momentum
 :math:`M = P \Sigma Q^T` is :math:`P Q^T`: all its singular values are 1, so that every direction the factor can learn
@@ -8,6 +8,9 @@ factorised weight as in Spectron (2026, arXiv:2602.12429), which for plain low r
 
 Matrices of dense layers get the same updates, and stay sharded under FSDP2, hybrid sharding and tensor parallelism; see
 :doc:`/howto/muon`.
+
+:class:`SketchedAdamW` has moments of a few random projections of each gradient, in place of two numbers for each
+weight; see :doc:`/howto/sketched-adamw`.
 """
 
 __all__ = ["MuonAdamW", "SketchedAdamW", "orthogonalize", "param_groups", "sketched_param_groups"]
