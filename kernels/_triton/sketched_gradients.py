@@ -3,7 +3,7 @@
 With ``grad`` (rows, out), the gradient of the output, these are ``dS1 = x' d_left`` (in, R), ``dS2 = right' grad``
 (R, out) and the sum of ``grad`` over rows (out,), where ``right = scale x U2`` and ``d_left = scale grad U1'`` have R
 columns. Each program computes the gradients of some input features or of some output features from all rows, so that
-there are no partial sums, no atomic additions, and results do not depend on the order of programs.
+it adds without partial sums and atomic additions, so results do not depend on the order of programs.
 """
 
 __all__ = ["gradients_plan"]

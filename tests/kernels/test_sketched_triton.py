@@ -193,7 +193,7 @@ def test_parts_are_added_by_every_program_or_once_before(device, shape, form, mo
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tall_tiles_of_the_pair(device, form, monkeypatch, poison):
-    """Thousands of rows take tiles of 128 rows: here from 100 rows on, two tiles, of which the second is not full."""
+    """Thousands of rows take tiles of 128 rows: here from 100 rows on, two tiles, and the second one is not full."""
     from panther.kernels._triton import sketched
 
     monkeypatch.setattr(sketched, "_TALL_ROWS", 100)
