@@ -131,7 +131,7 @@ def fit_targets(
         return None if gathered is None else _GatheredPart.of(gathered, runner)
 
     waiting: list[_GatheredPart] = []  # parts with their moments, if these stay on disk until all weights are fitted
-    if runner.is_streaming and runner.keeps_moments:
+    if runner.keeps_moments:
         while part := runner.remembered(
             f"{MOMENTS}{len(waiting)}", lambda: gather_next(waiting[-1] if waiting else None)
         ):
@@ -140,7 +140,7 @@ def fit_targets(
     fitted: list[_FittedPart] = []
 
     def fit_next() -> _FittedPart | None:
-        if runner.is_streaming and runner.keeps_moments:
+        if runner.keeps_moments:
             # The passes are over, so that nothing needs the state again.
             next_part = replace(waiting[len(fitted)], state={}) if len(fitted) < len(waiting) else None
         else:

@@ -324,7 +324,7 @@ class StreamingRunner(Runner):
         if not plan.keeps_moments:
             for file in self.spool.names(MOMENTS):
                 self.spool.remove(file)
-            _log.info("there is no room for the moments of all weights, so that each weight is fitted in all widths")
+            _log.info("the disk has no room for the moments of all weights: each weight is fitted in all widths")
         phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in plan.phases.items())
         _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(plan.needed), phases)
         if plan.sections.drops:
