@@ -9,7 +9,7 @@ from torch import nn
 
 from panther.nn.base import CompressedModule
 
-# Tensors of three dimensions that are no stacks of matrices: kernels of convolutions, bilinear forms, sketched kernels.
+# Layers with tensors of three dimensions that are not stacks of matrices: convolutions, bilinear and sketched kernels.
 _WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModule)
 
 
