@@ -6,11 +6,11 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from panther.distributed import checkpoint, make_mesh
+from panther.distributed import make_mesh
 from panther.errors import DistributedError
 from panther.optim import SketchedAdamW, sketched_param_groups
 from panther.optim.sketched_update import UPDATES
-from tests.optim.test_exchange import assert_near, laid_out, network, train
+from tests.optim.test_exchange import assert_checkpoints_continue, assert_near, laid_out, network, train
 
 pytestmark = pytest.mark.distributed
 
@@ -145,23 +145,4 @@ def test_models_train_as_on_one_process(layouts):
 
 
 def test_a_checkpoint_of_one_layout_continues_in_others(tmp_path):
-    def save():
-        model = laid_out(network(0), "fsdp")
-        optimizer = sketched(model)
-        train(model, optimizer, range(2))
-        checkpoint.save(tmp_path, model, optimizer, step=2)
-        return train(model, optimizer, range(2, 4))
-
-    def load(layout):
-        model = laid_out(network(9), layout)
-        optimizer = sketched(model)
-        checkpoint.load(tmp_path, model, optimizer)
-        return train(model, optimizer, range(2, 4))
-
-    model = network(0)
-    expected = train(model, sketched(model), range(4))
-    saved = on_ranks(save, 4)
-    for weights in [*saved, *on_ranks(load, 4, "fsdp and tp"), *on_ranks(load, 2, "ddp"), load("one")]:
-        assert_near(weights, expected)
-    for first, second in zip(on_ranks(load, 4, "fsdp"), saved, strict=True):
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_checkpoints_continue(sketched, tmp_path)
