@@ -1,6 +1,6 @@
-"""AdamW's step for the parameters of a group."""
+"""What optimizers that contain AdamW have in common: the checks of their groups, and AdamW's step."""
 
-__all__ = ["step_adamw"]
+__all__ = ["CheckedGroups", "check_adamw_settings", "step_adamw"]
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -8,6 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+
+class CheckedGroups(torch.optim.Optimizer):
+    """An optimizer that checks each group as it is added."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, unless its settings or parameters are refused."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, number: int) -> None:
+        """Raise an error if the group of this number cannot be used."""
+        check_adamw_settings(self.param_groups[number])
+
+
+def check_adamw_settings(group: dict[str, Any]) -> None:
+    """Raise ValueError if a setting of AdamW is out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, not {group[name]}")
+    if not all(0 <= value < 1 for value in group["betas"]):
+        raise ValueError(f"betas must be in [0, 1), not {group['betas']}")
 
 
 def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableMapping[Any, Any]) -> None:

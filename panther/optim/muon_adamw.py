@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
-from panther.optim.adamw_step import step_adamw
+from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
@@ -22,7 +22,7 @@ from panther.optim.matrix_updates import (
 )
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(CheckedGroups):
     r"""AdamW, except that groups with ``orthogonalize=True`` get Muon's orthogonalised updates.
 
     With the momentum :math:`M \leftarrow \mu M + G`, such a matrix changes by :math:`-0.2\,\eta \sqrt{\max(m, n)}\;
@@ -79,15 +79,9 @@ class MuonAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "orthogonalize": orthogonalize, "rank": rank})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, after its settings are checked."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_group(group)
-        except Exception:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, number: int) -> None:
+        super()._check_group(number)
+        _check_matrices(self.param_groups[number])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -163,13 +157,9 @@ class MuonAdamW(torch.optim.Optimizer):
         yield from ()
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must be at least 0, not {group[name]}")
-    for name, values in (("betas", group["betas"]), ("momentum", (group["momentum"],))):
-        if not all(0 <= value < 1 for value in values):
-            raise ValueError(f"{name} must be in [0, 1), not {group[name]}")
+def _check_matrices(group: dict[str, Any]) -> None:
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum must be in [0, 1), not {group['momentum']}")
     if group["orthogonalize"]:
         if (rank := group.get("rank")) is not None:
             check_size("rank", rank, least=1)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError
-from panther.optim.adamw_step import step_adamw
+from panther.errors import ShapeError, check_size
+from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.sketched_update import UPDATES, SketchedUpdate, apply_sketched
 from panther.sketch import check_seed
 
@@ -19,7 +19,7 @@ _CALL = "SketchedAdamW.step"
 _SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
 
 
-class SketchedAdamW(torch.optim.Optimizer):
+class SketchedAdamW(CheckedGroups):
     r"""AdamW with the moments of :math:`P G` in place of those of the gradient G, for matrices.
 
     P has ``rank`` rows of random signs over the root of ``rank``, and acts on the shorter side of G, so that the two
@@ -52,7 +52,8 @@ class SketchedAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: If a setting is out of range.
-        ShapeError: If a matrix has a side shorter than ``rank``.
+        TypeError: If ``rank`` or ``period`` is not an integer.
+        ShapeError: If one of them is below 1, or a matrix has a side shorter than ``rank``.
 
     Cost: a step takes ``2 rank m n`` flops for an (m, n) matrix, twice as many with ``"projected"``, and draws
     ``rank min(m, n)`` signs. Ranks that shard a matrix send one number, and ``rank max(m, n)`` numbers if the shorter
@@ -85,15 +86,9 @@ class SketchedAdamW(torch.optim.Optimizer):
         self._has_agreed = False
         super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, after its settings are checked."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_group(group, self._names_of(len(self.param_groups) - 1))
-        except Exception:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, number: int) -> None:
+        super()._check_group(number)
+        _check_sketches(self.param_groups[number], self._names_of(number))
 
     def _names_of(self, number: int) -> list[str]:
         """Return the names of a group's parameters, equal in all layouts that keep names or else the order."""
@@ -191,20 +186,12 @@ def _is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
     return group["rank"] is not None and p.dim() == 2 and p.numel() > 0
 
 
-def _check_group(group: dict[str, Any], names: list[str]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must be at least 0, not {group[name]}")
-    if not all(0 <= value < 1 for value in group["betas"]):
-        raise ValueError(f"betas must be in [0, 1), not {group['betas']}")
+def _check_sketches(group: dict[str, Any], names: list[str]) -> None:
     if group["update"] not in UPDATES:
         raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
-    for name in ("rank", "period"):
-        value = group[name]
-        if not (name == "rank" and value is None) and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    check_size("period", group["period"], least=1)
+    if group["rank"] is not None:
+        check_size("rank", group["rank"], least=1)
     for name, p in zip(names, group["params"], strict=True):
         if _is_sketched(p, group) and group["rank"] > min(p.shape):
             raise ShapeError(

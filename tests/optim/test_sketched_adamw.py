@@ -176,10 +176,10 @@ def test_gradients_of_zero_change_nothing_but_the_decay():
 def test_bad_input_is_refused_before_anything_changes():
     named = parameters([(6, 5), (9, 4)])
     for settings, error, message in [
-        ({"rank": 0}, ValueError, "rank must be a positive integer, not 0"),
-        ({"rank": True}, ValueError, "rank must be a positive integer"),
+        ({"rank": 0}, ShapeError, "rank=0 must be at least 1"),
+        ({"rank": True}, TypeError, "rank must be an integer, not bool"),
         ({"rank": 5}, ShapeError, r"rank=5 is above the shorter side of layers\.1\.weight, of shape \(9, 4\)"),
-        ({"period": 0}, ValueError, "period must be a positive integer"),
+        ({"period": 0}, ShapeError, "period=0 must be at least 1"),
         ({"update": "row"}, ValueError, "update='row' must be one of 'channel', 'tensor', 'projected'"),
         ({"lr": -1.0}, ValueError, "lr must be at least 0"),
         ({"betas": (1.0, 0.9)}, ValueError, "betas must be in"),
