@@ -44,7 +44,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         "CheckpointedModel GradientCheckpointing checkpoint_scope gradient_checkpointing",
     ),
     ("leave it out, because torch keeps a pool of memory by itself", "memory_pool_scope"),
-    ("use TrainConfig(comm_hook='bf16'), 'powersgd' or 'topk'", "CommunicationOptimizer Compression"),
+    ("use TrainConfig(comm_hook='bf16'), 'powersgd', 'topk' or 'sketch'", "CommunicationOptimizer Compression"),
     (
         "use TrainConfig(strategy='fsdp'), or panther.distributed.data_parallel(model, strategy='fsdp')",
         "FSDP FullyShardedDataParallel fully_shard train_fsdp",

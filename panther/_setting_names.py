@@ -181,8 +181,8 @@ _TRAIN_CONFIG_SETTINGS = (
     "checkpoint_every_n_steps comm_hook compile cpu_offload data_parallel_size epochs find_unused_parameters "
     "gradient_accumulation_steps gradient_clipping learning_rate log_every_n_steps max_steps mixed_precision "
     "num_microbatches pipeline_parallel_size profile progress reshard_after_forward resume run_name "
-    "scaler_growth_interval scaler_init_scale schedule seed strategy tensor_parallel_size topk_fraction trackers "
-    "utilization warmup_steps"
+    "scaler_growth_interval scaler_init_scale schedule seed sketch_fraction strategy tensor_parallel_size "
+    "topk_fraction trackers utilization warmup_steps"
 )
 
 _SEVERAL = "use strategy='hybrid' with tensor_parallel_size or pipeline_parallel_size"

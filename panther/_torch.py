@@ -39,6 +39,7 @@ __all__ = [
     "flat_mesh",
     "forget_shapes",
     "forward_pre_hooks_of",
+    "fsdp_shards",
     "functional_collectives",
     "group_timeout",
     "has_forward_of_convolution",
@@ -657,15 +658,32 @@ def watch_fsdp_unit(unit: Any, on_forward: Callable[[], None], missing: dict[int
     ``set_reduce_scatter_unused_params``, since torch 2.13, reduces zeros as well, but does not tell for which
     parameters; a public forward hook would be traced by torch.compile.
     """
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
-        groups = state._fsdp_param_groups
-    else:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    for number, group in enumerate(groups):
+    for number, group in enumerate(_fsdp_groups(unit)):
         if number == 0:
             group.pre_forward = _called_after(on_forward, group.pre_forward)
         group.post_backward = _called_after(partial(_fill_gradients, group, missing), group.post_backward)
+
+
+def fsdp_shards(unit: Any) -> list[tuple[nn.Parameter, int]]:
+    """Return the sharded parameters of a unit of FSDP2, in the order in which its flat gradients have them.
+
+    The number is that of a shard's entries with padding. The hook of the public ``set_all_reduce_hook`` gets the flat
+    gradients without names. The public fallback is to repeat FSDP2's traversal of the modules.
+    """
+    return [
+        (place.sharded_param, place.padded_sharded_param_size.numel())
+        for group in _fsdp_groups(unit)
+        for place in group.fsdp_params
+    ]
+
+
+def _fsdp_groups(unit: Any) -> list[Any]:
+    """Return the groups of parameters that a unit of FSDP2 gathers and reduces together."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _called_after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:

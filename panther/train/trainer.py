@@ -28,7 +28,7 @@ from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_wor
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
-from panther.distributed.data.gradient_compression import hook_state, load_hook_state
+from panther.distributed.data.comm_hooks import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, verify_sketches
-from panther.distributed.data.gradient_compression import hook_state, load_hook_state
+from panther.distributed.data.comm_hooks import hook_state, load_hook_state
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
 

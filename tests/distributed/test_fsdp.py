@@ -29,7 +29,9 @@ from panther.distributed import (
     shutdown,
     verify_sketches,
 )
-from panther.distributed.data.error_feedback import PowerSGD, TopK
+from panther.distributed.data.comm_hooks.powersgd import PowerSGD
+from panther.distributed.data.comm_hooks.sketch import Sketch
+from panther.distributed.data.comm_hooks.topk import TopK
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
@@ -278,13 +280,14 @@ def test_powersgd_trains():
         assert losses[-1] < 0.5 * losses[10]
 
 
+@pytest.mark.parametrize("name", ["topk", "sketch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_all_entries_by_top_k_are_the_gradient_uncompressed(dtype):
+def test_all_entries_of_a_hook_are_the_gradient_uncompressed(dtype, name):
     """Over three steps, for DDP forms other buckets after the first one."""
 
     def rank():
         found = []
-        for settings in ({}, {"comm_hook": "topk", "topk_fraction": 1.0}):
+        for settings in ({}, {"comm_hook": name, f"{name}_fraction": 1.0}):
             model = data_parallel(network(100, dtype=dtype), bucket_cap_mb=0.002, **settings)
             x, y = data(dtype=dtype)
             own, grads = slice_of(dist.get_rank(), 2), []
@@ -360,7 +363,9 @@ def test_top_k_needs_its_feedback():
         assert torch.equal(stuck, torch.zeros(4))
 
 
-@pytest.mark.parametrize("make", [lambda group: TopK(group, 0.25), lambda group: PowerSGD(group, 1, 2)])
+@pytest.mark.parametrize(
+    "make", [lambda group: TopK(group, 0.25), lambda group: Sketch(group, 0.25), lambda group: PowerSGD(group, 1, 2)]
+)
 def test_a_group_may_go_right_after_a_step(make):
     """What a hook does with a message is dropped on a thread of gloo, a moment later; it aborted the process."""
 
@@ -511,7 +516,7 @@ def test_what_is_refused():
     )
     assert messages[1].startswith("strategy='replicate' takes a mesh of one axis, and the mesh has")
     assert messages[1].endswith("pass mesh['dp']")
-    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', 'topk', None"
+    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', 'topk', 'sketch', None"
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
     assert messages[5].startswith("cpu_offload needs strategy='fsdp'")

@@ -66,6 +66,7 @@ VALUES = {
     "powersgd_rank": (2, [0, "2"]),
     "powersgd_start_step": (5, [0, 1]),
     "topk_fraction": (0.1, [0, 1.5, "1"]),
+    "sketch_fraction": (0.1, [0, 1.5, "1"]),
     "bucket_cap_mb": (5.0, [0, "5"]),
     "comm_hook": ("fp16", ["int8"]),
     "timeout_s": (60.0, [0]),
@@ -85,8 +86,8 @@ def with_directory(name, value):
         return {name: value, "mixed_precision": "fp16"}
     if name.startswith("powersgd"):
         return {name: value, "comm_hook": "powersgd"}
-    if name.startswith("topk"):
-        return {name: value, "comm_hook": "topk"}
+    if name.startswith(("topk", "sketch")):
+        return {name: value, "comm_hook": name.partition("_")[0]}
     if name == "cluster_file":
         return {name: value, "strategy": "auto"}
     if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule", "inside_sketched_layers"):

@@ -41,6 +41,7 @@ HOOKS = {
     "bf16": ["_bf16_hook"],
     "powersgd": ["PowerSGD.send"],
     "topk": ["TopK.send"],
+    "sketch": ["Sketch.send"],
 }
 
 
@@ -90,6 +91,18 @@ REFUSED = [
     ({"compile": True, "strategy": "tp"}, "compile=True is for strategy='ddp', 'zero1', 'replicate' or 'fsdp', not"),
     ({"num_microbatches": 4, "strategy": "ddp"}, "num_microbatches=4 is for pipelines: set strategy='pp' or"),
     ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is for pipelines"),
+    (
+        {"comm_hook": "sketch", "strategy": "fsdp", "data_parallel_replicate_size": 2, "tensor_parallel_size": 2},
+        "comm_hook=sketch and tensor_parallel_size=2 do not go together, because it reduces the gradients of complete",
+    ),
+    (
+        {"comm_hook": "powersgd", "strategy": "fsdp", "data_parallel_replicate_size": 2},
+        "comm_hook='powersgd' is for DistributedDataParallel",
+    ),
+    (
+        {"comm_hook": "sketch", "strategy": "fsdp"},
+        "not 'fsdp', and for the replicas of 'fsdp'",
+    ),
     ({"comm_hook": "bf16", "tensor_parallel_size": 2}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', and tens"),
     (
         {"strategy": "pp", "pipeline_schedule": "zbv", "activation_checkpointing": "selective"},
@@ -110,6 +123,7 @@ def test_a_setting_that_does_not_apply_is_an_error_when_it_is_made(settings, sen
     [
         ({}, ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"comm_hook": "topk", "topk_fraction": 0.1}, ("ddp", "zero1")),
+        ({"comm_hook": "sketch", "data_parallel_replicate_size": 2}, ("fsdp",)),
         ({"cpu_offload": True}, ("fsdp", "hybrid")),
         ({"tensor_parallel_size": 2}, ("replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"data_parallel_replicate_size": 2, "tensor_parallel_size": 2}, ("fsdp", "hybrid")),

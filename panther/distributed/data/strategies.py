@@ -28,7 +28,7 @@ from panther.distributed.comm.mesh import groups_of
 from panther.distributed.comm.ranks import ranks_of, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
 from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
-from panther.distributed.data.gradient_compression import check_hook, register_hook
+from panther.distributed.data.comm_hooks import check_hook, register_hook, register_replica_hook
 from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.view_outputs import own_outputs_
 from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
@@ -50,6 +50,7 @@ def data_parallel(
     powersgd_rank: int | None = None,
     powersgd_start_step: int | None = None,
     topk_fraction: float | None = None,
+    sketch_fraction: float | None = None,
     mixed_precision: str | None = None,
     cpu_offload: bool = False,
     **options: Any,
@@ -71,15 +72,18 @@ def data_parallel(
             (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
             children of ModuleLists and Sequentials, are sharded one by one.
-        comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after
-            uncompressed steps; Vogels and others 2019, arXiv:1905.13727) or ``"topk"`` (the largest entries, while the
-            remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599). None sends them
-            uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the state of ``"powersgd"`` and
-            ``"topk"``; in a loop of your own, :func:`panther.distributed.checkpoint.save` does not save it.
+        comm_hook: The compression of gradients, for ``"ddp"`` between all ranks, and for ``"fsdp"`` with a mesh of two
+            axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, not
+            between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while the
+            remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599) or ``"sketch"``
+            (sums of a few entries with random signs, new in every step, while the remaining part is added to the next
+            gradient). None sends them uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the state
+            of the last three; in a loop of your own, :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
         topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if
             None.
+        sketch_fraction: For ``"sketch"``, the number of sums that are sent for each entry; 0.1 if None.
         mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype of the computation, ``"bf16"`` or ``"fp16"``;
             parameters, sums of gradients and the output stay float32.
         cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are kept in the CPU's memory.
@@ -117,10 +121,11 @@ def data_parallel(
         "powersgd_rank": powersgd_rank,
         "powersgd_start_step": powersgd_start_step,
         "topk_fraction": topk_fraction,
+        "sketch_fraction": sketch_fraction,
     }
 
     def settings() -> dict[str, Any]:
-        check_hook(comm_hook, hook_settings)
+        check_hook(comm_hook, hook_settings, strategy == "fsdp")
         _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
         if strategy == "ddp":
             _check_ddp_options(options)
@@ -149,7 +154,11 @@ def data_parallel(
         mesh = mesh_of_group(mesh or dist.group.WORLD, transport(mesh).type, "dp")  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along the axes one after the other, so that all ranks get the first rank's tensors
         send_model(model, mesh.get_group(axis), "data_parallel")
-    fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    if comm_hook is None:
+        fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    else:
+        fully_shard_(model, shard_axis(mesh), strategy, mixed_precision, cpu_offload, **options)
+        register_replica_hook(model, comm_hook, hook_settings, mesh)
     DATA_PARALLEL_MODELS.add(model)
     return model
 
@@ -190,14 +199,27 @@ def fully_shard_(
     return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 
 
+def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the second axis of a mesh of two axes, along which each replica of a model is sharded.
+
+    A model that is sharded along this axis alone leaves the sum over the replicas to a hook; along both axes, FSDP2
+    calls the hook after its own sum.
+    """
+    return mesh_of_group(mesh.get_group(1), mesh.device_type, "dp")
+
+
 def _check_options(
     mesh: Any, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
 ) -> None:
     if strategy not in STRATEGIES:
         hint = value_hint("strategy", strategy, STRATEGIES, "data_parallel")
         raise ValueError(f"strategy={strategy!r} is unknown: {hint}")
-    if comm_hook is not None and strategy != "ddp":
-        raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
+    has_replicas = strategy == "fsdp" and isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    if comm_hook is not None and strategy != "ddp" and not has_replicas:
+        raise ValueError(
+            f"comm_hook={comm_hook!r} is for strategy='ddp', and for 'fsdp' with a mesh of two axes, "
+            f"mesh['replicate', 'dp']: with {strategy!r} use mixed_precision"
+        )
     compute_dtype(mixed_precision)
     if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
         option = "cpu_offload" if cpu_offload else "mixed_precision"

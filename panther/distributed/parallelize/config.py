@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from panther._settings import Settings, kinds
+from panther.distributed.data.comm_hooks import check_replica_hook
 from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import check_rules
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
@@ -21,6 +22,7 @@ class ParallelismSettings(Settings):
         ("powersgd_rank", "comm_hook", "powersgd"),
         ("powersgd_start_step", "comm_hook", "powersgd"),
         ("topk_fraction", "comm_hook", "topk"),
+        ("sketch_fraction", "comm_hook", "sketch"),
     )
     """Settings that need a value of another setting."""
     _may_be_zero: ClassVar[tuple[str, ...]] = ()
@@ -72,8 +74,9 @@ class ParallelismSettings(Settings):
     bucket_cap_mb: float | None = None
     """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
-    comm_hook: Literal["fp16", "bf16", "powersgd", "topk"] | None = None
-    """For DDP, how gradients are compressed before they are sent. None sends them unchanged."""
+    comm_hook: Literal["fp16", "bf16", "powersgd", "topk", "sketch"] | None = None
+    """How gradients are compressed before they are sent, for DDP between all ranks, and for ``fsdp`` with
+    ``data_parallel_replicate_size`` between the replicas (except for ``powersgd``). None sends them unchanged."""
 
     powersgd_rank: int | None = None
     """For ``comm_hook="powersgd"``, the rank of the sent gradients. None is 4."""
@@ -83,6 +86,9 @@ class ParallelismSettings(Settings):
 
     topk_fraction: float | None = None
     """For ``comm_hook="topk"``, the share of the gradients' entries that is sent. None is 0.01."""
+
+    sketch_fraction: float | None = None
+    """For ``comm_hook="sketch"``, the number of sums that are sent for each entry of the gradients. None is 0.1."""
 
     def __post_init__(self) -> None:
         """Convert and check every value."""
@@ -97,8 +103,11 @@ class ParallelismSettings(Settings):
             setting, other = getattr(self, name), getattr(self, needed)
             if setting is not None and other != value:
                 raise ConfigError(f"{name}={setting} needs {needed}={value!r}, not {other!r}: set both")
-        if self.topk_fraction is not None and self.topk_fraction > 1:
-            raise ConfigError(f"topk_fraction={self.topk_fraction} must be at most 1")
+        if self.comm_hook is not None and (self.data_parallel_replicate_size or 1) > 1:
+            check_replica_hook(self.comm_hook)
+        for name in ("topk_fraction", "sketch_fraction"):
+            if (fraction := getattr(self, name)) is not None and fraction > 1:
+                raise ConfigError(f"{name}={fraction} must be at most 1")
         if self.powersgd_start_step == 1:
             raise ConfigError("powersgd_start_step=1 must be at least 2, because DDP forms its buckets in the first")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
-from panther.distributed.data.gradient_compression import hook_state
+from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
 from panther.train.coordination.reductions import sum_over_ranks

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
-from panther.distributed.data.gradient_compression import follow_loss_scale
+from panther.distributed.data.comm_hooks import follow_loss_scale
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.parallelize.build import Parallelized, parallelize

@@ -1,0 +1,97 @@
+"""Hooks between the replicas of hybrid sharding: the gradients of a unit of FSDP2 as a bucket."""
+
+__all__ = ["REPLICA_HOOKS", "ReplicaBucket", "reduce_over_replicas"]
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from panther._torch import fsdp_shards
+from panther.errors import DistributedError
+
+REPLICA_HOOKS = ("fp16", "bf16", "topk", "sketch")
+"""The hooks that need no matrices, because the gradients of a unit are shards in one flat tensor."""
+
+
+class ReplicaBucket:
+    """The gradients of a unit's shards on this rank, with the methods of :class:`torch.distributed.GradBucket`.
+
+    Args:
+        flat_gradients: The gradients with their padding.
+        shards: The sharded parameters, and the views of their gradients on this rank.
+        position: The number of units that this step has reduced before.
+        is_last: Whether this is the last unit of the step.
+    """
+
+    def __init__(
+        self, flat_gradients: Tensor, shards: list[tuple[nn.Parameter, Tensor]], position: int, is_last: bool
+    ) -> None:
+        self._flat_gradients, self._shards, self._position, self._ends_step = flat_gradients, shards, position, is_last
+
+    def index(self) -> int:
+        """Return the number of units that this step has reduced before."""
+        return self._position
+
+    def is_last(self) -> bool:
+        """Return whether this is the last unit of the step."""
+        return self._ends_step
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradients with their padding."""
+        return self._flat_gradients
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the sharded parameters."""
+        return [parameter for parameter, _ in self._shards]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's shards, views of the buffer without the padding."""
+        return [gradient for _, gradient in self._shards]
+
+
+def reduce_over_replicas(model: nn.Module, send: Callable[[Any], Any]) -> None:
+    """Let a hook average the gradients of a sharded model over its replicas.
+
+    Args:
+        model: The model, sharded by ``fully_shard`` over the ranks of one replica.
+        send: Returns the future of the mean over the replicas for a bucket.
+    """
+    reduced: set[nn.Module] = set()  # the units of the present step
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and fsdp_shards(module)]
+    for unit in units:
+        unit.set_all_reduce_hook(partial(_reduce_unit, unit, send, reduced, len(units)))
+
+
+def _reduce_unit(
+    unit: Any, send: Callable[[Any], Any], reduced: set[nn.Module], num_units: int, buffer: Tensor
+) -> None:
+    """Replace the flat gradients of a unit, which are means over the ranks of a replica, by means over all ranks."""
+    shards = _shards(unit, buffer)
+    if unit in reduced:  # the step before did not reduce every unit
+        reduced.clear()
+    bucket = ReplicaBucket(buffer, shards, len(reduced), len(reduced) == num_units - 1)
+    reduced.add(unit)
+    if bucket.is_last():
+        reduced.clear()
+    mean = send(bucket).wait()
+    if mean.data_ptr() != buffer.data_ptr():
+        buffer.copy_(mean)
+
+
+def _shards(unit: Any, buffer: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the parameters of a unit that are trained, and the views of their gradients in the flat gradients."""
+    trained = [(parameter, size) for parameter, size in fsdp_shards(unit) if parameter.requires_grad]
+    if sum(size for _, size in trained) != buffer.numel():
+        raise DistributedError(
+            f"comm_hook keeps a part of each gradient for the next step, and a {type(unit).__name__} has trained "
+            "parameters that got no gradient in this step: freeze them, or leave comm_hook out"
+        )
+    shards, start = [], 0
+    for parameter, size in trained:
+        local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        shards.append((parameter, buffer[start : start + local.numel()].view(local.shape)))
+        start += size
+    return shards
