@@ -4,7 +4,7 @@ It trains every run for some seconds with the Trainer, one after the other, each
 before, and writes what its steps took, and sent through the interface of the first node, to ``FOLDER/NAME-ROUND.json``.
 """
 
-__all__ = ["RUNS", "Run", "main"]
+__all__ = ["HOOK_RUNS", "RUNS", "Run", "main"]
 
 import json
 import signal
@@ -38,8 +38,11 @@ class Run:
     @property
     def name(self) -> str:
         """Return the name in results."""
-        hook = {"powersgd": "PowerSGD", "bf16": "bf16 hook"}.get(self.settings.get("comm_hook", ""))
-        return ", ".join(part for part in (self.model, self.strategy, hook) if part)
+        hook = self.settings.get("comm_hook", "")
+        hook = {"powersgd": "PowerSGD", "topk": "top-k"}.get(hook, hook and f"{hook} hook")
+        fraction = self.settings.get("sketch_fraction") or self.settings.get("topk_fraction")
+        strategy = "hybrid" if "data_parallel_replicate_size" in self.settings else self.strategy
+        return ", ".join(part for part in (self.model, strategy, f"{hook} {fraction or ''}".strip()) if part)
 
 
 RUNS = (
@@ -51,6 +54,20 @@ RUNS = (
     Run("sketched", "fsdp"),
     Run("dense", "tp"),
     Run("sketched", "tp"),
+)
+
+_REPLICAS = {"data_parallel_replicate_size": 2}  # a replica of the model on each node
+# Two processes on each node: the gradients of the dense model between the nodes, by every hook.
+HOOK_RUNS = (
+    Run("dense", "ddp"),
+    Run("dense", "ddp", {"comm_hook": "powersgd"}),
+    Run("dense", "ddp", {"comm_hook": "sketch", "sketch_fraction": 0.1}),
+    Run("dense", "fsdp", _REPLICAS),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "bf16"}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "topk", "topk_fraction": 0.01}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.25}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.1}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.05}),
 )
 
 
@@ -87,7 +104,7 @@ def main() -> None:
     pr.distributed.init()
     texts, held_out = trial_text.data()
     for name in given["runs"]:
-        run = next(run for run in RUNS if run.name == name)
+        run = next(run for run in (*RUNS, *HOOK_RUNS) if run.name == name)
         place = folder / name.replace(", ", "-").replace(" ", "-")
         # All layouts see the same samples in a step: ranks that share layers count once.
         replicas = 1 if run.strategy == "tp" else get_world_size()

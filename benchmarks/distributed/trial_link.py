@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.distributed.link_worker import RUNS, Run
+from benchmarks.distributed.link_worker import HOOK_RUNS, RUNS, Run
 from benchmarks.harness import ROOT, figure, print_table, test_support, write_csv
 from benchmarks.train.trial_text import QUICK, gather_once
 from benchmarks.trials.text_model import Shape
@@ -48,6 +48,7 @@ def run(
     seconds: float,
     rounds: int,
     nproc: int = 1,
+    trained_runs: Sequence[Run] = RUNS,
     quick: bool = False,
     keep: Callable[[Tables], object] | None = None,
 ) -> Tables:
@@ -67,26 +68,32 @@ def run(
                 nodes.limit(rate)
                 place = Path(folder) / link.replace("/", " a ").replace(" ", "-")
                 place.mkdir(exist_ok=True)
-                runs = [RUNS[(i + number) % len(RUNS)] for i in range(len(RUNS))]
+                runs = [trained_runs[(i + number) % len(trained_runs)] for i in range(len(trained_runs))]
                 _train(nodes, place, runs, number, seconds, nproc, 24 if quick else _FEWEST)
                 for one in runs:
                     (path,) = place.glob(f"{one.name.replace(', ', '-').replace(' ', '-')}-{number}.json")
                     found.setdefault((link, one.name), []).append(json.loads(path.read_text(encoding="utf-8")))
                 print(f"round {number + 1} of {rounds}, {link}: load {os.getloadavg()[0]:.1f}", flush=True)
-                _check_losses(found)
+                _check_losses(found, trained_runs)
                 if keep is not None:
-                    keep(_tables(found, links, seconds, nproc))
-    return _tables(found, links, seconds, nproc)
+                    keep(_tables(found, links, trained_runs, seconds, nproc))
+    return _tables(found, links, trained_runs, seconds, nproc)
 
 
 def _tables(
     found: Mapping[tuple[str, str], list[dict[str, Any]]],
     links: Mapping[str, float | None],
+    trained_runs: Sequence[Run],
     seconds: float,
     nproc: int,
 ) -> Tables:
-    trained = [(link, one, found[link, one.name]) for link in links for one in RUNS if (link, one.name) in found]
-    rows = [_row(link, one, rounds, seconds, nproc) for link, one, rounds in trained]
+    trained = [
+        (link, one, found[link, one.name]) for link in links for one in trained_runs if (link, one.name) in found
+    ]
+    rows = [
+        _row(link, one, rounds, seconds, nproc) | {"same_steps": steps, "loss_same_steps": loss}
+        for (link, one, rounds), (steps, loss) in zip(trained, _losses_after_equal_steps(trained), strict=True)
+    ]
     return rows, [point for link, one, rounds in trained for point in _curve(link, one, rounds)]
 
 
@@ -125,10 +132,10 @@ def _train(nodes: Any, folder: Path, runs: list[Run], number: int, seconds: floa
         raise RuntimeError(f"panther launch ended with {codes[0]} on node 0 and {codes[1]} on node 1: see above")
 
 
-def _check_losses(found: Mapping[tuple[str, str], list[dict[str, Any]]]) -> None:
+def _check_losses(found: Mapping[tuple[str, str], list[dict[str, Any]]], runs: Sequence[Run]) -> None:
     """Raise RuntimeError unless every layout of a model has the same losses in its first steps, over every link."""
-    for model in ("dense", "sketched"):
-        exact = [one.name for one in RUNS if one.model == model and "comm_hook" not in one.settings]
+    for model in {one.model for one in runs}:
+        exact = [one.name for one in runs if one.model == model and "comm_hook" not in one.settings]
         for (link, name), rounds in found.items():
             for step, expected in zip(
                 rounds[0]["steps"], found[link, exact[0]][0]["steps"][:_SAME_STEPS], strict=False
@@ -198,20 +205,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of a run in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nproc", type=int, default=1, help="processes of a node")
+    parser.add_argument("--hooks", action="store_true", help="compressed gradients, with two processes on each node")
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    suffix = "" if options.nproc == 1 else f"-{2 * options.nproc}-processes"
+    nproc, trained_runs = (2, HOOK_RUNS) if options.hooks else (options.nproc, RUNS)
+    suffix = "" if nproc == 1 else f"-{2 * nproc}-processes"
+    subjects = ("link-hooks", "link-hooks-curves") if options.hooks else ("link-runs", "link-curves")
 
     def keep(tables: Tables) -> None:
-        for subject, table in zip(("link-runs", "link-curves"), tables, strict=True):
+        for subject, table in zip(subjects, tables, strict=True):
             write_csv(f"{subject}{suffix}", table, device="cpu")
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the nodes are removed on the way out
     try:
         if options.quick:
-            rows, _ = run({"100 Mbit/s": 1e8}, seconds=1.0, rounds=1, quick=True)
+            rows, _ = run(
+                {"100 Mbit/s": 1e8}, seconds=1.0, rounds=1, nproc=nproc, trained_runs=trained_runs, quick=True
+            )
         else:
-            rows, _ = run(LINKS, seconds=options.seconds, rounds=options.rounds, nproc=options.nproc, keep=keep)
+            rows, _ = run(
+                {name: LINKS[name] for name in options.links},
+                seconds=options.seconds,
+                rounds=options.rounds,
+                nproc=nproc,
+                trained_runs=trained_runs,
+                keep=keep,
+            )
     except two_nodes.UnavailableError as error:
         print(f"the trial of a slow link is left out: {error}")
         return

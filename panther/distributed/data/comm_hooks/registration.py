@@ -34,7 +34,12 @@ from panther.distributed.data.comm_hooks.topk import TopK
 from panther.errors import ConfigError, check_size
 
 HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch")
-_DEFAULTS: dict[str, Any] = {"powersgd_rank": 4, "powersgd_start_step": 10, "topk_fraction": 0.01, "sketch_fraction": 0.1}
+_DEFAULTS: dict[str, Any] = {
+    "powersgd_rank": 4,
+    "powersgd_start_step": 10,
+    "topk_fraction": 0.01,
+    "sketch_fraction": 0.1,
+}
 HOOK_SETTINGS = tuple(_DEFAULTS)
 """The names of the settings; each begins with the name of its hook."""
 
