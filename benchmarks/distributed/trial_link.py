@@ -97,6 +97,18 @@ def _tables(
     return rows, [point for link, one, rounds in trained for point in _curve(link, one, rounds)]
 
 
+def _losses_after_equal_steps(
+    trained: Sequence[tuple[str, Run, list[dict[str, Any]]]],
+) -> list[tuple[int, float]]:
+    """Return the steps that all runs over a link have taken, and the mean loss of each run in their last fifth."""
+    results = []
+    for link, _, rounds in trained:
+        steps = min(other[-1]["steps"][-1]["step"] for place, _, other in trained if place == link)
+        losses = [step["loss"] for one in rounds for step in one["steps"] if 0.8 * steps < step["step"] <= steps]
+        results.append((steps, round(statistics.mean(losses), 4)))
+    return results
+
+
 def _train(nodes: Any, folder: Path, runs: list[Run], number: int, seconds: float, nproc: int, fewest: int) -> None:
     """Train in turns for some seconds each, on both nodes."""
     given = {
