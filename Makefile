@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full browser release-check bench trials clean
+.PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full browser release-check bench trials figures-age clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -90,6 +90,10 @@ AXE = axe-core-4.14.1.tgz
 
 bench: .venv/.all-stamp
 	.venv/bin/python -m benchmarks.run $(ARGS)
+
+# The committed results whose code has changed since they were measured; on a clone with its history.
+figures-age: .venv/.demo-stamp
+	.venv/bin/python -m benchmarks.figures.age
 
 # pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. On pretrained
 # models, which packages carry, pinned with their checksums: two hours on one core, half of it healing; rows that were
