@@ -11,6 +11,7 @@ from torch import Tensor
 
 from panther.errors import ShapeError, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
+from panther.optim.sent_projections import register_projections
 from panther.optim.sketched_update import UPDATES, SketchedUpdate, apply_sketched
 from panther.sketch import check_seed
 
@@ -88,7 +89,9 @@ class SketchedAdamW(CheckedGroups):
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
-        _check_sketches(self.param_groups[number], self._names_of(number))
+        names = self._names_of(number)
+        _check_sketches(self.param_groups[number], names)
+        register_projections(self, self.param_groups[number], names)
 
     def _names_of(self, number: int) -> list[str]:
         """Return the names of a group's parameters, equal in all layouts that keep names or else the order."""

@@ -1,6 +1,6 @@
 """One update of a matrix from sketches of its gradients, on a rank that may have a shard of it."""
 
-__all__ = ["UPDATES", "SketchedUpdate", "apply_sketched"]
+__all__ = ["UPDATES", "SketchedUpdate", "apply_sketched", "columns_of", "projection_seed"]
 
 import hashlib
 from collections.abc import Sequence
@@ -53,14 +53,7 @@ class SketchedUpdate:
         self.layout = layout
         self._group, self._state = group, state
         self._parameter = local_part(parameter)
-        self._is_transposed = parameter.shape[0] < parameter.shape[1]
-        self._rows, self._columns = (range(size) for size in sorted(parameter.shape, reverse=True))
-        if layout is not None:
-            # The layout takes square matrices as tall ones after a transposition too.
-            rectangle = layout.rectangle
-            if layout.is_transposed is not self._is_transposed:
-                rectangle = rectangle.transposed
-            self._rows, self._columns = rectangle.rows, rectangle.columns
+        self._is_transposed, self._rows, self._columns = columns_of(parameter, layout)
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         G = local_part(placed_like(parameter, gradient)).to(self._dtype)
         self._gradient = G.mT if self._is_transposed else G  # (rows, columns) of this rank
@@ -69,9 +62,7 @@ class SketchedUpdate:
         for key in ("sketch_avg", "sketch_avg_sq"):
             state[key] = self._as_sharded(parameter, state[key])
         state["step"] += 1
-        period = (int(state["step"]) - 1) // group["period"]
-        text = f"{group['seed']} {period} {name}"
-        self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+        self._seed = projection_seed(name, group["seed"], (int(state["step"]) - 1) // group["period"])
         self.sketch = self._gradient.new_empty(0)
         self.sums = self._gradient.new_zeros(3)
 
@@ -199,6 +190,25 @@ class SketchedUpdate:
             placement if getattr(placement, "dim", None) == longer else Replicate()
             for placement in parameter.placements
         )
+
+
+def projection_seed(name: str, seed: int, period: int) -> int:
+    """Return the seed of the projection of a parameter in a period, equal on all ranks."""
+    text = f"{seed} {period} {name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, range, range]:
+    """Return whether the tall matrix is the transposed parameter, and its rows and columns on this rank."""
+    is_transposed = parameter.shape[0] < parameter.shape[1]
+    if layout is None:
+        rows, columns = (range(size) for size in sorted(parameter.shape, reverse=True))
+        return is_transposed, rows, columns
+    # The layout takes square matrices as tall ones after a transposition too.
+    rectangle = layout.rectangle
+    if layout.is_transposed is not is_transposed:
+        rectangle = rectangle.transposed
+    return is_transposed, rectangle.rows, rectangle.columns
 
 
 def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:

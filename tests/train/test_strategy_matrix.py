@@ -1,6 +1,7 @@
 """Every strategy, precision and compression hook, on one to four processes: it builds what it says, or says why not."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from panther.distributed import ClusterSpec, CommunicationCounter
+from panther.distributed.data.comm_hooks.replicas import REPLICA_HOOKS
 from panther.distributed.parallelize.rules import possible_strategies
 from panther.errors import ConfigError, ShapeError
 from panther.nn import SKLinear
+from panther.optim import SketchedAdamW
 from panther.train import TrainConfig, Trainer
 from panther.train.strategy.building import layout_of
 
@@ -42,6 +45,7 @@ HOOKS = {
     "powersgd": ["PowerSGD.send"],
     "topk": ["TopK.send"],
     "sketch": ["Sketch.send"],
+    "projected": ["Projected.send"],
 }
 
 
@@ -50,7 +54,10 @@ def trained(settings):
     layers = [SKLinear(24, 36, 2), nn.ReLU(), SKLinear(36, 20, 2), nn.ReLU(), nn.Linear(20, 8), nn.Linear(8, 4)]
     model = nn.Sequential(*layers)
     config = TrainConfig(max_steps=1, batch_size=12, **settings)  # of two, three and four microbatches
-    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config)
+    optimizer = torch.optim.AdamW
+    if settings.get("comm_hook") == "projected":
+        optimizer = partial(SketchedAdamW, rank=1, update="projected", seed=0)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config)
     trainer.fit(TensorDataset(torch.randn(64, 24), torch.randint(4, (64,))))
     return trainer
 
@@ -286,7 +293,10 @@ def wanted(name, strategy, precision, hook, world):
     """What must come of a combination; None where it must be refused."""
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     replicated = strategy in ("ddp", "zero1") or (strategy == "auto")
-    if (hook or precision == "fp16") and not replicated:
+    between_replicas = "data_parallel_replicate_size" in STRATEGIES[name] and hook in REPLICA_HOOKS
+    if (precision == "fp16" or (hook and not between_replicas)) and not replicated:
+        return None
+    if hook == "projected" and strategy == "zero1":
         return None
     one = {"scaled": precision == "fp16", "autocast": dtype}
     sizes = STRATEGIES[name]
@@ -300,7 +310,7 @@ def wanted(name, strategy, precision, hook, world):
     dp = world // sizes.get("tensor_parallel_size", 1) // sizes.get("pipeline_parallel_size", 1)
     axes = {"tp"} if strategy == "tp" or (sizes.get("tensor_parallel_size") and dp >= 1) else set()
     axes |= {"replicate", "shard"} if strategy == "replicate" else {"dp"}
-    axes |= {"replicate"} if "data_parallel_replicate_size" in sizes else set()
+    axes |= {"replicate"} if "data_parallel_replicate_size" in sizes and not hook else set()
     return fsdp | {"axes": sorted(axes)}
 
 
@@ -338,6 +348,10 @@ def test_it_builds_what_it_says_or_says_why_not(world, part):
             assert isinstance(found[case], str), (case, found[case])
             does_not_divide = any(world % size for size in STRATEGIES[case[0]].values())
             reasons = [" is for strategy='ddp' or 'zero1', not "] + [" must divide the number of "] * does_not_divide
+            if case[2] == "projected":
+                reasons.append(" is for strategy='ddp', not ")
+            if "data_parallel_replicate_size" in STRATEGIES[case[0]] and case[2]:
+                reasons += ["'powersgd' is for DistributedDataParallel", "and mixed_precision='fp16'"]
             assert any(reason in found[case] for reason in reasons), (case, found[case])
         else:
             assert found[case] == expected, case

@@ -28,12 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from panther._setting_names import value_hint
 from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
+from panther.distributed.data.comm_hooks.projected import Projected
 from panther.distributed.data.comm_hooks.replicas import REPLICA_HOOKS, reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
 from panther.distributed.data.comm_hooks.topk import TopK
 from panther.errors import ConfigError, check_size
 
-HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch")
+HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch", "projected")
 _DEFAULTS: dict[str, Any] = {
     "powersgd_rank": 4,
     "powersgd_start_step": 10,
@@ -122,6 +123,8 @@ def _state_and_hook(name: str, settings: dict[str, Any], group: dist.ProcessGrou
         return TopK(group, values["topk_fraction"]), TopK.send
     if name == "sketch":
         return Sketch(group, values["sketch_fraction"]), Sketch.send
+    if name == "projected":
+        return Projected(group), Projected.send
     return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
 
 

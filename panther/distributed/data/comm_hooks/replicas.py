@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from panther._torch import fsdp_shards
 from panther.errors import DistributedError
 
-REPLICA_HOOKS = ("fp16", "bf16", "topk", "sketch")
+REPLICA_HOOKS = ("fp16", "bf16", "topk", "sketch", "projected")
 """The hooks that need no matrices, because the gradients of a unit are shards in one flat tensor."""
 
 

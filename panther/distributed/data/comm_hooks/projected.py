@@ -1,0 +1,119 @@
+"""Projections: for matrices whose optimizer needs a projection of the gradient, only the projection is sent."""
+
+__all__ = ["PROJECTIONS", "Projected", "Projection"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from panther.errors import ConfigError, DistributedError
+from panther.linalg.operand import full_precision
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The projection that an optimizer applies to the gradient of a matrix in its next step."""
+
+    P: Tensor
+    """``(rank, columns)``, for the columns that this rank has."""
+    is_transposed: bool
+    """Whether P acts on the rows of the parameter, which are the columns of its transpose."""
+
+    def apply(self, gradient: Tensor) -> Tensor:
+        """Return :math:`G P^T`, of shape ``(rows, rank)``."""
+        G = gradient.mT if self.is_transposed else gradient
+        with full_precision():
+            return G.to(self.P.dtype) @ self.P.mT
+
+    def decode(self, sketch: Tensor, gradient: Tensor) -> None:
+        """Write the matrix of the least norm with this sketch, :math:`S (P P^T)^{-1} P`, into the gradient."""
+        with full_precision():
+            L = torch.linalg.cholesky(self.P @ self.P.mT)
+            G = torch.cholesky_solve(sketch.mT, L).mT @ self.P
+        gradient.copy_(G.mT if self.is_transposed else G)
+
+
+PROJECTIONS: Any = WeakTensorKeyDictionary()
+"""By parameter, a function that returns its :class:`Projection`, or None. Optimizers register their matrices."""
+
+
+class Projected:
+    """Send :math:`G P^T` in place of the gradient G, for the matrices that an optimizer has registered.
+
+    The optimizer gets the orthogonal projection of the mean gradient onto the rows of P, whose sketch is that of the
+    mean gradient, so that it takes the step that it would take with whole gradients. Norms of gradients, and clipping
+    by them, are of the projections. All remaining gradients, and gradients of matrices whose rank is more than half of
+    the columns on this rank, are sent whole.
+
+    Args:
+        group: The ranks that share gradients.
+
+    Cost: for an (m, n) matrix with m >= n, ``rank m`` numbers are sent in place of ``m n``, for ``4 rank m n`` flops.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._checked: set[tuple[int, int]] = set()
+        self._is_used = False
+
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start to send a bucket; as DDP's hook, with the state as its first argument."""
+        projections = [_projection(parameter) for parameter in bucket.parameters()]
+        parts = [
+            gradient.flatten() if projection is None else projection.apply(gradient).flatten()
+            for gradient, projection in zip(bucket.gradients(), projections, strict=True)
+        ]
+        sizes = [part.numel() for part in parts]
+        dtype = bucket.buffer().dtype
+        message = torch.cat([part.to(dtype) for part in parts])
+        self._check_lengths(bucket.index(), message)
+        self._check_use(any(projections), bucket.is_last())
+        work = dist.all_reduce(message.div_(dist.get_world_size(self.group)), group=self.group, async_op=True)
+
+        def decode(_: Any) -> Tensor:
+            for part, gradient, projection in zip(message.split(sizes), bucket.gradients(), projections, strict=True):
+                if projection is None:
+                    gradient.copy_(part.view(gradient.shape))
+                else:
+                    rank = projection.P.shape[0]
+                    projection.decode(part.view(-1, rank).to(projection.P.dtype), gradient)
+            return bucket.buffer()
+
+        return work.get_future().then(decode)
+
+    def _check_lengths(self, index: int, message: Tensor) -> None:
+        """Raise DistributedError on every rank if the messages of a bucket differ in length, once for each length."""
+        key = index, message.numel()
+        if key in self._checked:
+            return
+        lengths = [message.new_empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(lengths, torch.full_like(lengths[0], message.numel()), group=self.group)
+        if len(numbers := sorted({int(length) for length in lengths})) > 1:
+            raise DistributedError(
+                f"comm_hook='projected' would send {' and '.join(map(str, numbers))} numbers of one bucket on "
+                "different ranks: give every rank an optimizer of the same parameters, ranks and names"
+            )
+        self._checked.add(key)
+
+    def _check_use(self, has_projections: bool, is_last: bool) -> None:
+        """Raise ConfigError if a step ends in which no gradient was projected, and none was before."""
+        self._is_used = self._is_used or has_projections
+        if is_last and not self._is_used:
+            raise ConfigError(
+                "comm_hook='projected' sends what panther.optim.SketchedAdamW(update='projected') needs of the "
+                "gradients, and no such optimizer has a matrix of the model: make the optimizer before the first step, "
+                "or use comm_hook='sketch'"
+            )
+
+
+def _projection(parameter: Tensor) -> Projection | None:
+    find: Callable[[], Projection | None] | None = PROJECTIONS.get(parameter)
+    projection = None if find is None else find()
+    if projection is None or 2 * projection.P.shape[0] > projection.P.shape[1]:
+        return None
+    return projection
