@@ -1,6 +1,7 @@
 """What a plan predicts against what ranks hold and send, in real processes and in a thousand pretended ones."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,13 +14,17 @@ from ranks import on_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
+from panther.distributed import CommunicationCounter
 from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cost.gradient_messages import GradientMessages
 from panther.distributed.advisor.cost.model import Layout, estimate
 from panther.distributed.advisor.cost.schedule import _interleaved, _listed_by_torch, order_of
 from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
 from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError
 from panther.nn import LowRankLinear, SKLinear
@@ -535,3 +540,54 @@ def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
     with pretended(1024):
         plan_of_one(predicted).apply(model)
         assert storages(model.parameters()) == pytest.approx(predicted.memory.parameters, rel=0.01)
+
+
+COMPRESSED = {
+    "bf16": {},
+    "topk": {"topk_fraction": 0.05},
+    "sketch": {"sketch_fraction": 0.1},
+    "powersgd": {"powersgd_rank": 2, "powersgd_start_step": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("hook", "layout"),
+    [
+        *((hook, Layout(dp=2, strategy="ddp")) for hook in COMPRESSED),
+        *((hook, Layout(dp=2, replicate=2, strategy="fsdp")) for hook in ("bf16", "topk", "sketch")),
+    ],
+    ids=str,
+)
+def test_compressed_gradients_are_predicted(hook, layout):
+    """The bytes of a step after PowerSGD has begun, and the memory of what was not sent."""
+    messages = GradientMessages(hook, COMPRESSED[hook])
+    stats = ModelStats.of(perceptron(64, 128, 3), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
+    predicted = estimate(stats, ClusterSpec.preset("cpu", layout.world), layout, 8, messages=messages)
+    plain = estimate(stats, ClusterSpec.preset("cpu", layout.world), layout, 8)
+
+    def run():
+        plan = replace(plan_of_one(predicted), messages=messages)
+        model = plan.apply(perceptron(64, 128, 3))
+        for _ in range(4):
+            with CommunicationCounter() as counter:
+                model(torch.randn(2, 64)).square().mean().backward()
+        leaves = tree_leaves(hook_state(model))
+        # Without the words of PowerSGD's random generator.
+        stored = storages(leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point())
+        return counter.bytes, stored
+
+    payload = sum(traffic.payload for traffic in predicted.traffic)
+    assert predicted.sent() < 0.95 * plain.sent()
+    for sent, stored in on_ranks(run, layout.world):
+        assert sent == pytest.approx(payload, rel=0.1)
+        unsent = predicted.memory.communication - plain.memory.communication
+        assert stored == pytest.approx(unsent, rel=0.1, abs=64)
+
+
+def test_a_plan_refuses_hooks_that_it_cannot_count():
+    with pytest.raises(ValueError, match="comm_hook='projected' sends what the optimizer needs"):
+        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="projected")
+    with pytest.raises(TypeError, match="'fraction' is not a setting of comm_hook"):
+        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="sketch", fraction=0.1)
+    with pytest.raises(ValueError, match=r"topk_fraction=0\.1 needs comm_hook='topk'"):
+        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="sketch", topk_fraction=0.1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cost.gradient_messages import UNCOMPRESSED, GradientMessages
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.advisor.layouts import possible_layouts
 from panther.distributed.advisor.reasons import Preference, explain, preferred
@@ -73,6 +74,8 @@ class ParallelismPlan:
     """The tensors that the backward pass recomputes: ``"none"``, ``"selective"`` or ``"full"``."""
     left_out: str | None = None
     """A sentence on the layout that would be the best, if it was refused."""
+    messages: GradientMessages = UNCOMPRESSED
+    """How gradients are compressed where the layout allows it."""
 
     @property
     def best(self) -> Option:
@@ -191,6 +194,8 @@ class ParallelismPlan:
                 f"gpus={world}, or start {layout.world} processes"
             )
         settings = layout.settings() | {"activation_checkpointing": self.activation_checkpointing}
+        if self.messages.applies_to(layout.strategy, layout.replicate):
+            settings |= {"comm_hook": self.messages.hook, **self.messages.settings}
         if layout.strategy != "ddp":  # for which the user runs the model in torch.autocast
             settings["mixed_precision"] = self.mixed_precision
         if layout.pp > 1:
@@ -212,6 +217,8 @@ def plan_parallelism(
     schedules: Sequence[str] = _SCHEDULES,
     run: TrainingRun | None = None,
     refuse: Callable[[Layout], str | None] | None = None,
+    comm_hook: str | None = None,
+    **hook_settings: Any,
 ) -> ParallelismPlan:
     """Predict the cost of every way to train a model on a cluster, and rank them.
 
@@ -237,6 +244,9 @@ def plan_parallelism(
             cost more than the budget come after layouts within it.
         refuse: A function that returns the reason why a layout cannot be used, or None if it can. Refused layouts are
             left out. If a refused layout would be the best, the plan names it and the reason.
+        comm_hook: The compression of gradients, as for :func:`data_parallel`, except for ``"projected"``. It is counted
+            under ``"ddp"`` and between the replicas of HSDP; other layouts send gradients uncompressed.
+        **hook_settings: The settings of the hook, such as ``sketch_fraction=0.25``.
 
     Returns:
         All options, the best first, with reasons.
@@ -271,6 +281,7 @@ def plan_parallelism(
     stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
     check_size("batch", batch, least=1)
     check_size("optimizer_states", optimizer_states, least=0)
+    messages = GradientMessages(comm_hook, hook_settings)
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
     for schedule in schedules:
@@ -279,7 +290,7 @@ def plan_parallelism(
     estimates = []
     for layout in possible_layouts(stats, cluster, batch, schedules, notes):
         try:
-            estimates.append(estimate(stats, cluster, layout, batch, optimizer_states))
+            estimates.append(estimate(stats, cluster, layout, batch, optimizer_states, messages))
         except ShapeError as error:
             if (note := f"pp={layout.pp} was not considered with some schedules: {error}") not in notes:
                 notes.append(note)
@@ -315,6 +326,7 @@ def plan_parallelism(
         tokens_per_sample=stats.tokens_per_sample,
         activation_checkpointing=stats.activation_checkpointing,
         left_out=left_out,
+        messages=messages,
     )
 
 

@@ -69,17 +69,35 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
             "dp", cluster, span, reduced, share * reduced, (n - 1) * len(units), "reduce_scatter", 2 * reduced
         )
         dp = _both(gather, scatter)
+        if layout.replicate == 1:
+            return (dp,)
         shard = reduced / n
-        replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
-        return (dp, replicas) if layout.replicate > 1 else (dp,)
+        if rank.messages.applies_to("fsdp", layout.replicate):
+            itemsize = max(tensor.itemsize for tensor in rank.tensors if tensor.trained)
+            shard = rank.messages.payload_bytes([((int(shard),), shard / itemsize)], itemsize)
+        return dp, _between_replicas(rank, cluster, "replicate", layout.replicate, layout.world, shard, len(units))
     trained = float(sum(t.nbytes for t in rank.tensors if t.trained))
     if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
         return (_all_reduce("dp", cluster, n, span, trained, len(units)),)
     # A bucket is filled, divided by the ranks and read back.
-    dp = _all_reduce("dp", cluster, n, span, trained, -(-int(trained) // _BUCKET), copied=4 * trained)
+    calls, payload = -(-int(trained) // _BUCKET), trained
+    if rank.messages.hook is not None:
+        tensors = [t for t in rank.tensors if t.trained]
+        payload = rank.messages.payload_bytes([(t.shape, t.numel) for t in tensors], max(t.itemsize for t in tensors))
+    dp = _between_replicas(rank, cluster, "dp", n, span, payload, calls, copied=4 * trained)
     # DDP also broadcasts buffers in every forward, except for sketches.
     buffers = sum(t.nbytes for t in rank.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
     return (replace(dp, payload=dp.payload + buffers),)
+
+
+def _between_replicas(
+    rank: Rank, cluster: ClusterSpec, axis: str, n: int, span: int, payload: float, calls: int, copied: float = 0.0
+) -> Traffic:
+    """Return the traffic of gradients, compressed or not, between ranks that have equal parameters."""
+    if rank.messages.is_gathered and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
+        sent_bytes = (n - 1) * payload
+        return _traffic(axis, cluster, span, payload, sent_bytes, (n - 1) * calls, "all_gather", copied)
+    return _all_reduce(axis, cluster, n, span, payload, calls, copied=copied)
 
 
 def _both(first: Traffic, second: Traffic) -> Traffic:

@@ -25,7 +25,8 @@ class MemoryEstimate:
     activations: float = 0
     """Tensors that are kept for the backward pass, and tensors that activation checkpointing recomputes in it."""
     communication: float = 0
-    """Buffers: DDP's buckets, FSDP's gathered and reduced units, inputs and outputs of pipeline stages."""
+    """Buffers: DDP's buckets, FSDP's gathered and reduced units, inputs and outputs of pipeline stages, and the part of
+    compressed gradients that was not sent."""
     workspace: float = 0
     """Results of operators that autograd does not keep: twice the size of the largest one."""
     overlap: float = 0
@@ -47,6 +48,11 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     parameters = [tensor for tensor in rank.tensors if tensor.role == "parameter"]
     trained = [tensor for tensor in parameters if tensor.trained]
     held = rank.bytes_of(trained)
+    unsent = 0.0
+    if trained and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
+        itemsize = max(tensor.itemsize for tensor in trained)
+        entries = [(tensor.shape, rank.bytes_of([tensor]) / tensor.itemsize) for tensor in trained]
+        unsent = rank.messages.stored_bytes(entries, itemsize)
     memory = MemoryEstimate(
         parameters=rank.bytes_of(parameters),
         # Gradients have the dtype and the sharding of the parameters, even in mixed precision.
@@ -55,7 +61,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
         buffers=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "buffer"),
         activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))], rank.recomputed()),
-        communication=(held if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank),
+        communication=(held if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank) + unsent,
         workspace=2 * max(layer.largest.at(rank.samples) for layer in rank.layers),
     )
     return replace(memory, overlap=_overlap_bytes(rank, trained, memory))

@@ -32,6 +32,7 @@ from panther.distributed.advisor.cost.duration import (
     microbatch_seconds,
     optimizer_seconds,
 )
+from panther.distributed.advisor.cost.gradient_messages import UNCOMPRESSED, GradientMessages
 from panther.distributed.advisor.cost.memory import MemoryEstimate, memory_of, start_of
 from panther.distributed.advisor.cost.rank import Rank
 from panther.distributed.advisor.cost.schedule import order_of
@@ -83,7 +84,12 @@ class Estimate:
 
 
 def estimate(
-    stats: ModelStats, cluster: ClusterSpec, layout: Layout, batch: int, optimizer_states: int = 2
+    stats: ModelStats,
+    cluster: ClusterSpec,
+    layout: Layout,
+    batch: int,
+    optimizer_states: int = 2,
+    messages: GradientMessages = UNCOMPRESSED,
 ) -> Estimate:
     """Predict memory, traffic and time of a layout.
 
@@ -93,6 +99,7 @@ def estimate(
         layout: The layout.
         batch: Number of samples of a step, over all ranks.
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
+        messages: How gradients are compressed before they are sent.
 
     Raises:
         ShapeError: If the layout does not suit the model.
@@ -111,7 +118,7 @@ def estimate(
         raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")
     samples = batch / (layout.dp * layout.replicate * layout.num_microbatches)
     order = order_of(layout.schedule, layout.pp, layout.num_microbatches) if layout.schedule else None
-    ranks = [Rank(stats, layout, stages, rank, samples, order, optimizer_states) for rank in range(layout.pp)]
+    ranks = [Rank(stats, layout, stages, rank, samples, order, optimizer_states, messages) for rank in range(layout.pp)]
     memory = tuple(memory_of(rank) for rank in ranks)
     traffic = [max((along(rank, axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((data_parallel(rank, cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))

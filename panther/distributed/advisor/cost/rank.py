@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 
+from panther.distributed.advisor.cost.gradient_messages import GradientMessages
 from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
@@ -55,9 +56,11 @@ class Rank:
         samples: float,
         order: Order | None,
         optimizer_states: int,
+        messages: GradientMessages,
     ) -> None:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
+        self.messages = messages
         kind = SCHEDULES[layout.schedule].order if layout.schedule else "loop"
         self.own_stages = stages_of_rank(rank, layout.pp, len(stages), kind)
         held_layers = {layer for stage in self.own_stages for layer in stages[stage]}

@@ -1,8 +1,9 @@
 """Compression of gradients before they are sent."""
 
 from .registration import (
-    HOOK_SETTINGS,
+    DEFAULTS,
     HOOKS,
+    REPLICA_HOOKS,
     check_hook,
     check_replica_hook,
     follow_loss_scale,
@@ -14,8 +15,9 @@ from .registration import (
 )
 
 __all__ = [
+    "DEFAULTS",
     "HOOKS",
-    "HOOK_SETTINGS",
+    "REPLICA_HOOKS",
     "check_hook",
     "check_replica_hook",
     "follow_loss_scale",

@@ -1,8 +1,9 @@
 """Compression of DDP's gradients before they are sent: communication hooks by name."""
 
 __all__ = [
+    "DEFAULTS",
     "HOOKS",
-    "HOOK_SETTINGS",
+    "REPLICA_HOOKS",
     "check_hook",
     "check_replica_hook",
     "follow_loss_scale",
@@ -35,14 +36,13 @@ from panther.distributed.data.comm_hooks.topk import TopK
 from panther.errors import ConfigError, check_size
 
 HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch", "projected")
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "powersgd_rank": 4,
     "powersgd_start_step": 10,
     "topk_fraction": 0.01,
     "sketch_fraction": 0.1,
 }
-HOOK_SETTINGS = tuple(_DEFAULTS)
-"""The names of the settings; each begins with the name of its hook."""
+"""The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
 _groups_with_hooks: set[dist.ProcessGroup] = set()
 _states: WeakKeyDictionary[nn.Module, ErrorFeedback] = WeakKeyDictionary()
@@ -116,7 +116,7 @@ def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any],
 
 
 def _state_and_hook(name: str, settings: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, Any]:
-    values = {key: settings[key] or default for key, default in _DEFAULTS.items()}
+    values = {key: settings[key] or default for key, default in DEFAULTS.items()}
     if name == "powersgd":
         return PowerSGD(group, values["powersgd_rank"], values["powersgd_start_step"]), PowerSGD.send
     if name == "topk":
