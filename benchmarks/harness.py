@@ -14,6 +14,7 @@ __all__ = [
     "main",
     "print_table",
     "read_csv",
+    "started_module",
     "test_support",
     "write_csv",
 ]
@@ -140,7 +141,7 @@ def main(
     if len(options.threads) > 1 or settings != [own]:
         inherited = {key: value for key, value in os.environ.items() if key not in hardware.MEMORY["kept"]}
         for number, setting in itertools.product(options.threads, settings):
-            command = [sys.executable, "-m", _started_module(), "--device", options.device]
+            command = [sys.executable, "-m", started_module(), "--device", options.device]
             command += ["--budget", str(options.budget)]
             command += ["--threads", str(number), *(["--memory", setting] if setting in hardware.MEMORY else [])]
             environment = inherited | hardware.MEMORY.get(setting, {})
@@ -155,7 +156,7 @@ def main(
         run(options.device, 0.0 if options.quick else options.budget, options.quick)
 
 
-def _started_module() -> str:
+def started_module() -> str:
     """Return the dotted name of the module that ``python -m`` runs."""
     spec = sys.modules["__main__"].__spec__
     if spec is None:

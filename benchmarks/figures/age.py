@@ -51,7 +51,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
     "lora": ("benchmarks/layers/lora.py", "panther/nn/quantized"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
-    "optimizers": ("benchmarks/train/trial_optimizers.py", "panther/optim"),
+    "optimizers": (
+        "benchmarks/train/trial_optimizers.py",
+        "benchmarks/train/optimizer_methods.py",
+        "benchmarks/train/optimizer_tasks.py",
+        "panther/optim",
+    ),
     "quantized": ("benchmarks/layers/quantized.py", "panther/nn/quantized", "kernels/cpu"),
     "quantized-conv": ("benchmarks/layers/quantized_conv.py", "panther/nn/quantized", "kernels/cpu"),
     "randomized-svd": ("benchmarks/linalg/randomized_svd.py", "panther/linalg"),

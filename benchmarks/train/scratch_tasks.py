@@ -5,7 +5,7 @@ The text is that of trials/text_model.py. The digits are the 5,000 of MNIST that
 the results. Whatever is held out has two halves: one to choose a learning rate by, one to report.
 """
 
-__all__ = ["Perceptron", "Task", "Vision", "image_tasks", "text_task"]
+__all__ = ["Perceptron", "Task", "Vision", "digit_batches", "image_tasks", "text_task"]
 
 import csv
 import gzip
@@ -23,6 +23,7 @@ from panther.errors import require_extra
 
 SIDE, PATCH, CLASSES = 28, 7, 10
 PARTIAL_KEPT = 0.25  # of the numbers of a layer that is small in a partial network
+Half = tuple[Tensor, Tensor]  # inputs and targets
 _IN_BLOCK = ("q", "k", "v", "o", "up", "down")
 
 
@@ -94,21 +95,7 @@ def text_task(quick: bool) -> Task:
 
 def image_tasks(quick: bool) -> list[Task]:
     """Return two networks on handwritten digits: a transformer of patches, and a perceptron of three layers."""
-    data, images, labels = _digits(quick)
-    train, choice = len(labels) * 7 // 10, len(labels) // 10
-    padded = functional.pad(images[:train], (2, 2, 2, 2), value=images.min().item())
-
-    def batch(size: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        def draw(step: int, seed: int) -> tuple[Tensor, Tensor]:
-            generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
-            chosen = torch.randint(train, (size,), generator=generator)
-            down, right = torch.randint(5, (2,), generator=generator).tolist()
-            return padded[chosen, down : down + SIDE, right : right + SIDE], labels[chosen]
-
-        return draw
-
-    first, second = slice(train, train + choice), slice(train + choice, None)
-    held_out = ((images[first], labels[first]), (images[second], labels[second]))
+    data, batch, held_out = digit_batches(quick)
     shape = Shape(width=48, hidden=96, layers=1, heads=2) if quick else Shape(layers=2, context=16)
     beside = PATCH * PATCH + (SIDE // PATCH) ** 2 + CLASSES
     width = 64 if quick else 512
@@ -138,6 +125,30 @@ def image_tasks(quick: bool) -> list[Task]:
             rates={"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (5e-4, 1e-3, 2e-3)},
         ),
     ]
+
+
+def digit_batches(
+    quick: bool,
+) -> tuple[str, Callable[[int], Callable[[int, int], tuple[Tensor, Tensor]]], tuple[Half, Half]]:
+    """Return the name of the digits, a function that draws batches of a size, and both halves of what is held out.
+
+    Images of batches are shifted by up to two pixels.
+    """
+    data, images, labels = _digits(quick)
+    train, choice = len(labels) * 7 // 10, len(labels) // 10
+    padded = functional.pad(images[:train], (2, 2, 2, 2), value=images.min().item())
+
+    def batch(size: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        def draw(step: int, seed: int) -> tuple[Tensor, Tensor]:
+            generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+            chosen = torch.randint(train, (size,), generator=generator)
+            down, right = torch.randint(5, (2,), generator=generator).tolist()
+            return padded[chosen, down : down + SIDE, right : right + SIDE], labels[chosen]
+
+        return draw
+
+    first, second = slice(train, train + choice), slice(train + choice, None)
+    return data, batch, ((images[first], labels[first]), (images[second], labels[second]))
 
 
 class Vision(nn.Module):

@@ -1,30 +1,57 @@
-"""Optimizers with small states on a model of characters: loss at equal steps, bytes of the states, and time.
+"""Optimizers with small states beside AdamW: loss at equal steps, at equal time and at equal memory of the states.
 
-The model of ``benchmarks.trials.text_model`` with two blocks is trained on the text of Python's library, for equal
-steps with the same batches. Every optimizer runs at several learning rates with one seed, and at its best rate with two
-more. Embeddings, the head and vectors get AdamW from all of them. *State MB* is what the optimizer holds beside the
-parameters, *loss* the mean over held-out text in nats a character.
+The tasks are those of optimizer_tasks.py, the methods those of optimizer_methods.py. For each task, width and method:
+
+1. The time of a step is measured in turns with AdamW's, and the peak of the memory of a step in a process of its own.
+2. The learning rate is chosen on one half of the held-out data with one seed, in steps of 2, and the sweep continues
+   while the best rate is at its end. At this rate two more seeds are trained. The reported loss is that of the other
+   half.
+3. Three seeds are trained again at this rate, for as many steps as fit into the time of AdamW's.
+
+Peak memory is what parameters, gradients, activations and states take together. Methods of equal memory are those
+whose states take about a quarter of the memory of AdamW's. Each row that is measured is appended to a file in the
+cache, ``--progress FILE``, and a trial that was interrupted continues after the last row of the file: remove it to
+measure all rows again. Tasks that run at the same time (``--tasks``) may share the file.
 """
 
-__all__ = ["OPTIMIZERS", "Run", "measured", "run"]
+__all__ = ["Progress", "Run", "Trial", "main", "planned", "run", "summary", "train"]
 
 import argparse
+import functools
+import gc
+import json
 import math
+import os
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-import panther as pr
-from benchmarks.harness import commit, figure, keep_freed_memory, print_table, write_csv
-from benchmarks.trials.text_model import Shape, TextModel, blocks, gather
+from benchmarks.harness import (
+    ROOT,
+    commit,
+    figure,
+    interleave,
+    keep_freed_memory,
+    print_table,
+    started_module,
+    write_csv,
+)
+from benchmarks.train.optimizer_methods import BASELINE, METHODS, Method, state_sizes
+from benchmarks.train.optimizer_tasks import TASKS, OptimizerTask
+from panther.errors import MissingExtraError
 
-_BETAS = (0.9, 0.98)
-_HELD_OUT = 64  # samples
+_EXPECTED_RATES = 4  # of a sweep, for the plan
+_STEPS_OF_MEMORY = 3
+_TIMING_S = 6.0  # seconds in which steps are timed
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,122 +59,304 @@ class Run:
     """One training.
 
     Attributes:
-        optimizer: A name of ``OPTIMIZERS``.
+        equal: ``"steps"`` or ``"time"``: what is the same as in AdamW's training.
         lr: Peak learning rate, after a warm-up over a twentieth of the steps; a cosine takes it down to a hundredth.
-        seed: Seed of the model, of the batches and of the projections.
+        seed: Seed of the network and of the batches.
         steps: Number of steps.
-        width: Width of the model.
-        batch: Samples of a batch.
     """
 
-    optimizer: str
+    equal: str
     lr: float
-    seed: int = 0
-    steps: int = 300
-    width: int = 192
-    batch: int = 16
+    seed: int
+    steps: int
 
 
-def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is large] for large in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=_BETAS)
+class Progress:
+    """Rows that have been measured, in a file with a line for each, or in memory.
+
+    Args:
+        path: The file; None keeps the rows in memory.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.rows: list[Row] = []
+        self._path = path
+        if path is not None and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith("\n")]  # a kill may have torn the last line
+            self.rows = [json.loads(line) for line in complete]
+            if complete != lines:
+                path.write_text("".join(complete), encoding="utf-8")
+
+    def measure(self, case: Row, measurement: Callable[[], Row]) -> Row:
+        """Return the row of a case, after measuring it if there is none yet."""
+        row = next((row for row in self.rows if case.items() <= row.items()), None)
+        if row is None:
+            row = case | measurement() | {"row_commit": commit()}
+            self.rows.append(row)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            print_table([row])
+        return row
 
 
-def _muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    def is_hidden(name: str, layer: nn.Module) -> bool:
-        return isinstance(layer, nn.Linear) and name != "head"
-
-    groups = pr.optim.param_groups(model, lr=lr, factor_lr=lr, include=is_hidden)
-    return pr.optim.MuonAdamW(groups, betas=_BETAS)
-
-
-def _sketched(rank: int, update: str) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
-    def make(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        groups = pr.optim.sketched_param_groups(model, rank=rank, lr=lr, weight_decay=0.1)
-        return pr.optim.SketchedAdamW(groups, rank=rank, update=update, betas=_BETAS, seed=0)
-
-    return make
+def _take_step(task: OptimizerTask, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seed: int) -> bool:
+    """Take a step, and return whether the loss was finite."""
+    loss = task.loss(model, task.batch(step, seed))
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return math.isfinite(loss.item())
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
-    "AdamW": _adamw,
-    "Muon": _muon,
-    **{f"channel, rank {rank}": _sketched(rank, "channel") for rank in (48, 24, 8)},
-    "tensor, rank 1": _sketched(1, "tensor"),
-    **{f"projected, rank {rank}": _sketched(rank, "projected") for rank in (48, 24)},
-}
-RATES = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
+def _stepper(task: OptimizerTask, method: Method) -> Callable[[], object]:
+    """Return a function that takes a step of a new network."""
+    torch.manual_seed(0)
+    model = method.build(task)
+    return functools.partial(_take_step, task, model, method.optimizer(task, model, 1e-4), 0, 0)
 
 
-def measured(settings: Run, text: Tensor, held_out: Tensor) -> dict[str, Any]:
-    """Train once, and return the row."""
+def train(task: OptimizerTask, method: Method, settings: Run) -> Row:
+    """Train once, and return losses, the sizes of the states, and CPU seconds; a diverged loss is infinite."""
     torch.manual_seed(settings.seed)
-    model = TextModel(Shape(width=settings.width, hidden=4 * settings.width, layers=2))
-    optimizer = OPTIMIZERS[settings.optimizer](model, settings.lr)
+    model = method.build(task)
+    optimizer = method.optimizer(task, model, settings.lr)
     steps, warm_up = settings.steps, max(1, settings.steps // 20)
 
     def rate(step: int) -> float:
-        return min((step + 1) / warm_up, 0.505 + 0.495 * math.cos(math.pi * max(0, step - warm_up) / (steps - warm_up)))
+        progress = max(0, step - warm_up) / max(1, steps - warm_up)
+        return min((step + 1) / warm_up, 0.505 + 0.495 * math.cos(math.pi * progress))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    start, step_s = time.process_time(), 0.0
+    start, is_finite = time.process_time(), True
     for step in range(steps):
-        samples = blocks(text, model.shape.context + 1, settings.batch, 1000 * settings.seed + step)
-        loss = functional.cross_entropy(model(samples[:, :-1]).flatten(0, 1), samples[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        before = time.process_time()
-        optimizer.step()
-        step_s += time.process_time() - before
+        is_finite = _take_step(task, model, optimizer, step, settings.seed)
+        if not is_finite:
+            break
         schedule.step()
     train_s = time.process_time() - start
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    losses = task.evaluate(model) if is_finite else {}
+    numbers, bytes_ = state_sizes(optimizer)
     return {
-        **asdict(settings),
-        "loss": figure(_loss(model.eval(), held_out)),
-        "state_numbers": sum(value.numel() for value in states if value.dim()),
-        "state_mb": figure(sum(value.nbytes for value in states) / 1e6),
+        **{name: round(value, 5) if math.isfinite(value := losses.get(name, math.inf)) else math.inf
+           for name in ("chosen_by", "loss")},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "state_numbers": numbers,
+        "state_mb": figure(bytes_ / 1e6),
         "train_s": figure(train_s),
-        "optimizer_s": figure(step_s),
-        "row_commit": commit(),
-    }
+    }  # fmt: skip
 
 
-@torch.no_grad()
-def _loss(model: TextModel, text: Tensor) -> float:
-    samples = blocks(text, model.shape.context + 1, _HELD_OUT, 0)
-    losses = [
-        functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) for part in samples.split(16)
-    ]
-    return torch.stack(losses).mean().item()
+@dataclass(frozen=True)
+class Trial:
+    """One method on one task.
+
+    Attributes:
+        task: The task.
+        method: The method.
+        progress: Where the rows go.
+        quick: Whether times and memory are measured in one step.
+    """
+
+    task: OptimizerTask
+    method: Method
+    progress: Progress
+    quick: bool = False
+
+    @property
+    def case(self) -> Row:
+        """Return the columns that name the method and the task."""
+        return {"task": self.task.name, "width": self.task.width, "method": self.method.name}
+
+    def run(self) -> None:
+        """Measure all rows of the method."""
+        speed = self.progress.measure(self.case | {"equal": "speed"}, self._measure_step)
+        lr = self._sweep()
+        for seed in self.method.seeds[1:]:
+            self._train("steps", lr, seed, self.task.steps)
+        if self.method.name != BASELINE:
+            for seed in self.method.seeds:
+                self._train("time", lr, seed, max(1, round(self.task.steps / speed["x_adamw"])))
+
+    def _train(self, equal: str, lr: float, seed: int, steps: int) -> float:
+        settings = Run(equal, lr, seed, steps)
+        row = self.progress.measure(self.case | asdict(settings), lambda: train(self.task, self.method, settings))
+        return float(row["chosen_by"])
+
+    def _sweep(self) -> float:
+        """Return the learning rate with the least loss on the half to choose by, with the first seed."""
+        losses: dict[float, float] = {}
+        rates: Sequence[float] = self.method.rates(self.task)
+        while True:
+            for lr in rates:
+                losses[lr] = self._train("steps", lr, self.method.seeds[0], self.task.steps)
+            best = min(losses, key=lambda lr: losses[lr])
+            if len(losses) >= self.method.most_rates or min(losses) < best < max(losses):
+                return best
+            rates = [figure(best / 2 if best == min(losses) else 2 * best)]
+
+    def _measure_step(self) -> Row:
+        """Time steps in turns with AdamW's, and measure the peak of memory in a process of its own."""
+        steps = {
+            name: _stepper(self.task, METHODS[BASELINE] if name.startswith(BASELINE) else self.method)
+            for name in (BASELINE, f"{BASELINE} again", "method")
+        }
+        timings = interleave(steps, budget_s=0 if self.quick else _TIMING_S)
+        reference = timings[BASELINE]
+        return {
+            "step_ms": figure(1e3 * timings["method"].median_s),
+            "x_adamw": round(1 / timings["method"].ratio_to(reference), 3),
+            "x_again": round(1 / timings[f"{BASELINE} again"].ratio_to(reference), 3),
+            "peak_mb": None if self.quick else self._peak_mb(),
+        }
+
+    def _peak_mb(self) -> float:
+        command = [sys.executable, "-m", started_module(), "--tasks", self.task.name]
+        command += ["--width", str(self.task.width), "--peak-memory-of", self.method.name]
+        # Blocks above this size go back to the system as soon as they are freed.
+        allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        environment = os.environ | allocator
+        process = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        return float(process.stdout.splitlines()[-1])
 
 
-def run(names: list[str], rates: tuple[float, ...] = RATES, *, quick: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the rows of optimizers: all rates with one seed, and the best rate with two more."""
-    text, held_out = gather(40 if quick else None)
-    sizes: dict[str, int] = {"steps": 4, "width": 48, "batch": 2} if quick else {}
-    for name in names:
-        sweep = []
-        for lr in rates:
-            sweep.append(measured(Run(name, lr, **sizes), text, held_out))
-            yield sweep[-1]
-        best = min(sweep, key=lambda row: row["loss"])
-        for seed in (1, 2):
-            yield measured(Run(name, best["lr"], seed, **sizes), text, held_out)
+def _peak_memory_mb(task: OptimizerTask, method: Method) -> float:
+    """Return by how much the memory of this process grows at most while a network is made and trained."""
+    growth = 0
+    for _ in range(2):  # the first time loads and compiles code
+        gc.collect()
+        before = _memory_kib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+        torch.manual_seed(0)
+        model = method.build(task)
+        optimizer = method.optimizer(task, model, 1e-4)
+        for step in range(_STEPS_OF_MEMORY):
+            _take_step(task, model, optimizer, step, 0)
+        growth = _memory_kib("VmHWM") - before
+        del model, optimizer
+    return figure(growth * 1024 / 1e6)
+
+
+def _memory_kib(field: str) -> int:
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:"))
+
+
+def run(
+    task_names: Sequence[str],
+    methods: Sequence[Method],
+    progress: Progress,
+    *,
+    widths: Sequence[int] = (),
+    quick: bool = False,
+) -> Iterator[OptimizerTask]:
+    """Measure the methods on the tasks, and yield a task after each method."""
+    for name in task_names:
+        build, all_widths = TASKS[name]
+        for width in [width for width in all_widths if not widths or width in widths]:
+            task = build(48 if quick else width, quick)
+            for method in [method for method in methods if method.name not in task.excluded]:
+                try:
+                    Trial(task, method, progress, quick).run()
+                except MissingExtraError as error:
+                    print(error)
+                yield task
+            if quick:
+                break
+
+
+def planned(task_names: Sequence[str], methods: Sequence[Method], widths: Sequence[int] = ()) -> Iterator[Row]:
+    """Yield a row for each task and width: how many runs there are, and CPU hours from the time of AdamW's step."""
+    for name in task_names:
+        build, all_widths = TASKS[name]
+        for width in [width for width in all_widths if not widths or width in widths]:
+            task = build(width, False)
+            runs = sum(
+                min(_EXPECTED_RATES, method.most_rates) + 2 * len(method.seeds) - 1
+                for method in methods
+                if method.name not in task.excluded
+            )
+            step = _stepper(task, METHODS[BASELINE])
+            step_s = interleave({"step": step}, budget_s=1e-9, min_rounds=3)["step"].median_s
+            hours = runs * task.steps * step_s / 3600
+            yield {"task": name, "width": width, "runs": runs, "step_s": figure(step_s), "cpu_hours": figure(hours)}
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for each method that has all its seeds, with the mean loss at equal steps and at equal time."""
+    table = []
+    for case in dict.fromkeys((row["task"], row["width"], row["method"]) for row in rows):
+        of_case = [row for row in rows if (row["task"], row["width"], row["method"]) == case]
+        losses: dict[str, list[float]] = {}
+        for equal in ("steps", "time"):
+            by_rate: dict[float, list[float]] = {}
+            for row in of_case:
+                if row["equal"] == equal:
+                    by_rate.setdefault(row["lr"], []).append(row["loss"])
+            losses[equal] = max(by_rate.values(), key=len, default=[])  # of a sweep, one rate has all the seeds
+        if len(losses["steps"]) < 2:
+            continue
+        speed = next((row for row in of_case if row["equal"] == "speed"), {})
+        table.append(
+            dict(zip(("task", "width", "method"), case, strict=True))
+            | {f"loss_{equal}": round(statistics.mean(x), 4) if x else "" for equal, x in losses.items()}
+            | {"spread": round(max(losses["steps"]) - min(losses["steps"]), 4)}
+            | {"state_mb": next(row["state_mb"] for row in of_case if row["equal"] == "steps")}
+            | {name: speed.get(name, "") for name in ("peak_mb", "x_adamw")}
+        )
+    return table
+
+
+def _write(subject: str, task: OptimizerTask, rows: Sequence[Row]) -> None:
+    """Write the runs and the times of a task, in a file each."""
+    of_task = [row for row in rows if (row["task"], row["width"]) == (task.name, task.width)]
+    for suffix, is_speed in (("", False), ("-speed", True)):
+        table = [row for row in of_task if (row["equal"] == "speed") is is_speed]
+        if table:
+            write_csv(f"{subject}-{task.name}-{task.width}{suffix}", table, device="cpu")
+
+
+def main(methods: Mapping[str, Method], task_names: Sequence[str], subject: str, description: str) -> None:
+    """Measure the tasks and methods that the command line selects.
+
+    Args:
+        methods: All methods, by name.
+        task_names: Names of all tasks.
+        subject: Beginning of the names of the files of results.
+        description: Description of the program.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", choices=list(task_names), nargs="+", default=list(task_names))
+    parser.add_argument("--width", type=int, nargs="+", default=(), help="widths of the tasks; all is the default")
+    parser.add_argument("--methods", choices=list(methods), nargs="+", default=list(methods))
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "panther" / "trials"
+    parser.add_argument("--progress", type=Path, default=cache / f"{subject}.jsonl", help="rows that are not run again")
+    parser.add_argument("--plan", action="store_true", help="only print the number of runs and their CPU time")
+    parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
+    parser.add_argument("--peak-memory-of", choices=list(methods), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.peak_memory_of:
+        build, (width, *_) = TASKS[options.tasks[0]]
+        print(_peak_memory_mb(build((options.width or (width,))[0], False), methods[options.peak_memory_of]))
+        return
+    keep_freed_memory()
+    selected = [methods[name] for name in options.methods]
+    if not options.quick:
+        plan = list(planned(options.tasks, selected, options.width))
+        print_table(plan)
+        print(f"{sum(row['cpu_hours'] for row in plan):.1f} CPU hours, less the rows of an earlier run", flush=True)
+    if options.plan:
+        return
+    progress = Progress(None if options.quick else options.progress)
+    for task in run(options.tasks, selected, progress, widths=options.width, quick=options.quick):
+        if not options.quick:
+            _write(subject, task, progress.rows)
+    print_table(summary(progress.rows))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), nargs="+", default=list(OPTIMIZERS))
-    parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    rows: list[dict[str, Any]] = []
-    for measured_row in run(arguments.optimizer, RATES[:2] if arguments.quick else RATES, quick=arguments.quick):
-        rows.append(measured_row)
-        print_table(rows[-1:])
-        if not arguments.quick:
-            write_csv("optimizers", rows, device="cpu")
+    main(METHODS, list(TASKS), "optimizers", __doc__ or "")

@@ -4,7 +4,16 @@ Packages are pinned with their checksums in requirements.txt; the glosses of Wor
 package wordnet-base, whose data files are looked for in the folder PANTHER_WORDNET.
 """
 
-__all__ = ["GGUF", "correlation", "glosses", "package_folder", "passages", "token_numbers"]
+__all__ = [
+    "GGUF",
+    "PARTS_OF_SPEECH",
+    "correlation",
+    "glosses",
+    "labelled_glosses",
+    "package_folder",
+    "passages",
+    "token_numbers",
+]
 
 import hashlib
 import importlib.util
@@ -21,6 +30,7 @@ from torch.nn import functional
 
 from benchmarks.trials.text_model import LEFT_OUT
 
+PARTS_OF_SPEECH = ("n", "v", "a", "r")  # noun, verb, adjective, adverb
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WORDNET_SHA256 = "9c33953116f661f96b2af6815ea87a505a54cd48e72994ba47bca5aad58840a6"
 _SHORTEST_GLOSS = 40  # characters: shorter ones are single words
@@ -60,6 +70,11 @@ def passages(
 
 def glosses() -> list[str]:
     """Return the glosses of WordNet 3.0 (what its words mean, with examples), shuffled with seed 0."""
+    return [text for text, _ in labelled_glosses()]
+
+
+def labelled_glosses() -> list[tuple[str, str]]:
+    """Return the glosses and, of PARTS_OF_SPEECH, the part of speech of the words that they explain."""
     folder = Path(os.environ.get("PANTHER_WORDNET", "/usr/share/wordnet"))
     files = [folder / f"data.{part}" for part in ("noun", "verb", "adj", "adv")]
     if not all(file.exists() for file in files):
@@ -71,9 +86,11 @@ def glosses() -> list[str]:
     if (found := hashlib.sha256(b"".join(data)).hexdigest()) != _WORDNET_SHA256:
         raise SystemExit(f"{folder} holds another version of WordNet than 3.0 of Debian: SHA-256 {found}")
     lines = b"".join(data).decode("utf-8", "ignore").split("\n")
-    texts = [line.split("|", 1)[1].strip() for line in lines if not line.startswith("  ") and "|" in line]
+    entries = [line for line in lines if not line.startswith("  ") and "|" in line]
+    # A line begins with an offset, a file number and the part of speech; "s" is an adjective that is like another.
+    texts = [(entry.split("|", 1)[1].strip(), entry.split(" ", 3)[2].replace("s", "a")) for entry in entries]
     random.Random(0).shuffle(texts)
-    return [text for text in texts if len(text) > _SHORTEST_GLOSS]
+    return [(text, part) for text, part in texts if len(text) > _SHORTEST_GLOSS]
 
 
 def correlation(states: Tensor, original: Tensor) -> float:  # (n, width) each

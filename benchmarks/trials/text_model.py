@@ -62,20 +62,20 @@ class Block(nn.Module):
 class TextModel(nn.Module):
     """Logits of the next character; the last layer shares the embedding's weight."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, symbols: int = SYMBOLS) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(SYMBOLS, shape.width)
+        self.embedding = nn.Embedding(symbols, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, SYMBOLS, bias=False)
+        self.head = nn.Linear(shape.width, symbols, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map ``(batch, context)`` to ``(batch, context, SYMBOLS)``."""
+        """Map ``(batch, context)`` to ``(batch, context, symbols)``."""
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 

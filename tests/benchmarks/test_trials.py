@@ -96,16 +96,6 @@ def test_whole_files_shrink_with_the_bits(task):
         assert rows[2]["unseen"] > 0.9
 
 
-def test_optimizers_with_small_states_are_compared():
-    from benchmarks.train import trial_optimizers
-
-    rows = list(trial_optimizers.run(["AdamW", "tensor, rank 1"], (1e-3, 2e-3), quick=True))
-    assert [row["seed"] for row in rows] == [0, 0, 1, 2] * 2
-    adamw, sketched = rows[0], rows[4]
-    assert sketched["state_numbers"] < adamw["state_numbers"] / 2
-    assert max(row["loss"] for row in rows) < 5  # nats; log 98 is 4.6
-
-
 @pytest.mark.slow
 def test_folders_are_measured_and_larger_ones_predicted():
     pytest.importorskip("transformers")

@@ -1,0 +1,82 @@
+"""Write the tables of small optimizer states: ``python -m benchmarks.figures.optimizers_table``, after the trials.
+
+They go to docs/benchmarks/optimizers.inc and activations.inc: for each task and width, what each method reaches at
+equal steps and at equal time, the memory of its states, and the time of a step.
+"""
+
+__all__ = ["method_table"]
+
+import csv
+import io
+import statistics
+
+from benchmarks.figures.frontier_table import cpu_name, short
+from benchmarks.figures.layout import by_cpu
+from benchmarks.harness import RESULTS, ROOT
+
+PAGES = ROOT / "docs" / "benchmarks"
+COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
+UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
+SUBJECTS = ("optimizers", "activations")
+Rows = list[dict[str, str]]
+
+
+def method_table(name: str, runs: Rows, speeds: Rows) -> str:
+    """Return what the methods reach on one task, from the results of its runs and of the times of a step."""
+    by_method = {row["method"]: row for row in speeds}
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in runs):
+        of_method = [row for row in runs if row["method"] == method]
+        losses, equal_time = (_best_losses(of_method, equal) for equal in ("steps", "time"))
+        speed = by_method.get(method, {})
+        lines.append(
+            [
+                method,
+                f"{statistics.mean(losses):.3f}",
+                f"{max(losses) - min(losses):.3f}" if len(losses) > 1 else "",
+                f"{statistics.mean(equal_time):.3f}" if equal_time else "",
+                short(of_method[0]["state_mb"]),
+                short(speed["peak_mb"]) if speed.get("peak_mb") else "",
+                f"{float(speed['x_adamw']):.2f}" if speed else "",
+            ]
+        )
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
+    task, width = name.rsplit("-", 1)
+    seeds = max(len(_best_losses([row for row in runs if row["method"] == line[0]], "steps")) for line in lines)
+    title = f"{task.capitalize()}, width {width}: {UNITS.get(task, 'nats a token')}, means of {seeds} seeds"
+    head = [f".. csv-table:: {title}, {cpu_name(runs[0]['device'])}", "   :header-rows: 1", ""]
+    return "\n".join([*head, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n\n"
+
+
+def _best_losses(runs: Rows, equal: str) -> list[float]:
+    """Return the losses of the seeds at the learning rate of most seeds: after a sweep, only one has all of them."""
+    losses: dict[str, list[float]] = {}
+    for row in runs:
+        if row["equal"] == equal:
+            losses.setdefault(row["lr"], []).append(float(row["loss"]))
+    return max(losses.values(), key=lambda values: (len(values), -min(values)), default=[])
+
+
+def _subjects(subject: str) -> list[str]:
+    """Return the tasks and widths that have results."""
+    paths = sorted(RESULTS.glob(f"{subject}-*-speed-cpu-*-threads-1.csv"))
+    names = [path.name.removeprefix(f"{subject}-").partition("-speed-cpu-")[0] for path in paths]
+    return sorted(dict.fromkeys(names), key=lambda name: (name.rpartition("-")[0], int(name.rpartition("-")[2])))
+
+
+def main() -> None:
+    """Write both pages."""
+    for subject in SUBJECTS:
+        parts = [".. Written by python -m benchmarks.figures.optimizers_table.\n\n"]
+        for name in _subjects(subject):
+            found = [by_cpu(f"{subject}-{name}{suffix}", 1) for suffix in ("", "-speed")]
+            for device in found[0]:
+                parts.append(method_table(name, found[0][device], found[1].get(device, [])))
+        path = PAGES / f"{subject}.inc"
+        path.write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
