@@ -24,6 +24,7 @@ from benchmarks.train.optimizer_methods import BASELINE, METHODS, Method
 from benchmarks.train.optimizer_tasks import OptimizerTask
 
 _NNZ = 4  # buckets of a row in an SJLT
+_PART = 256  # rows that are added at a time
 FRACTIONS = {"a half": 0.5, "a quarter": 0.25, "a tenth": 0.1}
 
 
@@ -49,8 +50,11 @@ class RowSketch:
             return rows[self.samples] * self.factors
         assert self.buckets is not None
         sketch = rows.new_zeros(self.size, rows.shape[1])
-        for buckets, factors in zip(self.buckets, self.factors, strict=True):
-            sketch.index_add_(0, buckets, rows * factors[:, None])
+        # A product of all rows and factors would need as much memory as the rows, at the peak of a forward pass.
+        for start in range(0, len(rows), _PART):
+            part = slice(start, start + _PART)
+            for buckets, factors in zip(self.buckets, self.factors, strict=True):
+                sketch.index_add_(0, buckets[part], rows[part] * factors[part, None])
         return sketch
 
 

@@ -81,6 +81,17 @@ def test_inputs_are_freed_and_layers_of_one_input_share_its_sketch(activations):
     assert model[0]._sketcher(x)[1] is not first  # the input has changed
 
 
+@pytest.mark.parametrize("kind", ["count sketch", "SJLT"])
+def test_sketches_of_many_rows_are_a_product(activations, kind):
+    torch.manual_seed(0)
+    X = torch.randn(2 * activations._PART + 3, 5, dtype=torch.float64)
+    sketch = activations.KINDS[kind](X, 9)
+    S = torch.zeros(9, len(X), dtype=torch.float64)
+    for buckets, factors in zip(sketch.buckets, sketch.factors, strict=True):
+        S[buckets, torch.arange(len(X))] += factors
+    torch.testing.assert_close(sketch(X), S @ X, rtol=1e-12, atol=1e-12)
+
+
 def test_an_input_of_zeros_has_a_gradient_of_zeros(activations):
     model = activations.sketch_activations_(nn.Sequential(nn.Linear(4, 3)), 0.5, "rows by norm")
     model(torch.zeros(6, 4)).sum().backward()
