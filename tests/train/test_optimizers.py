@@ -170,7 +170,21 @@ def compare(strategies, makers, steps=4):
 
 def test_optimizers_with_groups_take_the_steps_of_one_process():
     """pykeen#1569: AdamW that was made again of its ``defaults`` refused a key of them."""
-    compare(("zero1", "fsdp"), ("AdamW", "Adagrad", "Muon", "copies in the constructor"), steps=2)
+    compare(("zero1", "fsdp"), ("AdamW", "Adagrad", "Muon", "sketched", "copies in the constructor"), steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("pp", marks=pytest.mark.slow)])
+def test_sketches_without_names_are_refused_where_the_order_changes(strategy):
+    def run():
+        model = build()
+        for optimizer in (
+            SketchedAdamW(model.parameters(), rank=1, update="tensor", seed=7),
+            functools.partial(SketchedAdamW, rank=1, update="tensor", seed=7),
+        ):
+            with pytest.raises(ConfigError, match=r"without names of parameters depend .*model\.named_parameters\(\)"):
+                train(build() if callable(optimizer) else model, optimizer, STRATEGIES[strategy], steps=1)
+
+    on_ranks(run, 2)
 
 
 @pytest.mark.slow

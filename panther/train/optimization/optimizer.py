@@ -170,6 +170,11 @@ def make_optimizer(
         _check_rates(result)
     if isinstance(result, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
+    if getattr(result, "steps_in_backward", False):
+        raise ConfigError(
+            f"{type(result).__name__} takes steps in the backward pass, and a Trainer checks, clips and accumulates "
+            "gradients before the step: call step_in_backward_(False), or write the loop yourself"
+        )
     _report_untrained(result, by_name)
     check_optimizer(result, strategy, stages)
     return _shard_state(result) if strategy == "zero1" else result
@@ -365,7 +370,17 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "convert them, leave frozen ones out of the optimizer, or use strategy='ddp' or 'fsdp'"
         )
 
+    # The wrapper copies all names into the groups of each rank in every step, unless its own groups have none.
+    names = {
+        parameter: name
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.pop("param_names", ()), strict=False)
+    }
+
     def for_this_rank(groups: list[dict[str, Any]]) -> Any:
+        for group in groups:
+            if all(parameter in names for parameter in group["params"]):
+                group["param_names"] = [names[parameter] for parameter in group["params"]]
         part = object.__new__(type(optimizer))
         vars(part).update(vars(optimizer))
         part.param_groups = groups

@@ -42,7 +42,15 @@ def check_optimizer(optimizer: optim.Optimizer, strategy: str, stages: int) -> N
     sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     divided = strategy == "zero1" or stages > 1
     is_known = type(optimizer) in _KNOWN or type(optimizer).__module__.startswith("panther.")
-    if is_known or get_world_size() == 1 or strategy == "ddp":
+    if get_world_size() == 1 or strategy == "ddp":
+        return
+    if divided and any(gather_objects(getattr(optimizer, "depends_on_order", False), None)):
+        raise ConfigError(
+            f"the steps of {type(optimizer).__name__} without names of parameters depend on their order, which "
+            f"strategy={strategy!r} changes: make the optimizer from model.named_parameters(), or from "
+            "panther.optim.sketched_param_groups"
+        )
+    if is_known:
         return
     reason = _difference(optimizer, sharded, divided)
     if reason := next(filter(None, gather_objects(reason, None)), None):
