@@ -3,21 +3,31 @@
 __all__ = ["SketchedAdamW"]
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError, check_size
+from panther.errors import ConfigError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.sent_projections import register_projections
-from panther.optim.sketched_update import UPDATES, SketchedUpdate, apply_sketched
+from panther.optim.sketched_checks import (
+    SKETCHED_STATES,
+    check_group_settings,
+    check_parameter,
+    check_sketch,
+    check_state,
+    is_sketched,
+    plain_name,
+)
+from panther.optim.sketched_update import SketchedUpdate, apply_sketched
+from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
 
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _CALL = "SketchedAdamW.step"
-_SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
+_Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
+"""The name of a parameter, the parameter and its group."""
 
 
 class SketchedAdamW(CheckedGroups):
@@ -70,6 +80,14 @@ class SketchedAdamW(CheckedGroups):
         torch.Size([256, 4])
     """
 
+    # Copies and unpickled optimizers have the attributes of the class, and only settings and states of their own.
+    _has_agreed = False
+    _backward_steps: BackwardSteps | None = None
+    # benchmarks.train.sketch_variants replaces it, to compare kinds of sketches.
+    _update_class: type[SketchedUpdate] = SketchedUpdate
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -84,139 +102,204 @@ class SketchedAdamW(CheckedGroups):
         seed: int | None = None,
     ) -> None:
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
-        self._has_agreed = False
         super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
-        names = self._names_of(number)
-        _check_sketches(self.param_groups[number], names)
-        register_projections(self, self.param_groups[number], names)
+        check_group_settings(self.param_groups[number])
+        entries = [self._entry(number, index) for index in range(len(self.param_groups[number]["params"]))]
+        for entry in entries:
+            check_sketch(*entry)
+        register_projections(self, self.param_groups[number], [name for name, _, _ in entries])
 
-    def _names_of(self, number: int) -> list[str]:
-        """Return the names of a group's parameters, equal in all layouts that keep names or else the order."""
-        group = self.param_groups[number]
-        names = group.get("param_names") or [
-            f"parameter {place} of group {number}" for place in range(len(group["params"]))
-        ]
-        return [_plain(name) for name in names]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, unless its settings or parameters are refused."""
+        super().add_param_group(param_group)
+        if self._backward_steps is not None:
+            self._add_hooks(self._backward_steps, len(self.param_groups) - 1)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters take their steps in the backward pass."""
+        return self._backward_steps is not None
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether the projection of a matrix depends on its place in the groups, because it has no name."""
+        return any(
+            not group.get("param_names") and any(is_sketched(p, group) for p in group["params"])
+            for group in self.param_groups
+        )
+
+    def step_in_backward_(self, enabled: bool = True) -> Self:
+        """Take the step of each parameter in the backward pass, as soon as its gradient is complete, and free it.
+
+        Then the gradients of a model are never in memory at the same time. The steps are those of :meth:`step`. The
+        loop does not change: ``step()`` after each backward pass allows the next one, and takes the steps of parameters
+        whose gradients the caller has assigned. Gradients are None after the backward pass, so what reads them before
+        ``step()`` has no effect: clip neither by norm nor by value. Every backward pass is a step: to accumulate
+        gradients, call ``step_in_backward_(False)``. Call it after the model was sharded by ``fully_shard`` or by
+        tensor parallelism, and on every rank; under FSDP2 a step follows the reduction of the gradient, and
+        ``set_requires_gradient_sync(False)`` accumulates gradients as without hooks. An error in a backward pass leaves
+        the parameters that have taken their step changed.
+
+        Args:
+            enabled: Whether steps are taken in the backward pass; False removes the hooks.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            RuntimeError: In a second backward pass before ``step()``.
+            ConfigError: In the first backward pass, if DistributedDataParallel has a parameter; in ``step()``, if a
+                GradScaler calls it, whose factor is in the gradients of the backward pass.
+
+        Cost: ranks that shard a matrix send the messages of a step for each matrix, in place of for all together.
+
+        Example:
+            >>> import torch, panther as pr
+            >>> model = torch.nn.Linear(64, 256)
+            >>> optimizer = pr.optim.SketchedAdamW(model.named_parameters(), rank=4, seed=0).step_in_backward_()
+            >>> model(torch.randn(8, 64)).square().mean().backward()
+            >>> model.weight.grad is None
+            True
+            >>> optimizer.step()
+        """
+        if self._backward_steps is not None:
+            self._backward_steps.remove()
+        self._backward_steps = BackwardSteps(self._step_one) if enabled else None
+        if self._backward_steps is not None:
+            for number in range(len(self.param_groups)):
+                self._add_hooks(self._backward_steps, number)
+        return self
+
+    def _add_hooks(self, steps: BackwardSteps, number: int) -> None:
+        for index in range(len(self.param_groups[number]["params"])):
+            name, p, _ = self._entry(number, index)
+            steps.add(number, index, name, p)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # With True, GradScaler.step sets `grad_scale` and calls step(), which refuses it. Otherwise torch would raise
+        # an AssertionError about missing gradients.
+        return self.steps_in_backward
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of the closure, or None without a closure.
 
-        If matrices are sharded, every rank must call it.
+        If matrices are sharded, every rank must call it. A gradient with NaN makes its parameter NaN, and no other one.
 
         Raises:
             ValueError: If a gradient is sparse.
             ShapeError: If a matrix has changed its shape since its moments were made.
+            ConfigError: If a GradScaler calls it after :meth:`step_in_backward_`.
             DistributedError: On every rank, before anything changes, if ranks have other seeds, or other gradients of
                 sharded matrices.
         """
+        if self.steps_in_backward and "found_inf" in vars(self):  # set by GradScaler.step
+            del self.grad_scale, self.found_inf
+            raise ConfigError(
+                "parameters have taken their steps in the backward pass with gradients that a GradScaler had "
+                "multiplied: train in bfloat16 without a scaler, or do not call step_in_backward_()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries = [
-            (name, p, group)
-            for number, group in enumerate(self.param_groups)
-            for name, p in zip(self._names_of(number), group["params"], strict=True)
-        ]
-        sketched = [entry for entry in entries if _is_sketched(entry[1], entry[2])]
+        self._step_parameters(
+            [(number, index) for number, group in enumerate(self.param_groups) for index in range(len(group["params"]))]
+        )
+        if self._backward_steps is not None:
+            self._backward_steps.end_step()
+        return loss
+
+    def _step_one(self, number: int, index: int) -> None:
+        self._step_parameters([(number, index)])
+
+    def _step_parameters(self, places: Sequence[tuple[int, int]]) -> None:
+        """Take the step of parameters, by the numbers of their groups and their indices there."""
+        entries = [self._entry(number, index) for number, index in places]
+        sketched = [entry for entry in entries if is_sketched(entry[1], entry[2])]
         layouts = self._sharded_layouts(sketched)
         for name, p, group in entries:
-            _check_parameter(name, p, self.state.get(p, {}), group)
+            check_parameter(name, p, self.state.get(p, {}), group)
         updates = [
-            SketchedUpdate(name, p, group, self.state[p], layouts.get(p))
+            self._update_class(name, p, group, self.state[p], layouts.get(p))
             for name, p, group in sketched
             if p.grad is not None
         ]
         apply_sketched(updates)
-        for group in self.param_groups:
-            plain = [p for p in group["params"] if p.grad is not None and not _is_sketched(p, group)]
-            step_adamw(group, plain, self.state)
-        return loss
+        plain: dict[int, list[Tensor]] = {}
+        for (number, _), (_, p, group) in zip(places, entries, strict=True):
+            if p.grad is not None and not is_sketched(p, group):
+                plain.setdefault(number, []).append(p)
+        for number, parameters in plain.items():
+            step_adamw(self.param_groups[number], parameters, self.state)
+
+    def _entry(self, number: int, index: int) -> _Entry:
+        """Return a parameter with its group and its name, equal in all layouts that keep names or else the order."""
+        group = self.param_groups[number]
+        names = group.get("param_names")
+        name = plain_name(names[index]) if names else f"parameter {index} of group {number}"
+        return name, group["params"][index], group
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`; moments keep their dtype, where torch casts them to the parameter's."""
+        """Load a state of :meth:`state_dict`; moments keep their dtype, where torch casts them to the parameter's.
+
+        Ranks, seeds and other settings are those of the state, as in torch's optimizers.
+
+        Raises:
+            CheckpointError: Before anything changes, if the state is of another kind of optimizer, or if its moments do
+                not fit a parameter.
+        """
+        groups = state_dict["param_groups"]
+        indices = [index for group in groups for index in group["params"]]
+        entries = [
+            (number, place) for number, group in enumerate(self.param_groups) for place in range(len(group["params"]))
+        ]
+        # torch has an error for other numbers of groups and of parameters.
+        if len(groups) == len(self.param_groups) and len(indices) == len(entries):
+            for (number, place), index in zip(entries, indices, strict=True):
+                check_state(*self._entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
         super().load_state_dict(state_dict)
-        places = [p for group in self.param_groups for p in group["params"]]
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for p, index in zip(places, indices, strict=True):
-            for key in _SKETCHED_STATES:
+        for (number, place), index in zip(entries, indices, strict=True):
+            p = self.param_groups[number]["params"][place]
+            for key in SKETCHED_STATES:
                 saved = state_dict["state"].get(index, {}).get(key)
                 if saved is not None and saved.dtype != self.state[p][key].dtype:
                     self.state[p][key] = saved.to(device=self.state[p][key].device, copy=True)
 
-    def _sharded_layouts(self, sketched: list[tuple[str, Tensor, dict[str, Any]]]) -> dict[Tensor, Any]:
-        """Return how the sharded matrices lie, after all ranks agree on their gradients and, once, on their seeds."""
+    def _sharded_layouts(self, sketched: Sequence[_Entry]) -> dict[Tensor, Any]:
+        """Return how the sharded matrices lie, after all ranks agree on their gradients and, once, on all seeds."""
         # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
         if "torch.distributed.tensor" not in sys.modules:
             return {}
-        from panther.distributed.comm.agreement import agree
         from panther.optim.exchange import check_gradients
         from panther.optim.shards import layout_of
 
-        layouts = {p: layout for _, p, _ in sketched if (layout := layout_of(p)) is not None}
-        sharded = [entry for entry in sketched if entry[1] in layouts]
         if not self._has_agreed:
-            for ranks in dict.fromkeys(layout.group for layout in layouts.values()):
-                agree(
-                    _CALL,
-                    lambda ranks=ranks: {  # type: ignore[misc]
-                        name: f"sketched with the seed {group['seed']} and the rank {group['rank']}"
-                        for name, p, group in sharded
-                        if layouts[p].group is ranks
-                    },
-                    ranks,
-                    "give all ranks the same seed, rank and names of parameters",
-                    "sketches",
-                )
+            self._agree_on_sketches()
             self._has_agreed = True
+        layouts = {p: layout for _, p, _ in sketched if (layout := layout_of(p)) is not None}
+        sharded = [(name, p) for name, p, _ in sketched if p in layouts]
         check_gradients(
-            {name: layouts[p] for name, p, _ in sharded}, {name: p.grad is not None for name, p, _ in sharded}, _CALL
+            {name: layouts[p] for name, p in sharded}, {name: p.grad is not None for name, p in sharded}, _CALL
         )
         return layouts
 
+    def _agree_on_sketches(self) -> None:
+        """Raise on every rank unless the ranks that share matrices have the same seeds, ranks and names."""
+        from panther.distributed.comm.agreement import agree
+        from panther.optim.shards import layout_of
 
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name
-
-
-def _is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
-    return group["rank"] is not None and p.dim() == 2 and p.numel() > 0
-
-
-def _check_sketches(group: dict[str, Any], names: list[str]) -> None:
-    if group["update"] not in UPDATES:
-        raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
-    check_size("period", group["period"], least=1)
-    if group["rank"] is not None:
-        check_size("rank", group["rank"], least=1)
-    for name, p in zip(names, group["params"], strict=True):
-        if _is_sketched(p, group) and group["rank"] > min(p.shape):
-            raise ShapeError(
-                f"rank={group['rank']} is above the shorter side of {name}, of shape {tuple(p.shape)}: give a smaller "
-                "rank, or a group with rank=None, as panther.optim.sketched_param_groups does"
-            )
-
-
-def _check_parameter(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    if p.grad is not None and p.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {name} is sparse, and SketchedAdamW takes dense gradients: set sparse=False for the "
-            "embedding"
-        )
-    moment = state.get("sketch_avg", state.get("exp_avg"))
-    if moment is None:
-        return
-    expected = tuple(p.shape)
-    if _is_sketched(p, group):
-        expected = (p.shape[0], group["rank"]) if p.shape[0] >= p.shape[1] else (group["rank"], p.shape[1])
-    if tuple(moment.shape) != expected:
-        raise ShapeError(
-            f"the moments of {name} have the shape {tuple(moment.shape)}, and with its shape {tuple(p.shape)} and "
-            f"rank={group['rank']} they have the shape {expected}: make a new optimizer after a change of either"
-        )
+        descriptions: dict[Any, dict[str, str]] = {}
+        for number, group in enumerate(self.param_groups):
+            for index in range(len(group["params"])):
+                name, p, _ = self._entry(number, index)
+                if is_sketched(p, group) and (layout := layout_of(p)) is not None:
+                    text = f"sketched with the seed {group['seed']} and the rank {group['rank']}"
+                    descriptions.setdefault(layout.group, {})[name] = text
+        fix = "give all ranks the same seed, rank and names of parameters"
+        for ranks, texts in descriptions.items():
+            agree(_CALL, lambda texts=texts: texts, ranks, fix, "sketches")  # type: ignore[misc]

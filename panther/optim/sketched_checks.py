@@ -1,0 +1,95 @@
+"""What SketchedAdamW refuses: settings, gradients, shapes, and states of other optimizers."""
+
+__all__ = [
+    "SKETCHED_STATES",
+    "check_group_settings",
+    "check_parameter",
+    "check_sketch",
+    "check_state",
+    "is_sketched",
+    "plain_name",
+]
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from panther.errors import CheckpointError, ShapeError, check_size
+from panther.optim.sketched_update import UPDATES
+
+SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers of modules add."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
+    return name
+
+
+def is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether the moments of a parameter are sketches."""
+    return group["rank"] is not None and p.dim() == 2 and p.numel() > 0
+
+
+def check_group_settings(group: Mapping[str, Any]) -> None:
+    """Raise an error if a setting of a group is out of range."""
+    if group["update"] not in UPDATES:
+        raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
+    check_size("period", group["period"], least=1)
+    if group["rank"] is not None:
+        check_size("rank", group["rank"], least=1)
+
+
+def check_sketch(name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+    """Raise ShapeError if the rank is above the shorter side of a matrix."""
+    if is_sketched(p, group) and group["rank"] > min(p.shape):
+        raise ShapeError(
+            f"rank={group['rank']} is above the shorter side of {name}, of shape {tuple(p.shape)}: give a smaller "
+            "rank, or a group with rank=None, as panther.optim.sketched_param_groups does"
+        )
+
+
+def check_parameter(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise an error if the gradient is sparse, or if the parameter has changed its shape."""
+    if p.grad is not None and p.grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {name} is sparse, and SketchedAdamW takes dense gradients: set sparse=False for the "
+            "embedding"
+        )
+    moment = state.get("sketch_avg", state.get("exp_avg"))
+    if moment is not None and tuple(moment.shape) != _moment_shape(p, group):
+        raise ShapeError(
+            f"the moments of {name} have the shape {tuple(moment.shape)}, and with its shape {tuple(p.shape)} and "
+            f"rank={group['rank']} they have the shape {_moment_shape(p, group)}: make a new optimizer after a change "
+            "of either"
+        )
+
+
+def check_state(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a saved state fits a parameter with the settings of the saved group."""
+    missing = [key for key in ("rank", "update", "period", "seed") if key not in group]
+    if not missing and state:
+        keys = ("step", *SKETCHED_STATES) if is_sketched(p, group) else ("step", "exp_avg", "exp_avg_sq")
+        missing = [key for key in keys if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"the state of {name} has no {missing[0]!r}, so that it is of another kind of optimizer than "
+            "SketchedAdamW: make an optimizer of this kind, or load no state"
+        )
+    for key in ("sketch_avg", "sketch_avg_sq", "exp_avg", "exp_avg_sq"):
+        if key in state and tuple(state[key].shape) != _moment_shape(p, group):
+            raise CheckpointError(
+                f"{key} of {name} in the state has the shape {tuple(state[key].shape)}, and with rank={group['rank']} "
+                f"and the parameter's shape {tuple(p.shape)} it has the shape {_moment_shape(p, group)}: load the "
+                "state of the same model"
+            )
+
+
+def _moment_shape(p: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    if not is_sketched(p, group):
+        return tuple(p.shape)
+    return (p.shape[0], group["rank"]) if p.shape[0] >= p.shape[1] else (group["rank"], p.shape[1])
