@@ -1,0 +1,110 @@
+"""Kinds of sketches for the moments of SketchedAdamW, and what happens to the moments when the projection changes.
+
+The small model of characters of ``trial_optimizers`` is trained for equal steps with equal batches; only the projection
+P (rank x n), or the moments at the beginning of a period, differ. The period is short, so that a run has several.
+``sign, kept`` is what :class:`panther.optim.SketchedAdamW` does. *Loss* is the mean over held-out text in nats a
+character; seeds change the model, the batches and the projections.
+
+Moments: ``kept`` changes nothing. ``transferred`` replaces the first moment M by M P_old P_new^T, the sketch of the
+gradient that M stands for; ``damped`` multiplies this by rank / (rank + n), which is the best factor for a mean of one
+gradient; ``zero`` begins the first moment anew. The second moment is kept in all of them, because its expectation, the
+squared norm of a row divided by the rank, is equal for all projections.
+"""
+
+__all__ = ["KINDS", "MOMENTS", "run"]
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import panther as pr
+from benchmarks.harness import print_table, write_csv
+from benchmarks.train.trial_optimizers import BETAS, Make, Run, measured
+from benchmarks.trials.text_model import gather
+from panther.optim.sketched_update import SketchedUpdate, projection_seed
+
+KINDS = ("sign", "gaussian", "sparse, 4 a column", "count sketch")
+MOMENTS = ("kept", "transferred", "damped", "zero")
+UPDATES = (("channel", 24), ("projected", 24), ("tensor", 1))
+_PERIOD = 50
+_LR = 6e-3
+
+
+def _projection(kind: str, seed: int, rank: int, size: int) -> Tensor:  # (rank, size), columns of norm sqrt(rank)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "gaussian":
+        return torch.randn(rank, size, generator=generator)
+    # Entries +1 and -1 in some rows of each column.
+    count = 1 if kind == "count sketch" else min(4, rank)
+    rows = torch.rand(rank, size, generator=generator).argsort(0)[:count]
+    signs = torch.randint(2, rows.shape, generator=generator).float().mul_(2).sub_(1)
+    return torch.zeros(rank, size).scatter_(0, rows, signs).mul_((rank / count) ** 0.5)
+
+
+class _Update(SketchedUpdate):
+    """An update with another kind of projection, or with other moments at the beginning of a period."""
+
+    kind = KINDS[0]
+    moments = MOMENTS[0]
+
+    def __init__(self, name: str, parameter: Tensor, group: dict[str, Any], state: dict[str, Any], layout: Any) -> None:
+        super().__init__(name, parameter, group, state, layout)
+        step = int(state["step"]) - 1
+        if self.moments == "kept" or step == 0 or step % group["period"]:
+            return
+        first = self._oriented(state["sketch_avg"])  # a view (rows, rank)
+        if self.moments == "zero":
+            first.zero_()
+            return
+        seed = self._seed
+        self._seed = projection_seed(name, group["seed"], step // group["period"] - 1)
+        before = self._signs()
+        self._seed = seed
+        size = before.shape[1]
+        factor = self.rank / (self.rank + size) if self.moments == "damped" else 1.0
+        first.copy_(first @ (before @ self._signs().mT) * (factor / self.rank))
+
+    def _signs(self) -> Tensor:
+        if self.kind == "sign":
+            return super()._signs()
+        return _projection(self.kind, self._seed, self.rank, min(self._parameter.shape))
+
+
+def _maker(update: str, rank: int, kind: str, moments: str, seed: int) -> Make:
+    class Variant(pr.optim.SketchedAdamW):
+        _update_class = type("Update", (_Update,), {"kind": kind, "moments": moments})
+
+    def make(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        groups = pr.optim.sketched_param_groups(model, rank=rank, lr=lr, weight_decay=0.1)
+        return Variant(groups, rank=rank, update=update, period=_PERIOD, betas=BETAS, seed=seed)
+
+    return make
+
+
+def run(seeds: tuple[int, ...] = (0, 1), *, quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield a row for each update, kind of sketch, rule for the moments and seed."""
+    text, held_out = gather(40 if quick else None)
+    sizes: dict[str, int] = {"steps": 4, "width": 48, "batch": 2} if quick else {"steps": 250, "width": 96, "batch": 8}
+    variants = [(kind, MOMENTS[0]) for kind in KINDS] + [(KINDS[0], moments) for moments in MOMENTS[1:]]
+    for seed in seeds:
+        for update, rank in UPDATES:
+            for kind, moments in variants:
+                make = _maker(update, rank, kind, moments, seed)
+                row = measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), text, held_out, make)
+                yield {"kind": kind, "moments": moments, "period": _PERIOD, **row}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for measured_row in run((0,) if arguments.quick else (0, 1), quick=arguments.quick):
+        rows.append(measured_row)
+        print_table(rows[-1:])
+        if not arguments.quick:
+            write_csv("sketch-variants", rows, device="cpu")
