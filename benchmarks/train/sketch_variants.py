@@ -1,7 +1,7 @@
 """Kinds of sketches for the moments of SketchedAdamW, and what happens to the moments when the projection changes.
 
-The small model of characters of ``trial_optimizers`` is trained for equal steps with equal batches; only the projection
-P (rank x n), or the moments at the beginning of a period, differ. The period is short, so that a run has several.
+A small model of characters is trained for equal steps with equal batches; only the projection P (rank x n), or the
+moments at the beginning of a period, differ. The period is short, so that a run has several.
 ``sign, kept`` is what :class:`panther.optim.SketchedAdamW` does. *Loss* is the mean over held-out text in nats a
 character; seeds change the model, the batches and the projections.
 
@@ -14,16 +14,19 @@ squared norm of a row divided by the rank, is equal for all projections.
 __all__ = ["KINDS", "MOMENTS", "run"]
 
 import argparse
-from collections.abc import Iterator
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import panther as pr
-from benchmarks.harness import print_table, write_csv
-from benchmarks.train.trial_optimizers import BETAS, Make, Run, measured
-from benchmarks.trials.text_model import gather
+from benchmarks.harness import commit, figure, print_table, write_csv
+from benchmarks.trials.text_model import Shape, TextModel, blocks, gather
 from panther.optim.sketched_update import SketchedUpdate, projection_seed
 
 KINDS = ("sign", "gaussian", "sparse, 4 a column", "count sketch")
@@ -31,6 +34,31 @@ MOMENTS = ("kept", "transferred", "damped", "zero")
 UPDATES = (("channel", 24), ("projected", 24), ("tensor", 1))
 _PERIOD = 50
 _LR = 6e-3
+_BETAS = (0.9, 0.98)
+_HELD_OUT = 64  # samples
+Make: TypeAlias = Callable[[nn.Module, float], torch.optim.Optimizer]
+"""A function of a model and a learning rate."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        optimizer: The update and its rank.
+        lr: Peak learning rate, after a warm-up over a twentieth of the steps; a cosine takes it down to a hundredth.
+        seed: Seed of the model, of the batches and of the projections.
+        steps: Number of steps.
+        width: Width of the model.
+        batch: Samples of a batch.
+    """
+
+    optimizer: str
+    lr: float
+    seed: int
+    steps: int
+    width: int
+    batch: int
 
 
 def _projection(kind: str, seed: int, rank: int, size: int) -> Tensor:  # (rank, size), columns of norm sqrt(rank)
@@ -79,9 +107,51 @@ def _maker(update: str, rank: int, kind: str, moments: str, seed: int) -> Make:
 
     def make(model: nn.Module, lr: float) -> torch.optim.Optimizer:
         groups = pr.optim.sketched_param_groups(model, rank=rank, lr=lr, weight_decay=0.1)
-        return Variant(groups, rank=rank, update=update, period=_PERIOD, betas=BETAS, seed=seed)
+        return Variant(groups, rank=rank, update=update, period=_PERIOD, betas=_BETAS, seed=seed)
 
     return make
+
+
+def _measured(settings: Run, text: Tensor, held_out: Tensor, make: Make) -> dict[str, Any]:
+    torch.manual_seed(settings.seed)
+    model = TextModel(Shape(width=settings.width, hidden=4 * settings.width, layers=2))
+    optimizer = make(model, settings.lr)
+    steps, warm_up = settings.steps, max(1, settings.steps // 20)
+
+    def rate(step: int) -> float:
+        return min((step + 1) / warm_up, 0.505 + 0.495 * math.cos(math.pi * max(0, step - warm_up) / (steps - warm_up)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    start, step_s = time.process_time(), 0.0
+    for step in range(steps):
+        samples = blocks(text, model.shape.context + 1, settings.batch, 1000 * settings.seed + step)
+        loss = functional.cross_entropy(model(samples[:, :-1]).flatten(0, 1), samples[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = time.process_time()
+        optimizer.step()
+        step_s += time.process_time() - before
+        schedule.step()
+    train_s = time.process_time() - start
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return {
+        **asdict(settings),
+        "loss": round(_loss(model.eval(), held_out), 4),
+        "state_numbers": sum(value.numel() for value in states if value.dim()),
+        "train_s": figure(train_s),
+        "optimizer_s": figure(step_s),
+        "row_commit": commit(),
+    }
+
+
+@torch.no_grad()
+def _loss(model: TextModel, text: Tensor) -> float:
+    samples = blocks(text, model.shape.context + 1, _HELD_OUT, 0)
+    losses = [
+        functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) for part in samples.split(16)
+    ]
+    return torch.stack(losses).mean().item()
 
 
 def run(seeds: tuple[int, ...] = (0, 1), *, quick: bool = False) -> Iterator[dict[str, Any]]:
@@ -93,7 +163,7 @@ def run(seeds: tuple[int, ...] = (0, 1), *, quick: bool = False) -> Iterator[dic
         for update, rank in UPDATES:
             for kind, moments in variants:
                 make = _maker(update, rank, kind, moments, seed)
-                row = measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), text, held_out, make)
+                row = _measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), text, held_out, make)
                 yield {"kind": kind, "moments": moments, "period": _PERIOD, **row}
 
 
