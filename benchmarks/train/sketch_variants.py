@@ -16,7 +16,7 @@ __all__ = ["KINDS", "MOMENTS", "run"]
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -154,13 +154,15 @@ def _loss(model: TextModel, text: Tensor) -> float:
     return torch.stack(losses).mean().item()
 
 
-def run(seeds: tuple[int, ...] = (0, 1), *, quick: bool = False) -> Iterator[dict[str, Any]]:
+def run(
+    updates: Sequence[tuple[str, int]] = UPDATES, seeds: tuple[int, ...] = (0, 1), *, quick: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each update, kind of sketch, rule for the moments and seed."""
     text, held_out = gather(40 if quick else None)
     sizes: dict[str, int] = {"steps": 4, "width": 48, "batch": 2} if quick else {"steps": 250, "width": 96, "batch": 8}
     variants = [(kind, MOMENTS[0]) for kind in KINDS] + [(KINDS[0], moments) for moments in MOMENTS[1:]]
     for seed in seeds:
-        for update, rank in UPDATES:
+        for update, rank in updates:
             for kind, moments in variants:
                 make = _maker(update, rank, kind, moments, seed)
                 row = _measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), text, held_out, make)
@@ -173,7 +175,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for measured_row in run((0,) if arguments.quick else (0, 1), quick=arguments.quick):
+    for measured_row in run(seeds=(0,) if arguments.quick else (0, 1), quick=arguments.quick):
         rows.append(measured_row)
         print_table(rows[-1:])
         if not arguments.quick:
