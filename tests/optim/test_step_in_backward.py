@@ -223,7 +223,7 @@ def test_ddp_is_refused_on_every_rank():
         model = network(0)
         train(model, in_backward(model), range(1))
 
-    on_ranks(rank, 2, fresh=True)
+    on_ranks(rank, 2)
 
 
 @pytest.mark.distributed
