@@ -43,7 +43,7 @@ LEVELS = {
         "": 6,
     },
     "compression": {
-        "calibration": 0, "moments": 1, "streaming": 1, "forms": 2,
+        "calibration": 0, "readers": 0, "moments": 1, "streaming": 1, "forms": 2,
         "config": 3, "selection": 3,
         "memory": 4, "report": 4,
         "fitting": 5, "heal": 5, "install": 5,

@@ -53,6 +53,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--activations", choices=("int8",), help="round inputs of quantized linear layers, to multiply integers"
     )
+    text = "fit what this program reads in the format compressed-tensors, for panther export"
+    parser.add_argument("--reader", choices=("transformers", "vllm"), help=text)
     parser.add_argument(
         "--allow-slower", action=argparse.BooleanOptionalAction,
         help="whether layers may get slower (default: only if --forms is given, or if much is lost otherwise)",
@@ -241,6 +243,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
     names: tuple[str, ...] = (
         *sizes,
         "activations",
+        "reader",
         "allow_slower",
         "include",
         "exclude",
@@ -250,7 +253,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
         "seed",
     )
     if args.stream:
-        names = ("bits", "max_bytes", "activations", "include", "exclude", "method", "allocate", "seed")
+        names = ("bits", "max_bytes", "activations", "reader", "include", "exclude", "method", "allocate", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.forms is not None:
         options["forms"] = args.forms

@@ -89,6 +89,11 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         symmetric: Whether quantized weights have the middle code for zero in every group, as engines with signed codes
             need it, instead of a zero point for each group. In 4 bits and groups of 128, the squared error of normal
             weights is 1.16 times as large.
+        target: ``"compressed-tensors"``: fit only what this format and its reader hold, so that ``panther export --to
+            compressed-tensors`` writes the model without loss. Grids are symmetric; embeddings, convolutions and
+            layers whose columns ``group_size`` does not divide stay dense. None does not restrict the model.
+        reader: The program that will read the format, ``"transformers"`` (the default, if ``target`` is given) or
+            ``"vllm"``, whose layers get one width, because it fuses some of them. It implies ``target``.
         include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
             module and its name, or a sequence of these.
         exclude: No layers that match.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from panther._settings import Settings
 from panther.compression.calibration.runner import Loss
 from panther.compression.calibration.targets import Selector
-from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, known_forms
+from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, form_named, known_forms
+from panther.compression.readers import FORMATS, Reader, reader_of
 from panther.errors import ConfigError, check_flag, check_size
 from panther.nn.quantized.linear import check_activations
 from panther.train.config import TrainConfig
@@ -165,6 +166,7 @@ class HealConfig(Settings):
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
+_DEFAULT_READER = "transformers"
 SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
 _TIMED = ("speedup", "max_latency_ms")
 
@@ -194,6 +196,8 @@ class CompressConfig:
     group_size: int | None = 128
     activations: str | None = None
     symmetric: bool = False
+    target: str | None = None
+    reader: str | None = None
     include: Selector | Sequence[Selector] | None = None
     exclude: Selector | Sequence[Selector] | None = None
     method: str = "two_sided"
@@ -222,8 +226,16 @@ class CompressConfig:
     def form_settings(self) -> FormSettings:
         """Return the forms to choose from, with the settings of their options."""
         return form_settings(
-            self.forms, self.rank_multiple, self.group_size, self.method, self.activations, self.symmetric
-        )
+            self.forms, self.rank_multiple, self.group_size, self.method, self.activations, self.symmetric,
+            self.foreign_reader,
+        )  # fmt: skip
+
+    @cached_property
+    def foreign_reader(self) -> Reader | None:
+        """Return the program that will read the model in another format; None if only Panther will."""
+        if self.target is None and self.reader is None:
+            return None
+        return reader_of(_DEFAULT_READER if self.reader is None else self.reader)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -248,8 +260,11 @@ class CompressConfig:
 
     @property
     def avoids_slower(self) -> bool:
-        """Return whether forms slower than dense are used only where they are worth it."""
-        return self.allow_slower is None and self.forms is None
+        """Return whether forms slower than dense are used only where they are worth it.
+
+        Times of Panther's own layers do not count in another program.
+        """
+        return self.allow_slower is None and self.forms is None and self.foreign_reader is None
 
 
 @dataclass(frozen=True)
@@ -282,6 +297,14 @@ _RANGES = {"budget": "a fraction in (0, 1]", "speedup": "finite and at least 1"}
 _RULES: tuple[_Rule, ...] = (
     _one_of("method", _METHODS),
     _one_of("allocate", ("global", "uniform"), optional=True),
+    _one_of("target", FORMATS, optional=True),
+    _Rule(
+        lambda c: c.foreign_reader is not None and c.foreign_reader.has_one_width and c.allocate == "global",
+        lambda c: (
+            f"allocate='global' gives layers different widths, and reader={c.reader!r} fuses layers, which need one "
+            "width: leave allocate out"
+        ),
+    ),
     _Rule(
         lambda c: len(c.sizes) != 1,
         lambda c: (
@@ -349,9 +372,12 @@ def form_settings(
     method: str,
     activations: str | None,
     symmetric: bool = False,
+    reader: Reader | None = None,
 ) -> FormSettings:
     """Return the forms to choose from (by default all forms that the method can make), or raise if there are none."""
-    if forms is None:
+    if forms is None and reader is not None:
+        forms = _readable_forms(reader)
+    elif forms is None:
         forms = (DENSE, LOW_RANK) if method == "random" else default_forms()
     if not isinstance(forms, Iterable):
         raise TypeError(f"forms must be names of forms, such as ('int4', 'low_rank'), not {type(forms).__name__}")
@@ -370,12 +396,36 @@ def form_settings(
     if group_size is not None:
         check_size("group_size", group_size, least=1)
     check_flag("symmetric", symmetric)
+    if reader is not None:
+        _check_readable(reader, names, group_size, activations)
     settings = FormSettings(
-        tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations), symmetric
-    )
+        tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations),
+        symmetric or reader is not None, reader,
+    )  # fmt: skip
     if activations is not None and not any(form.is_quantized for form in settings.forms):
         raise ValueError(
             f"activations={activations!r} is for quantized forms, and forms={names} has none: add one, such as 'int8', "
             "or leave activations out"
         )
     return settings
+
+
+def _readable_forms(reader: Reader, *, corrected: bool = False) -> tuple[str, ...]:
+    """Return the names of the forms that a reader holds; with ``corrected`` also forms that need an adapter."""
+    dense = () if reader.has_one_width else (DENSE,)
+    forms = ((name, form_named(name)) for name in known_forms())
+    return (*dense, *(name for name, form in forms if form.bits in reader.widths and corrected >= form.has_rank))
+
+
+def _check_readable(reader: Reader, names: tuple[str, ...], group_size: int | None, activations: str | None) -> None:
+    """Raise ValueError if a reader does not hold forms, groups or rounded inputs."""
+    readable = _readable_forms(reader, corrected=reader.takes_adapters)
+    if refused := [name for name in names if name not in readable]:
+        raise ValueError(
+            f"form {refused[0]!r} is not held by reader={reader.name!r}: use some of {', '.join(map(repr, readable))}"
+        )
+    if group_size is not None and reader.group_sizes is not None and group_size not in reader.group_sizes:
+        sizes = ", ".join(map(str, reader.group_sizes))
+        raise ValueError(f"group_size={group_size} is not held by reader={reader.name!r}: use None or one of {sizes}")
+    if activations is not None:
+        raise ValueError(f"activations={activations!r} is not held by reader={reader.name!r}: leave activations out")

@@ -109,7 +109,8 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
         CompressionError: If no layer is eligible, the size is infeasible, or the batches are too few.
     """
     settings, survey = config.form_settings, survey_model(runner, config)
-    allocate = _kind_of_choice(survey, config.allocate)
+    has_one_width = settings.reader is not None and settings.reader.has_one_width
+    allocate = _kind_of_choice(survey, config.allocate, has_one_width=has_one_width)
     options: Options = {target: settings.options(target) for target in survey.targets}
     timing, speed_target = None, None
     if config.speed_setting is not None or (config.avoids_slower and config.measure_speed and runner.held_out):
@@ -179,6 +180,8 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
     """Find the layers to compress, and with a calibrated method the order in which they run and their inputs."""
     settings = config.form_settings
     has_small_forms = not {DENSE, LOW_RANK}.issuperset(settings.names)
+    output_embeddings = getattr(runner.model, "get_output_embeddings", None)  # of models of transformers
+    head = None if settings.reader is None or output_embeddings is None else output_embeddings()
     survey = select_targets(
         runner.model,
         config.include,
@@ -187,6 +190,7 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
         smallest=settings.smallest_bytes if has_small_forms else None,
         tables=settings.stores_tables,
         experts=settings.stores_experts,
+        refuse=lambda target: settings.why_not_read(target, is_head=head in target.modules),
     ).check()
     if not config.is_calibrated:
         return survey
@@ -196,9 +200,9 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
     )
 
 
-def _kind_of_choice(survey: Survey, allocate: str | None = None) -> str:
+def _kind_of_choice(survey: Survey, allocate: str | None = None, *, has_one_width: bool = False) -> str:
     """Return the kind of choice; only with gradients of the output are losses of different layers in one unit."""
-    return (allocate or "global") if survey.gradients else "uniform"
+    return (allocate or "global") if survey.gradients and not has_one_width else "uniform"
 
 
 def _fit_with_care(

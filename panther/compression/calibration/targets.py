@@ -239,12 +239,13 @@ def select_targets(
     smallest: Callable[[Target], int] | None = None,
     tables: bool = False,
     experts: bool = False,
+    refuse: Callable[[Target], str | None] | None = None,
 ) -> Survey:
     """Find the layers that would shrink, and the reason why each further module with a matrix is kept dense.
 
     ``smallest`` returns the smallest number of bytes that a weight can take. Without it, a weight shrinks if a low-rank
     layer of rank ``rank`` is smaller. ``tables`` is whether embeddings and large layers are layers to compress, and
-    ``experts`` whether stacked weights of experts are.
+    ``experts`` whether stacked weights of experts are. ``refuse`` returns why a weight is kept dense, or None.
     """
     included, excluded = selectors_of("include", include, ("*",)), selectors_of("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
@@ -283,6 +284,9 @@ def select_targets(
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
         target = _target(tuple(name for module in sharing for name in names[module]), sharing, seeded)
+        if refuse is not None and (reason := refuse(target)) is not None:
+            reasons |= {module: reason for module in sharing}
+            continue
         if target.is_large and not tables and not seeded:
             reasons[sound[0]] = (
                 f"has {target.inner:,} inputs and {target.outer:,} outputs, and above {_LARGEST_SIDE:,} only codes are "

@@ -20,6 +20,7 @@ from panther.compression.calibration.targets import LEAST_RANK, Target
 from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
 from panther.compression.moments import Moments, TableMoments
+from panther.compression.readers import Reader
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.specs import allow_saving
@@ -101,6 +102,7 @@ class FormSettings:
         group_size: Columns of a quantized weight that share a scale; None is the entire row.
         activations: How quantized linear layers round their inputs, None or "int8".
         symmetric: Whether the middle code of every group stands for zero.
+        reader: The program that will read the model in another format; None if only Panther will.
     """
 
     names: tuple[str, ...]
@@ -108,6 +110,7 @@ class FormSettings:
     group_size: int | None = 128
     activations: str | None = None
     symmetric: bool = False
+    reader: Reader | None = None
 
     @property
     def forms(self) -> tuple["Form", ...]:
@@ -118,7 +121,21 @@ class FormSettings:
         """Return the forms that a weight can take, whatever its size."""
         forms = (form for form in self.forms if form.stores_tables or not target.is_table)
         forms = (form for form in forms if form.stores_experts or not target.is_stacked)
+        if self.reader is not None:
+            widths = self.reader.widths_of(target.inner, self.group_size, [form.bits for form in self.forms])
+            forms = (form for form in forms if form.bits is None or form.bits in widths)
         return tuple(form for form in forms if form.accepts(target))
+
+    def why_not_read(self, target: Target, *, is_head: bool) -> str | None:
+        """Return why the reader holds a weight only if it is dense; None if the reader holds it in codes."""
+        if self.reader is None:
+            return None
+        name = self.reader.name
+        if target.is_looked_up or target.is_stacked or not isinstance(target.modules[0], nn.Linear):
+            return f"is of class {target.kind}, and reader={name!r} holds codes of nn.Linear only"
+        if is_head and not self.reader.packs_heads:
+            return f"computes the logits, and reader={name!r} does not hold such a layer in codes"
+        return self.reader.why_no_group(target.inner, self.group_size)
 
     @property
     def stores_tables(self) -> bool:

@@ -81,8 +81,9 @@ def compress_folder(
             None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
             ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
-            ``measure_speed`` and ``allow_slower``. The ranks of ``group`` divide the batches and the fits: each gives
-            its own batches, and the first one writes the target.
+            ``measure_speed`` and ``allow_slower``; ``reader`` implies the ``target`` of :func:`panther.compress`. The
+            ranks of ``group`` divide the batches and the fits: each gives its own batches, and the first one writes the
+            target.
 
     Returns:
         The report of :func:`panther.compress`.

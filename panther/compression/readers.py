@@ -1,0 +1,138 @@
+"""What the programs that read the format compressed-tensors hold, as one table.
+
+:func:`panther.compress` with ``target=`` fits only this, and ``panther export --to compressed-tensors`` writes only
+this. All grids are symmetric and stored by groups of neighbouring columns, and embeddings are dense.
+"""
+
+__all__ = ["FORMATS", "READERS", "Reader", "decodes_in_silence", "reader_of"]
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+FORMATS = ("compressed-tensors",)
+"""Formats of other programs for which :func:`panther.compress` can fit a model."""
+
+_WORD = 32  # bits of an integer in which codes are packed
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a program holds of models in the format compressed-tensors.
+
+    Attributes:
+        name: The name by which users ask for it.
+        version: The versions for which the table holds.
+        was_run: Whether the program was run on exported folders; otherwise its source was read.
+        widths: Widths of codes, in bits.
+        group_sizes: Sizes of groups of columns, beside entire rows; None is any size.
+        fused: Names of layers that the program fuses, which need one width and one group size. :func:`panther.compress`
+            gives all layers one width for such a reader.
+        packs_heads: Whether the layer that computes a model's logits may be quantized.
+        takes_adapters: Whether a correction of low rank may be written as an adapter of PEFT.
+    """
+
+    name: str
+    version: str
+    was_run: bool
+    widths: tuple[int, ...]
+    group_sizes: tuple[int, ...] | None
+    fused: tuple[tuple[str, ...], ...]
+    packs_heads: bool
+    takes_adapters: bool
+
+    @property
+    def has_one_width(self) -> bool:
+        """Return whether all layers get one width, so that fused layers have the same."""
+        return bool(self.fused)
+
+    def why_no_group(self, columns: int, group_size: int | None) -> str | None:
+        """Return why the reader does not hold groups of ``group_size`` columns in rows of ``columns``; None if it does.
+
+        ``group_size`` is None for entire rows.
+        """
+        if group_size is None or group_size >= columns:
+            return None
+        if columns % group_size:
+            return f"has rows of {columns} columns, which groups of {group_size} do not divide"
+        if self.group_sizes is not None and group_size not in self.group_sizes:
+            sizes = ", ".join(map(str, self.group_sizes))
+            return f"has groups of {group_size} columns, and {self.name} holds groups of {sizes}"
+        return None
+
+    def widths_of(self, columns: int, group_size: int | None, widths: Sequence[int | None]) -> tuple[int, ...]:
+        """Return which of ``widths`` a layer may have in a model whose layers have any of these widths.
+
+        A width is left out if a program that decodes all layers with the widest width would take the layer for another
+        one, see :func:`decodes_in_silence`.
+        """
+        held = [bits for bits in widths if bits is not None and bits in self.widths]
+        if self.has_one_width:
+            return tuple(held)
+        pairs = [(wider, first_group) for wider in held for first_group in (None, group_size)]
+        return tuple(
+            bits for bits in held if not any(decodes_in_silence(columns, bits, group_size, *pair) for pair in pairs)
+        )
+
+
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader("transformers", "5.23.0 with compressed-tensors 0.20.0", True, (2, 3, 4, 5, 6, 8), None, (), True, True),
+        # Kernels of all versions hold two widths and these groups; packed heads fail in some versions of vLLM (pull
+        # request 52543), and packed embeddings in most (44340, 45535). Adapters on codes are not known to be right
+        # (28791 was closed, and 50059 is open).
+        Reader(
+            "vllm", "0.33, from its source", False, (4, 8), (32, 64, 128),
+            (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")), False, False,
+        ),
+    )
+}  # fmt: skip
+"""The readers by name."""
+
+
+def reader_of(name: str) -> Reader:
+    """Return the reader of a name.
+
+    Raises:
+        ValueError: If there is no such reader.
+    """
+    if name not in READERS:
+        close = get_close_matches(str(name), READERS, 1)
+        guess = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"reader {name!r} is unknown{guess}: use one of {', '.join(map(repr, READERS))}")
+    return READERS[name]
+
+
+def decodes_in_silence(
+    columns: int, bits: int, group_size: int | None, wider_bits: int, wider_group_size: int | None
+) -> bool:
+    """Return whether codes of ``bits`` give a weight of the right shape, and wrong values, when decoded as wider codes.
+
+    ``from_pretrained`` of transformers with ``dequantize=True`` decodes all layers by the first scheme of config.json,
+    whatever their own scheme is. Exported folders name the widest scheme first. Narrower layers then have too few
+    columns, which is an error, except for the sizes for which this function returns True.
+
+    Args:
+        columns: Columns of the layer.
+        bits: Width of its codes.
+        group_size: Columns of its groups; None is entire rows.
+        wider_bits: Width of the first scheme.
+        wider_group_size: Columns of the groups of the first scheme; None is entire rows.
+    """
+    if bits >= wider_bits:
+        return False  # Groups that differ fail, or one scale for the entire row is right in any group.
+    words = -(-columns * bits // _WORD)
+    if wider_bits == 4:
+        decoded = min(columns, words * _WORD // wider_bits)
+    else:  # Words are padded to blocks of 32 codes.
+        decoded = min(columns, -(-words // wider_bits) * _WORD)
+    groups = 1 if group_size is None else -(-columns // group_size)
+    if wider_group_size is None:
+        return decoded == columns and groups in (1, columns)
+    if decoded % wider_group_size:
+        return False
+    decoded_groups = decoded // wider_group_size
+    if groups not in (1, decoded_groups) and decoded_groups != 1:
+        return False
+    return max(groups, decoded_groups) * wider_group_size == columns
