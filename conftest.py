@@ -80,9 +80,14 @@ _file_seconds = Counter()
 # They train, or plan for many layouts. Run alone, a page is not deselected.
 SLOW_PAGES = ("migrate-ddp.rst", "advisor.rst")
 # Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
-EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
+EXTRA_PAGES = {
+    "transformers.rst": "transformers", "compressed-tensors.rst": "transformers", "peft.rst": "peft",
+    "torchao.rst": "torchao", "keras.rst": "keras",
+}  # fmt: skip
 # Libraries that `make test` does not install. A test that calls importorskip with one of them has the mark extra.
-EXTRA_LIBRARIES = {"transformers", "tokenizers", "onnx", "onnxruntime", "onnxscript", "tensorboard", "mlflow"}
+EXTRA_LIBRARIES = {
+    "transformers", "compressed_tensors", "tokenizers", "onnx", "onnxruntime", "onnxscript", "tensorboard", "mlflow",
+}  # fmt: skip
 ENGINES = ("torchao", "keras", "ray", "deepspeed")
 
 

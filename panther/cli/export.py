@@ -4,6 +4,7 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,13 @@ def add_parser(commands: Any) -> None:
         help="what panther compress wrote, or save_pretrained of transformers; or what pr.save_compressed wrote, with "
         "--model",
     )
-    text = "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone"
-    parser.add_argument("--to", choices=("onnx", "torch", "linears"), required=True, help=text)
+    text = (
+        "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone; "
+        "compressed-tensors: a folder with quantized layers, for programs without Panther"
+    )
+    parser.add_argument("--to", choices=("onnx", "torch", "linears", "compressed-tensors"), required=True, help=text)
+    text = "program that will read a folder of compressed-tensors (default: %(default)s)"
+    parser.add_argument("--reader", choices=("transformers", "vllm"), default="transformers", help=text)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     text = "module:function, which returns the architecture, where the folder has no config.json"
     parser.add_argument("--model", metavar="FUNCTION", help=text)
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             require_extra(module, "onnx")
     with current_folder_importable(), _empty_after_an_error(out):
         _export(args, _load(folder, args.model).eval(), out)
-    for path in sorted(out.iterdir()):
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     return 0
 
@@ -77,7 +83,10 @@ def _empty_after_an_error(out: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in out.iterdir() if out.is_dir() else ():
-            path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         if out.is_dir() and not existed:
             out.rmdir()
         raise
@@ -91,6 +100,9 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         model = model.to(getattr(torch, args.dtype))
     if args.to == "linears":
         _write_linears(model, out)
+        return
+    if args.to == "compressed-tensors":
+        _write_compressed_tensors(model, Path(args.folder), out, args.reader)
         return
     sample = _sample(model, args.sample)
     inputs = f"which --sample {args.sample} returns" if args.sample else "tokens or an image of its sizes"
@@ -251,3 +263,23 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
     (out / "panther.json").unlink()  # all layers are plain, to be read without Panther
     record = {layer.name: layer.became for layer in report.replaced}
     write_json(out / "layers.json", record)
+
+
+def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reader: str) -> None:
+    """Write packed codes in the format compressed-tensors, with the tokenizer and other files of the folder."""
+    from collections import Counter
+
+    from panther.integrations.compressed_tensors import write_compressed_tensors
+    from panther.integrations.compressed_tensors.adapter import ADAPTER_FOLDER
+    from panther.integrations.folders.beside import copy_beside
+
+    with explained(f"{type(model).__name__} cannot be exported"):
+        schemes = write_compressed_tensors(model, out, reader=reader)
+    copy_beside(folder, out)
+    for name in ("panther.json", "README.md"):  # they describe the folder with Panther's layers
+        (out / name).unlink(missing_ok=True)
+    for scheme, count in sorted(Counter(schemes.values()).items(), reverse=True):
+        groups = f"groups of {scheme.group_size}" if scheme.group_size else "entire rows"
+        print(f"{counted(count, 'layer')} of {scheme.bits} bits in {groups}, equal to the model's number by number")
+    if (out / ADAPTER_FOLDER).is_dir():
+        print(f"{out / ADAPTER_FOLDER} holds corrections: load them with PEFT, after the first forward of the model")

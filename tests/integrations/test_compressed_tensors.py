@@ -1,0 +1,263 @@
+"""Folders in the format compressed-tensors, which transformers reads in a process without Panther."""
+
+import json
+import sys
+
+import pytest
+import torch
+import waits
+from safetensors.torch import load_file, save_file
+
+import panther as pr
+from panther.cli import main
+from panther.errors import FormatError, PantherError
+from panther.integrations.compressed_tensors import Scheme, write_compressed_tensors, writer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extra
+
+WORDS, GROUP = 61, 32
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+
+READ = """
+import sys, warnings
+import torch, transformers
+from safetensors.torch import load_file
+folder, kind, dequantize = sys.argv[1:]
+inputs = load_file(f"{folder}/../inputs.safetensors")
+options = {}
+if dequantize == "True":
+    options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
+assert not any(info[name] for name in ("missing_keys", "mismatched_keys")), info
+with torch.no_grad():
+    output = model.eval()(inputs["input_ids"])[0]
+assert "panther" not in sys.modules
+error = (output - inputs["output"]).norm() / inputs["output"].norm()
+print(f"error {error.item():.3e}")
+"""
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, **(SIZES | options)
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(vocab_size=WORDS, **SIZES)).eval()
+
+
+def compressed(make, **options):
+    """Return a model with biases and norms that are not at their initial values, compressed in two widths."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    defaults = {"forms": ("int8", "int4"), "target": "compressed-tensors", "group_size": GROUP}
+    if "calibration" in options:
+        report = pr.compress(model, measure_speed=False, seed=0, **(defaults | {"bits": 6.0} | options))
+    else:
+        report = pr.compress(
+            model, method="svd", measure_speed=False, seed=0, **(defaults | {"budget": 0.25, "forms": "int4"} | options)
+        )
+    assert report.layers
+    return model
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, WORDS, (8, 12), generator=generator)} for _ in range(8)]
+
+
+def read(folder, kind, *, dequantize=False):
+    """Return what a fresh process prints that loads a folder and compares its output with the saved one."""
+    command = [sys.executable, "-P", "-c", READ, folder, kind, str(dequantize)]
+    return waits.run(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModel"])
+def test_a_fresh_process_reads_the_model(kind, tmp_path, capsys):
+    pytest.importorskip("compressed_tensors")
+    model = compressed(llama if kind == "AutoModelForCausalLM" else bert, calibration=batches())
+    widths = {layer.bits for layer in model.modules() if isinstance(layer, pr.nn.QuantizedLinear)}
+    assert widths == {4, 8}
+    pr.save_compressed(model, tmp_path / "small")
+    (tmp_path / "small/tokenizer_config.json").write_text("{}")
+    command = ["export", str(tmp_path / "small"), "--to", "compressed-tensors", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert f"of 8 bits in groups of {GROUP}, equal to the model's number by number" in printed
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"config.json", "model.safetensors", "tokenizer_config.json"}
+    assert "panther.json" not in names
+    ids = torch.arange(1, 25).view(2, 12)
+    with torch.no_grad():
+        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
+    result = read(tmp_path / "out", kind)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[-1]) < 1e-3
+    # All layers are decoded by the first scheme here, which has to be noticed.
+    result = read(tmp_path / "out", kind, dequantize=True)
+    assert result.returncode != 0
+    assert "issues during automatic conversion of the weights" in result.stderr
+
+
+@pytest.mark.slow
+def test_one_width_is_read_with_dequantize_too(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    model = compressed(bert)
+    write_compressed_tensors(model, tmp_path / "out")
+    ids = torch.arange(1, 25).view(2, 12)
+    with torch.no_grad():
+        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
+    result = read(tmp_path / "out", "AutoModel", dequantize=True)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[-1]) < 1e-3
+
+
+ADAPTED = """
+import sys
+import torch, transformers, peft
+from safetensors.torch import load_file
+folder, kind = sys.argv[1:]
+inputs = load_file(f"{folder}/../inputs.safetensors")
+expected = inputs["output"]
+model = getattr(transformers, kind).from_pretrained(folder).eval()
+with torch.no_grad():
+    base = model(inputs["input_ids"])[0]
+    output = peft.PeftModel.from_pretrained(model, f"{folder}/adapter").eval()(inputs["input_ids"])[0]
+assert "panther" not in sys.modules
+print(f"base {((base - expected).norm() / expected.norm()).item():.3e}")
+print(f"error {((output - expected).norm() / expected.norm()).item():.3e}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModel"])
+def test_corrections_are_an_adapter(kind, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("peft")
+    make = llama if kind == "AutoModelForCausalLM" else bert
+    model = compressed(make, calibration=batches(), forms=("int3", "int3+low_rank"), bits=5.5)
+    ranks = {layer.low_rank for layer in model.modules() if isinstance(layer, pr.nn.QuantizedLinear)}
+    assert len(ranks - {0}) > 1  # padded to the largest
+    write_compressed_tensors(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == max(ranks)
+    ids = torch.arange(1, 25).view(2, 12)
+    with torch.no_grad():
+        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-P", "-c", ADAPTED, tmp_path / "out", kind]
+    result = waits.run(command)
+    assert result.returncode == 0, result.stderr
+    base, error = (float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith(("base", "error")))
+    assert error < 1e-3 < base
+
+
+def test_the_files_hold_packed_codes(tmp_path):
+    model = compressed(llama)
+    schemes = write_compressed_tensors(model, tmp_path / "out")
+    assert set(schemes.values()) == {Scheme(4, GROUP)}
+    state = load_file(tmp_path / "out/model.safetensors")
+    layer = "model.layers.1.mlp.down_proj"
+    assert state[f"{layer}.weight_packed"].shape == (128, 96 * 4 // 32)
+    assert state[f"{layer}.weight_shape"].tolist() == [128, 96]
+    assert state[f"{layer}.weight_scale"].shape == (128, 3)
+    assert f"{layer}.weight" not in state
+    assert not any(name.endswith(("zeros", "weight_zero_point", "codes")) for name in state)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"]["format"] == "pack-quantized"
+    assert model.config.quantization_config["quant_method"] == "panther"  # the model itself is unchanged
+
+
+def test_half_precision_needs_scales_that_it_can_hold(tmp_path):
+    model = compressed(llama).half()
+    write_compressed_tensors(model, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["lm_head.weight_scale"].dtype is torch.float16
+    model.lm_head.scales[0, 0] = 3e-8
+    with pytest.raises(PantherError, match=r"'lm_head' has scales that float16 cannot hold: export with --dtype"):
+        write_compressed_tensors(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+FREE = {"target": None, "exclude": "*embed*"}
+SYMMETRIC = {**FREE, "symmetric": True}
+REFUSED = [
+    (FREE, "transformers", r"which has zero points \(symmetric=False\)"),
+    (SYMMETRIC | {"exclude": None}, "transformers", "'model.embed_tokens', which is a QuantizedEmbedding"),
+    (FREE | {"forms": "low_rank"}, "transformers", "which is a LowRankLinear"),
+    (FREE | {"forms": "int8_low_rank"}, "transformers", "which is of low rank without codes"),
+    (SYMMETRIC | {"forms": "int4+low_rank"}, "vllm", r"which has a correction of rank \d+, and adapters on codes"),
+    (SYMMETRIC | {"activations": "int8"}, "transformers", r"which rounds its inputs \(activations='int8'\)"),
+    (SYMMETRIC | {"group_size": 20}, "transformers", "which has rows of 128 columns, which groups of 20 do not divide"),
+    ({"forms": "int3"}, "vllm", "which has 3 bits, and vllm holds 4, 8"),
+    ({"group_size": 16}, "vllm", "which has groups of 16 columns, and vllm holds groups of 32, 64, 128"),
+    ({}, "vllm", "'lm_head', which computes the logits"),
+    ({"exclude": ["*.k_proj", "lm_head"]}, "vllm", "have different widths or groups, and reader 'vllm' fuses them"),
+]
+
+
+@pytest.mark.parametrize(("options", "reader", "message"), REFUSED)
+def test_what_a_reader_lacks_is_refused(options, reader, message, tmp_path):
+    model = compressed(llama, budget=0.6, **options)
+    with pytest.raises(PantherError, match=message):
+        write_compressed_tensors(model, tmp_path / "out", reader=reader)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_for_vllm_is_written(tmp_path):
+    """The shapes and dtypes are those that vLLM allocates; vLLM itself cannot be installed here."""
+    model = compressed(llama, target=None, reader="vllm", forms="int8", budget=0.4)
+    names = [name for name, module in llama().named_modules() if isinstance(module, torch.nn.Linear)]
+    schemes = write_compressed_tensors(model, tmp_path / "out", reader="vllm")
+    assert schemes == {name: Scheme(8, GROUP) for name in names if name != "lm_head"}
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["ignore"] == [r"re:^(?:model\.)?(?:lm_head)$"]  # every nn.Linear has a scheme or is ignored
+    state = load_file(tmp_path / "out/model.safetensors")
+    for name in schemes:
+        rows, columns = state[f"{name}.weight_shape"].tolist()
+        assert state[f"{name}.weight_shape"].dtype is torch.int64
+        assert state[f"{name}.weight_packed"].dtype is torch.int32
+        assert state[f"{name}.weight_packed"].shape == (rows, columns // 4)
+        assert state[f"{name}.weight_scale"].shape == (rows, columns // GROUP)
+
+
+def test_layers_of_other_classes_are_refused(tmp_path):
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=1, n_head=4, n_positions=32, **ids)
+    model = transformers.GPT2Model(config).eval()
+    pr.compress(model, budget=0.4, method="svd", forms="int4", symmetric=True, exclude="w?e", measure_speed=False)
+    with pytest.raises(PantherError, match="is a Conv1D in transformers, and readers hold"):
+        write_compressed_tensors(model, tmp_path / "out")
+    with pytest.raises(PantherError, match="Sequential is not a model of transformers"):
+        write_compressed_tensors(torch.nn.Sequential(), tmp_path / "out")
+    with pytest.raises(PantherError, match="the model has no quantized layer"):
+        write_compressed_tensors(bert(), tmp_path / "out")
+    with pytest.raises(ValueError, match="reader 'sglang' is unknown"):
+        write_compressed_tensors(bert(), tmp_path / "out", reader="sglang")
+
+
+def test_small_layers_that_would_be_misread_are_refused(tmp_path):
+    model = llama(hidden_size=256, num_hidden_layers=1)
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"]
+    for bits, name in zip((8, 4), names, strict=True):
+        pr.compress(
+            model, budget=0.4, method="svd", forms=f"int{bits}", symmetric=True, include=name, measure_speed=False
+        )
+    with pytest.raises(PantherError, match="with dequantize=True would read it as 8 bits without an error"):
+        write_compressed_tensors(model, tmp_path / "out")
+
+
+def test_files_that_differ_are_removed(tmp_path, monkeypatch):
+    model, pack = compressed(llama), writer.pack_weight
+    monkeypatch.setattr(writer, "pack_weight", lambda codes, bits: pack(codes ^ 1, bits))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FormatError, match="the files do not hold the model under its own names and with its numbers"):
+        write_compressed_tensors(model, tmp_path / "out")
+    assert [*(tmp_path / "out").iterdir()] == []
