@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, multiprocessors, next_power_of_2
+from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, has_warpgroups, multiprocessors, next_power_of_2
 from ._launch import Launch
 from ._runtime import current_target
 
@@ -469,7 +469,7 @@ def _states_plan(
     """Return the function of left, right, extra, c and r that computes the states (batch, chunks, D E + D)."""
     chunk = _chunk(like, D, E)
     chunks, width = cdiv(n, chunk), D * E + D
-    tile = _tiles(like, D, E)
+    tile = _state_tiles(like, D, E)
     sum_chunks = Launch(
         _states_kernel, (batch * chunks, cdiv(D, tile.inner), cdiv(E, tile.columns)), n, chunks,
         D=D, E=E, SUFFIX=suffix, SCALED=scaled, PRECISION=dot_precision(like.dtype),
@@ -526,6 +526,13 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     """Return tiles that compile without spilling registers, for widths up to 256. Other tiles may be faster."""
     target = None if INTERPRETED.value else current_target()
     return _tiles_of(x.dtype, inner, outer, dot_precision(x.dtype), target)
+
+
+def _state_tiles(x: Tensor, inner: int, outer: int) -> _Tile:
+    """Return the tile of the sums of chunks, which have one product for each tile of rows."""
+    tile = _tiles(x, inner, outer)
+    # With eight warps Triton 3.9 spills two to twelve registers on sm_90.
+    return tile._replace(warps=4) if dot_precision(x.dtype) == "tf32x3" and has_warpgroups() else tile
 
 
 @functools.lru_cache(maxsize=1024)

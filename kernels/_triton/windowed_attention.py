@@ -27,7 +27,7 @@ from torch import Tensor
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision
 from ._launch import Launch
 from ._runtime import current_target
-from .attention import _are_ready, _exponents, _inner, _padded, _subtrahend, _Tile, _tiles
+from .attention import _are_ready, _exponents, _inner, _padded, _state_tiles, _subtrahend, _Tile, _tiles
 
 _SCAN_BLOCK = 256
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -601,7 +601,7 @@ def _sums_plan(
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the function of left, right, extra, weight and b that computes the sums of blocks and their exponents."""
     batch, n, _, E, M, window, blocks = sizes
-    tile = _shape(like, window, M, E)
+    tile = _of_window(_state_tiles(like, M, E), window)
     launch = Launch(
         _sums_kernel, (batch * blocks, cdiv(M, tile.inner), cdiv(E, tile.columns)), n, blocks,
         M=M, E=E, WINDOW=window, EXTRA=weighted, WEIGHTED=weighted, SCALED=scaled,
@@ -677,7 +677,10 @@ def _feature_gradient_plan(
 
 def _shape(x: Tensor, window: int, inner: int, outer: int) -> _Tile:
     """Return the tile of causal linear attention, with no more rows than a window."""
-    tile = _tiles(x, inner, outer)
+    return _of_window(_tiles(x, inner, outer), window)
+
+
+def _of_window(tile: _Tile, window: int) -> _Tile:
     return tile._replace(rows=min(tile.rows, _padded(window)))
 
 
