@@ -23,6 +23,7 @@ from ._device import (
     cdiv,
     dot_operand,
     dot_precision,
+    has_tensor_memory,
     has_warpgroups,
     is_hip,
     multiprocessors,
@@ -38,8 +39,7 @@ SketchedProduct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | Non
 _MAX_RANK_TILE = 64
 # Largest rank of one float32 product. Three TF32 products need twice the tiles, so a larger rank would spill registers.
 _SINGLE_SLICE = 32
-# For the fused kernel with packed signs, which are unpacked in registers.
-_PACKED_SINGLE_SLICE = 16
+_PACKED_SINGLE_SLICE = 16  # For the fused kernel with packed signs, which are unpacked in registers.
 # Rows from which the pair takes tiles of 128 rows in half precision.
 _TALL_ROWS = 4096
 # Partial sums that are loaded at once, and entries that a program of the reduction computes.
@@ -361,6 +361,8 @@ def _fused_tile(M: int, half: bool, packed: bool, multiprocessors: int) -> dict[
     else:
         BM, BK, BN = max((rows for rows in (128, 64) if fills(rows)), default=32), 64, 64
         warps, stages = {128: (8, 3), 64: (4, 4), 32: (4, 6)}[BM]
+        if BM == 128 and not packed and has_tensor_memory():
+            BN = 128  # Triton 3.9 spills two registers with 64.
     return {"BM": BM, "BK": BK, "BN": BN, "num_warps": warps, "num_stages": stages}
 
 

@@ -66,6 +66,15 @@ def test_precision_of_products(on, precision, backend, arch, full, expected):
     assert _device.dot_precision(torch.bfloat16) == "ieee"
 
 
+@pytest.mark.parametrize(
+    ("backend", "arch", "expected"),
+    [("cuda", 90, False), ("cuda", 100, True), ("cuda", 120, False), ("hip", "gfx942", False)],
+)
+def test_tensor_memory_is_on_some_blackwell_chips(on, backend, arch, expected):
+    on(backend, arch)
+    assert _device.has_tensor_memory() is expected
+
+
 def test_pipelines_are_shallow_on_amd(on):
     on("cuda", 90)
     assert _device.pipeline_stages(4) == 4

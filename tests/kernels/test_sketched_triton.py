@@ -214,6 +214,18 @@ def test_float32_tiles_of_the_fused_kernel(device, form, monkeypatch, poison):
         assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float32]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_tall_tiles_of_the_fused_kernel_on_sm_100(device, form, monkeypatch, poison):
+    """Two tiles of 128 rows and, for dense signs, 128 columns; the last ones are not full."""
+    from panther.kernels._triton import sketched
+
+    monkeypatch.setattr(sketched, "has_tensor_memory", lambda: True)
+    monkeypatch.setattr(sketched, "multiprocessors", lambda device: 1)
+    args = operands(200, 65, 150, 50, dtype=torch.float16, device=device, form=form)
+    with using_path("fused"), torch.no_grad():
+        assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float16]
+
+
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
         signs = reference.random_block("sign", 1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
