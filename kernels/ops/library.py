@@ -10,6 +10,7 @@ __all__ = [
     "is_exporting",
     "needs_torch",
     "on_its_device",
+    "runs_eagerly_on_gpu",
 ]
 
 from collections.abc import Callable
@@ -144,6 +145,14 @@ def needs_torch() -> bool:
     if is_differentiated_forward():
         return True
     return are_transforms_active() and (torch.is_grad_enabled() or not only_vmap_is_active())
+
+
+def runs_eagerly_on_gpu(x: torch.Tensor) -> bool:
+    """Return whether an operation on x launches its kernels now, so that each of them takes time of the host.
+
+    It does not where a compiler records the operation, a mode replaces it, or torch.func transforms it.
+    """
+    return not torch.compiler.is_compiling() and runs_kernels(x) and is_plain_call()
 
 
 def on_its_device(implementation: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

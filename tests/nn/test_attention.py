@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
+from panther.nn.attention import _features
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
     positive_features,
+    products,
     relu_features,
     taylor_features,
 )
@@ -507,6 +509,19 @@ def test_directions_are_orthogonal_and_normal():
     # 32,000 entries of variance 1, those of a block correlated only through their lengths.
     assert abs(W.mean().item()) < 5 / math.sqrt(W.numel())
     assert abs(W.square().mean().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 1), (0, 3), (3, 0)])
+def test_products_of_pairs_are_the_same_on_a_gpu(shape, monkeypatch):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    sliced = products(x)
+    (grad,) = torch.autograd.grad(sliced.sin().sum(), x)
+    monkeypatch.setattr(_features, "runs_eagerly_on_gpu", lambda x: True)
+    gathered = products(x)
+    assert torch.equal(gathered, sliced)
+    torch.testing.assert_close(torch.autograd.grad(gathered.sin().sum(), x)[0], grad)
+    assert torch.autograd.gradcheck(products, x)
+    assert torch.autograd.gradgradcheck(products, x)
 
 
 def test_lengths_of_features():

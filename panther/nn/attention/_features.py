@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.kernels.ops.library import can_autocast
+from panther.kernels.ops.library import can_autocast, runs_eagerly_on_gpu
 from panther.sketch import GaussianSketch
 
 # This is added to every ReLU feature, as in the Performer, so that every query has some weight.
@@ -85,7 +85,7 @@ def positive_features(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, W = x.to(wide), directions.to(wide)
-    logits = x @ (W * math.sqrt(1 - 4 * shift)).mT
+    logits = x @ (W * math.sqrt(1 - 4 * shift) if shift else W).mT
     if shift:
         logits = logits + shift * W.square().sum(-1)[:, None, :]
     largest = logits.detach().amax(-1, keepdim=True)  # The result does not depend on it, so it needs no gradient.
@@ -100,10 +100,40 @@ def relu_features(x: Tensor, directions: Tensor) -> Tensor:  # (*batch, heads, n
 def products(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, d (d + 1) / 2)
     """Return the products of all pairs of entries, in the order of ``torch.triu_indices``.
 
-    They are computed by slices, because gathering both factors takes four times as long.
+    On a CPU they are computed by slices, because gathering both factors takes four times as long. On a GPU the slices
+    are d launches, about a hundred with their gradients for ten entries, and gathering takes four, and seven backward.
     """
     d = x.shape[-1]
+    if d and runs_eagerly_on_gpu(x):
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return _gathered_products(x)
+        differentiable: Tensor = _GatheredProducts.apply(x)  # type: ignore[no-untyped-call]
+        return differentiable
     return torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(d)], -1) if d else x
+
+
+def _gathered_products(x: Tensor) -> Tensor:
+    d = x.shape[-1]
+    i, j = torch.triu_indices(d, d, device=x.device)
+    return x.index_select(-1, i) * x.index_select(-1, j)
+
+
+class _GatheredProducts(torch.autograd.Function):
+    """Products of pairs whose gradient needs no atomic additions, which that of a gathering does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gathered_products(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        d = x.shape[-1]
+        i, j = torch.triu_indices(d, d, device=x.device)
+        square = grad.new_zeros(*grad.shape[:-1], d * d).index_copy(-1, i * d + j, grad).unflatten(-1, (d, d))
+        d_x: Tensor = ((square + square.mT) * x[..., None, :]).sum(-1)
+        return d_x
 
 
 def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (d + 1) / 2)
