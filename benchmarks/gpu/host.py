@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,9 +29,9 @@ from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
 from benchmarks.harness import figure, print_table, write_csv
-from panther.nn import QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import QuantizedLinear, RandMultiHeadAttention, SKConv2d, SKLinear
 
-_SIZE, _RANK, _HEAD_DIM, _LENGTH, _WINDOW = 256, 16, 64, 64, 16
+_SIZE, _RANK, _HEAD_DIM, _LENGTH, _WINDOW, _FEATURES = 256, 16, 64, 64, 16, 128
 _WARM_CALLS = 3
 # The device is waited for after this many calls, so that the queue of launches never fills.
 _CALLS_AT_ONCE = 20
@@ -96,7 +97,25 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
     yield Case("windowed_linear_attention, causal", lambda q: windowed(q, True), q, softmax)
     yield Case("windowed_linear_attention", lambda q: windowed(q, False), q, softmax)
+    x = q[0]
+    mha = nn.MultiheadAttention(_HEAD_DIM, 1, batch_first=True).to(device, dtype)
+    mask = nn.Transformer.generate_square_subsequent_mask(_LENGTH, torch.device(device), dtype)
+
+    def attended(x: Tensor) -> Tensor:
+        output: Tensor = mha(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+        return output
+
+    yield Case("nn.MultiheadAttention, causal", attended, x)
+    for kernel in ("hermite", "softmax"):
+        layer = RandMultiHeadAttention(_HEAD_DIM, 1, _FEATURES, kernel_fn=kernel, iscausal=True, seed=0)
+        function = partial(_self_attention, layer.to(device, dtype))
+        yield Case(f"RandMultiHeadAttention, {kernel}, causal", function, x, "nn.MultiheadAttention, causal")
     yield Case("hadamard_transform, 64 x 64", lambda q: hadamard_transform(q), q)
+
+
+def _self_attention(layer: RandMultiHeadAttention, x: Tensor) -> Tensor:
+    output: Tensor = layer(x, x, x)[0]
+    return output
 
 
 def host_rows(device: str, dtypes: tuple[torch.dtype, ...], calls: int) -> Iterator[dict[str, Any]]:
