@@ -184,8 +184,11 @@ class _Checkpointed(nn.Module):
 
 
 def checkpoint_blocks_(model: Any, count: int) -> nn.Module:
-    """Let the last ``count`` blocks of a model compute their activations again in the backward pass."""
-    for i in range(len(model.blocks) - count, len(model.blocks)):
+    """Let the first ``count`` blocks of a model compute their activations again in the backward pass.
+
+    The activations of the later blocks are free by then, so that these blocks lower the peak of the memory.
+    """
+    for i in range(count):
         model.blocks[i] = _Checkpointed(model.blocks[i])
     changed: nn.Module = model
     return changed
@@ -200,7 +203,7 @@ def _with_checkpoints(task: OptimizerTask, *, count: int) -> nn.Module:
 
 
 def _method(name: str, build: Callable[[OptimizerTask], nn.Module]) -> Method:
-    return replace(METHODS[BASELINE], name=name, build=build, first_rates=(3e-3, 6e-3), most_rates=2, seeds=(0, 1))
+    return replace(METHODS[BASELINE], name=name, build=build, first_rates=(1.5e-3, 3e-3), most_rates=2, seeds=(0, 1))
 
 
 ACTIVATIONS = {
