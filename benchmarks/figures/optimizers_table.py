@@ -32,7 +32,7 @@ def method_table(name: str, runs: Rows, speeds: Rows) -> str:
         lines.append(
             [
                 method,
-                f"{statistics.mean(losses):.3f}",
+                f"{statistics.mean(losses):.3f}" if losses else "",
                 f"{max(losses) - min(losses):.3f}" if len(losses) > 1 else "",
                 f"{statistics.mean(equal_time):.3f}" if equal_time else "",
                 short(of_method[0]["state_mb"]),
@@ -44,7 +44,9 @@ def method_table(name: str, runs: Rows, speeds: Rows) -> str:
     csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
     task, width = name.rsplit("-", 1)
     seeds = max(len(_best_losses([row for row in runs if row["method"] == line[0]], "steps")) for line in lines)
-    title = f"{task.capitalize()}, width {width}: {UNITS.get(task, 'nats a token')}, means of {seeds} seeds"
+    title = (
+        f"{task.capitalize()}, width {width}: {UNITS.get(task, 'nats a token')}, {seeds} seed{'s' if seeds > 1 else ''}"
+    )
     head = [f".. csv-table:: {title}, {cpu_name(runs[0]['device'])}", "   :header-rows: 1", ""]
     return "\n".join([*head, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n\n"
 
@@ -66,13 +68,15 @@ def _subjects(subject: str) -> list[str]:
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the page of each subject that has results."""
     for subject in SUBJECTS:
         parts = [".. Written by python -m benchmarks.figures.optimizers_table.\n\n"]
         for name in _subjects(subject):
             found = [by_cpu(f"{subject}-{name}{suffix}", 1) for suffix in ("", "-speed")]
             for device in found[0]:
                 parts.append(method_table(name, found[0][device], found[1].get(device, [])))
+        if len(parts) == 1:
+            continue  # no results
         path = PAGES / f"{subject}.inc"
         path.write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
         print(path)

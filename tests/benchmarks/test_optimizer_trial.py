@@ -207,6 +207,6 @@ def test_the_table_has_the_losses_of_the_chosen_rate():
     ]
     speeds = [{"method": "Muon", "x_adamw": "1.25", "peak_mb": "80.2"}]
     table = optimizers_table.method_table("characters-96", runs, speeds)
-    assert "Characters, width 96: nats a character, means of 2 seeds, A CPU" in table
+    assert "Characters, width 96: nats a character, 2 seeds, A CPU" in table
     assert "   Muon,2.100,0.200,2.400,0.5,80.2,1.25\n" in table
     assert "   Muon,2.100,0.200,2.400,0.5,,\n" in optimizers_table.method_table("characters-96", runs, [])
