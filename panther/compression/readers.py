@@ -83,7 +83,7 @@ READERS = {
         # request 52543), and packed embeddings in most (44340, 45535). Adapters on codes are not known to be right
         # (28791 was closed, and 50059 is open).
         Reader(
-            "vllm", "0.33, from its source", False, (4, 8), (32, 64, 128),
+            "vllm", "not run; from its source", False, (4, 8), (32, 64, 128),
             (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")), False, False,
         ),
     )
