@@ -77,9 +77,10 @@ def data_parallel(
             between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while the
             remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599) or ``"sketch"``
             (sums of a few entries with random signs, new in every step, while the remaining part is added to the next
-            gradient), or ``"projected"`` (the projections that ``panther.optim.SketchedAdamW(update="projected")``
-            needs of its matrices, and remaining gradients uncompressed). None sends them uncompressed. Checkpoints of a
-            :class:`panther.train.Trainer` contain the state of PowerSGD, top-k and sketches; in a loop of your own,
+            gradient; with AdamW it learned less than the bf16 hook in a trial), or ``"projected"`` (the projections
+            that ``panther.optim.SketchedAdamW(update="projected")`` needs of its matrices, and remaining gradients
+            uncompressed). None sends them uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the
+            state of PowerSGD, top-k and sketches; in a loop of your own,
             :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.

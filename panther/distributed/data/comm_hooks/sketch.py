@@ -30,6 +30,9 @@ class Sketch(ResidualFeedback):
     part would grow without a limit. PowerSGD at rank r leaves at most 1 - r / min(m, n) of the squared norm of an
     (m, n) matrix with the best factors, and much less if the singular values of the gradient decay.
 
+    AdamW divides by the root of the mean square of what arrives in bursts, and its steps are therefore small: a
+    transformer with c = 10 had a loss of 3.1 after 200 steps, and 2.5 without compression (docs/benchmarks/slow-link).
+
     Args:
         group: The ranks that share gradients.
         fraction: Numbers that are sent for each entry, rounded up.
