@@ -20,9 +20,9 @@ demo: .venv/.demo-stamp
 test: .venv/.test-stamp
 	$(if $(ARGS),OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS),.venv/bin/python tests/support/checks.py test)
 
-# Everything: `make test`, lint, docs, the longer sets of tests, the kernels compiled by two versions of Triton for three
-# chips, and the adapters to heavy libraries, in about two hours on two cores. ARGS="isa engines" runs the parts of these names. It continues after an interruption: what passed
-# for the same commit does not run again.
+# Everything: `make test`, lint, docs, the longer sets of tests, the kernels compiled by two versions of Triton for four
+# chips, and the adapters to heavy libraries, in about two hours on two cores. ARGS="isa engines" runs the parts of these
+# names. It continues after an interruption: what passed for the same commit does not run again.
 verify:
 	$(PYTHON) tests/support/checks.py verify $(ARGS)
 

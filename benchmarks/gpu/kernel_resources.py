@@ -60,16 +60,18 @@ class Target:
     gpu: GPUTarget
     shared_limit: int
     """Bytes of shared memory that one program may have."""
+    allowed_spills: int = 0
+    """Loads and stores of spilled registers that a kernel may have."""
 
 
 TARGETS = (
     Target("sm_80", GPUTarget("cuda", 80, 32), 166912),
     Target("sm_90", GPUTarget("cuda", 90, 32), 232448),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), 65536),
+    # The tiles were chosen for sm_90. Triton 3.6 and 3.9 spill up to eight registers here, in different kernels that take
+    # 64 to 168 of 255. Better tiles would have to be chosen by measurements on such a chip.
+    Target("sm_100", GPUTarget("cuda", 100, 32), 232448, allowed_spills=8),
 )
-
-# Compiled only if it is asked for: some kernels spill a few registers with Triton 3.9.
-_MORE_TARGETS = (Target("sm_100", GPUTarget("cuda", 100, 32), 232448),)
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ def violations(variant: Variant) -> list[str]:
     broken = []
     if variant.error:
         broken.append(f"does not compile: {variant.error}")
-    if variant.spills or variant.stack_bytes:
+    allowed = next((target.allowed_spills for target in TARGETS if target.name == variant.target), 0)
+    if variant.spills > allowed or (variant.stack_bytes and not allowed):
         broken.append(f"spills registers: {variant.spills} spills, {variant.stack_bytes} bytes of stack")
     if variant.shared_bytes > variant.shared_limit:
         broken.append(f"takes {variant.shared_bytes} bytes of shared memory, and there are {variant.shared_limit}")
@@ -382,13 +385,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="sm_90 alone, and of each kernel only the first case")
     parser.add_argument("--write", action="store_true", help="write what was compiled into the table of all rows")
     parser.add_argument("--only", metavar="TEXT", default="", help="the cases whose name contains this")
-    parser.add_argument("--chip", choices=[target.name for target in TARGETS + _MORE_TARGETS], help="one chip")
+    parser.add_argument("--chip", choices=[target.name for target in TARGETS], help="one chip")
     parser.add_argument("--processes", type=int, default=2, help="processes that compile")
     options = parser.parse_args()
     if options.write and options.quick:
         parser.error("--write would write a part of the figures with --quick: give one of them")
     cases = [case for case in CASES if options.only in case.name]
-    targets = [target for target in TARGETS + _MORE_TARGETS if target.name == options.chip] or TARGETS
+    targets = [target for target in TARGETS if target.name == options.chip] or TARGETS
     variants = compile_all(cases, options.quick, targets, options.processes)
     rows = summary(variants)
     for row in rows:

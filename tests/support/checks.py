@@ -71,7 +71,7 @@ INSTALL_SECONDS = {
 }
 
 # The chips for which all kernels are compiled, by the newest and by the oldest supported version of Triton.
-KERNEL_CHIPS = ("sm_80", "sm_90", "gfx942")
+KERNEL_CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNEL_SECONDS = 480
 
 
