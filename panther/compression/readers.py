@@ -95,7 +95,7 @@ def reader_of(name: str) -> Reader:
     """Return the reader of a name.
 
     Raises:
-        ValueError: If there is no such reader.
+        ValueError: If the reader is unknown.
     """
     if name not in READERS:
         close = get_close_matches(str(name), READERS, 1)

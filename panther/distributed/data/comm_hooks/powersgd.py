@@ -38,7 +38,7 @@ class PowerSGD(ErrorFeedback):
             self._last.wait()
         self._begin(bucket)
         state, index = self._state, bucket.index()
-        if state.iter < state.start_powerSGD_iter:  # sent uncompressed, so that there is no error
+        if state.iter < state.start_powerSGD_iter:  # uncompressed gradients leave no error
             self._last = powerSGD_hook.powerSGD_hook(state, bucket)
             return self._last
         error = state.error_dict.get(index)
