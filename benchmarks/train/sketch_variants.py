@@ -78,8 +78,10 @@ class _Update(SketchedUpdate):
     kind = KINDS[0]
     moments = MOMENTS[0]
 
-    def __init__(self, name: str, parameter: Tensor, group: dict[str, Any], state: dict[str, Any], layout: Any) -> None:
-        super().__init__(name, parameter, group, state, layout)
+    def __init__(
+        self, name: str, parameter: Tensor, group: dict[str, Any], state: dict[str, Any], layout: Any, signs: Any
+    ) -> None:
+        super().__init__(name, parameter, group, state, layout, signs)
         step = int(state["step"]) - 1
         if self.moments == "kept" or step == 0 or step % group["period"]:
             return

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther.optim.sketched_update import columns_of, projection_seed
-from panther.sketch import signs
 
 if TYPE_CHECKING:
     from panther.distributed.data.comm_hooks.projected import Projection
+    from panther.optim.sketched_adamw import SketchedAdamW
 
 
-def register_projections(optimizer: torch.optim.Optimizer, group: dict[str, Any], names: Sequence[str]) -> None:
+def register_projections(optimizer: "SketchedAdamW", group: dict[str, Any], names: Sequence[str]) -> None:
     """Let ``comm_hook="projected"`` send the projections of a group's matrices, if its update needs nothing else."""
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -32,7 +32,7 @@ def register_projections(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 
 def _projection_of(
-    optimizer_reference: "weakref.ref[torch.optim.Optimizer]", parameter_reference: "weakref.ref[Tensor]", name: str
+    optimizer_reference: "weakref.ref[SketchedAdamW]", parameter_reference: "weakref.ref[Tensor]", name: str
 ) -> "Projection | None":
     """Return the projection of the next step of a matrix; None if its update needs the whole gradient."""
     from panther.distributed.data.comm_hooks.projected import Projection
@@ -48,5 +48,5 @@ def _projection_of(
     steps_done = int(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0
     seed = projection_seed(name, group["seed"], steps_done // group["period"])
     dtype = torch.promote_types(p.dtype, torch.float32)
-    P = signs(seed, 0, range(group["rank"]), columns, dtype=dtype, device=p.device)
+    P = optimizer.period_signs.matrix(name, seed, group["rank"], columns, dtype=dtype, device=p.device)
     return Projection(P.mul_(group["rank"] ** -0.5), is_transposed)

@@ -21,7 +21,7 @@ from panther.optim.sketched_checks import (
     is_sketched,
     plain_name,
 )
-from panther.optim.sketched_update import SketchedUpdate, apply_sketched
+from panther.optim.sketched_update import PeriodSigns, SketchedUpdate, apply_sketched
 from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
 
@@ -35,8 +35,9 @@ class SketchedAdamW(CheckedGroups):
 
     P has ``rank`` rows of random signs over the root of ``rank``, and acts on the shorter side of G, so that the two
     moments of an (m, n) matrix take :math:`2\,\mathrm{rank} \max(m, n)` numbers in place of :math:`2 m n`. P is a
-    function of the seed, of the parameter's name and of the number of its period: it is not stored, and each rank draws
-    the columns that its shard needs. With R the quotient of Adam for :math:`P G`, the update is
+    function of the seed, of the parameter's name and of the number of its period: no checkpoint has it, and each rank
+    draws the columns that its shard needs, and keeps their bits for a period. With R the quotient of Adam for
+    :math:`P G`, the update is
 
     - ``"channel"``: G with each row or column along the longer side scaled by the ratio of the norms of this part of R
       and of :math:`P G` (APOLLO, arXiv:2412.05270),
@@ -66,9 +67,9 @@ class SketchedAdamW(CheckedGroups):
         TypeError: If ``rank`` or ``period`` is not an integer.
         ShapeError: If one of them is below 1, or a matrix has a side shorter than ``rank``.
 
-    Cost: a step takes ``2 rank m n`` flops for an (m, n) matrix, twice as many with ``"projected"``, and draws
-    ``rank min(m, n)`` signs. Ranks that shard a matrix send one number, and ``rank max(m, n)`` numbers if the shorter
-    side is sharded. Moments of half-precision parameters are float32.
+    Cost: a step takes ``2 rank m n`` flops for an (m, n) matrix, twice as many with ``"projected"``; ``rank min(m, n)``
+    signs are drawn once a period, and kept as one bit each. Ranks that shard a matrix send one number, and
+    ``rank max(m, n)`` numbers if the shorter side is sharded. Moments of half-precision parameters are float32.
 
     Example:
         >>> import torch, panther as pr
@@ -83,6 +84,7 @@ class SketchedAdamW(CheckedGroups):
     # Copies and unpickled optimizers have the attributes of the class, and only settings and states of their own.
     _has_agreed = False
     _backward_steps: BackwardSteps | None = None
+    _period_signs: PeriodSigns | None = None
     # benchmarks.train.sketch_variants replaces it, to compare kinds of sketches.
     _update_class: type[SketchedUpdate] = SketchedUpdate
     grad_scale: Tensor | None
@@ -117,6 +119,13 @@ class SketchedAdamW(CheckedGroups):
         super().add_param_group(param_group)
         if self._backward_steps is not None:
             self._add_hooks(self._backward_steps, len(self.param_groups) - 1)
+
+    @property
+    def period_signs(self) -> PeriodSigns:
+        """What draws the signs of the projections."""
+        if self._period_signs is None:
+            self._period_signs = PeriodSigns()
+        return self._period_signs
 
     @property
     def steps_in_backward(self) -> bool:
@@ -225,7 +234,7 @@ class SketchedAdamW(CheckedGroups):
         for name, p, group in entries:
             check_parameter(name, p, self.state.get(p, {}), group)
         updates = [
-            self._update_class(name, p, group, self.state[p], layouts.get(p))
+            self._update_class(name, p, group, self.state[p], layouts.get(p), self.period_signs)
             for name, p, group in sketched
             if p.grad is not None
         ]

@@ -1,6 +1,6 @@
 """One update of a matrix from sketches of its gradients, on a rank that may have a shard of it."""
 
-__all__ = ["UPDATES", "SketchedUpdate", "apply_sketched", "columns_of", "projection_seed"]
+__all__ = ["UPDATES", "PeriodSigns", "SketchedUpdate", "apply_sketched", "columns_of", "projection_seed"]
 
 import hashlib
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
 from panther.optim.matrix_updates import local_part, placed_like
 from panther.sketch import signs
@@ -18,6 +19,27 @@ if TYPE_CHECKING:
 
 UPDATES = ("channel", "tensor", "projected")
 _GROWTH = 1.01  # of the norm of an update, from one step to the next
+
+
+class PeriodSigns:
+    """Signs by the name of a parameter, one bit each: for most matrices less than a 64th of the moments.
+
+    They are functions of their seeds, so no checkpoint has them. Drawing them takes ten times as long as unpacking.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[str, tuple[tuple[object, ...], Tensor]] = {}
+
+    def matrix(
+        self, name: str, seed: int, rank: int, columns: range, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:  # (rank, len(columns))
+        """Return columns of the signs of a seed, which replaces the seed before it of this name."""
+        drawn_with, words = self._words.get(name, (None, None))
+        key = (seed, rank, columns, device)
+        if words is None or drawn_with != key:
+            words = pack_signs(signs(seed, 0, range(rank), columns, dtype=dtype, device=device))
+            self._words[name] = key, words
+        return unpack_signs(words, len(columns), dtype)
 
 
 class SketchedUpdate:
@@ -32,6 +54,7 @@ class SketchedUpdate:
         group: The settings of its group.
         state: The state of the optimizer for this parameter, which gets moments if it is empty.
         layout: The layout of a sharded matrix; None if this rank has all of it.
+        period_signs: Draws the signs of the projection.
 
     Attributes:
         layout: The argument.
@@ -48,10 +71,12 @@ class SketchedUpdate:
         group: dict[str, Any],
         state: dict[str, Any],
         layout: "ShardLayout | None",
+        period_signs: PeriodSigns,
     ) -> None:
         gradient: Any = parameter.grad
         self.layout = layout
-        self._group, self._state = group, state
+        self._name, self._group, self._state = name, group, state
+        self._period_signs = period_signs
         self._parameter = local_part(parameter)
         self._is_transposed, self._rows, self._columns = columns_of(parameter, layout)
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -142,7 +167,9 @@ class SketchedUpdate:
         self._parameter.add_(update.mT if self._is_transposed else update, alpha=-rate)
 
     def _signs(self) -> Tensor:  # (rank, columns of this rank)
-        return signs(self._seed, 0, range(self.rank), self._columns, dtype=self._dtype, device=self._gradient.device)
+        return self._period_signs.matrix(
+            self._name, self._seed, self.rank, self._columns, dtype=self._dtype, device=self._gradient.device
+        )
 
     def _oriented(self, moment: Any) -> Tensor:
         tensor = local_part(moment)

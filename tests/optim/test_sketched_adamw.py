@@ -21,12 +21,12 @@ def parameters(shapes, dtype=torch.float64):
 
 def projections(optimizer, name, shape, step):
     """The projection of a step, as the optimizer draws it for the identity."""
-    from panther.optim.sketched_update import SketchedUpdate
+    from panther.optim.sketched_update import PeriodSigns, SketchedUpdate
 
     p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     p.grad = torch.zeros_like(p)
     state = {"step": torch.tensor(float(step - 1)), "sketch_avg": None, "sketch_avg_sq": None}
-    update = SketchedUpdate(name, p, optimizer.param_groups[0], state, None)
+    update = SketchedUpdate(name, p, optimizer.param_groups[0], state, None, PeriodSigns())
     return update._signs() / math.sqrt(optimizer.param_groups[0]["rank"])
 
 
@@ -158,6 +158,32 @@ def test_a_state_that_is_loaded_continues_bit_for_bit(dtype, kind):
     steps(copies, again, range(3, 6))
     for (_, p), (_, q) in zip(named, copies, strict=True):
         assert torch.equal(p, q)
+
+
+def test_signs_are_drawn_once_a_period_and_kept_as_bits(monkeypatch):
+    from panther.optim import sketched_update
+
+    draws = []
+
+    def draw(seed, *arguments, **options):
+        draws.append(seed)
+        return signs(seed, *arguments, **options)
+
+    signs = sketched_update.signs
+    monkeypatch.setattr(sketched_update, "signs", draw)
+    entries = parameters([(70, 40), (40, 70)], torch.float32)
+    optimizer = SketchedAdamW(entries, update="projected", **SETTINGS)
+    for _ in range(5):
+        for _, p in entries:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+        optimizer.step()
+    assert len(draws) == len(set(draws)) == 6  # two matrices in three periods of two steps
+    moments = optimizer.state[entries[0][1]]["sketch_avg"]
+    words = [words for _, words in optimizer.period_signs._words.values()]
+    assert 64 * max(tensor.nbytes for tensor in words) <= 2 * moments.nbytes
+    assert all(
+        set(state) == {"step", "sketch_avg", "sketch_avg_sq", "update_norm"} for state in optimizer.state.values()
+    )
 
 
 def test_gradients_of_zero_change_nothing_but_the_decay():
