@@ -554,7 +554,7 @@ COMPRESSED = {
     ("hook", "layout"),
     [
         *((hook, Layout(dp=2, strategy="ddp")) for hook in COMPRESSED),
-        *((hook, Layout(dp=2, replicate=2, strategy="fsdp")) for hook in ("bf16", "topk", "sketch")),
+        *((hook, Layout(dp=2, replicate=2, strategy="fsdp")) for hook in COMPRESSED),
     ],
     ids=str,
 )

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from panther.distributed import ClusterSpec, CommunicationCounter
-from panther.distributed.data.comm_hooks.replicas import REPLICA_HOOKS
 from panther.distributed.parallelize.rules import possible_strategies
 from panther.errors import ConfigError, ShapeError
 from panther.nn import SKLinear
@@ -101,10 +100,6 @@ REFUSED = [
     (
         {"comm_hook": "sketch", "strategy": "fsdp", "data_parallel_replicate_size": 2, "tensor_parallel_size": 2},
         "comm_hook=sketch and tensor_parallel_size=2 do not go together, because it reduces the gradients of complete",
-    ),
-    (
-        {"comm_hook": "powersgd", "strategy": "fsdp", "data_parallel_replicate_size": 2},
-        "comm_hook='powersgd' is for DistributedDataParallel",
     ),
     (
         {"comm_hook": "sketch", "strategy": "fsdp"},
@@ -293,7 +288,7 @@ def wanted(name, strategy, precision, hook, world):
     """What must come of a combination; None where it must be refused."""
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     replicated = strategy in ("ddp", "zero1") or (strategy == "auto")
-    between_replicas = "data_parallel_replicate_size" in STRATEGIES[name] and hook in REPLICA_HOOKS
+    between_replicas = "data_parallel_replicate_size" in STRATEGIES[name] and hook
     if (precision == "fp16" or (hook and not between_replicas)) and not replicated:
         return None
     if hook == "projected" and strategy == "zero1":
@@ -351,7 +346,7 @@ def test_it_builds_what_it_says_or_says_why_not(world, part):
             if case[2] == "projected":
                 reasons.append(" is for strategy='ddp', not ")
             if "data_parallel_replicate_size" in STRATEGIES[case[0]] and case[2]:
-                reasons += ["'powersgd' is for DistributedDataParallel", "and mixed_precision='fp16'"]
+                reasons.append("and mixed_precision='fp16'")
             assert any(reason in found[case] for reason in reasons), (case, found[case])
         else:
             assert found[case] == expected, case

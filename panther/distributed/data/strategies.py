@@ -73,14 +73,13 @@ def data_parallel(
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
             children of ModuleLists and Sequentials, are sharded one by one.
         comm_hook: The compression of gradients, for ``"ddp"`` between all ranks, and for ``"fsdp"`` with a mesh of two
-            axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, not
-            between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while the
-            remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599) or ``"sketch"``
-            (sums of a few entries with random signs, new in every step, while the remaining part is added to the next
-            gradient; with AdamW it learned less than the bf16 hook in a trial), or ``"projected"`` (the projections
-            that ``panther.optim.SketchedAdamW(update="projected")`` needs of its matrices, and remaining gradients
-            uncompressed). None sends them uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the
-            state of PowerSGD, top-k and sketches; in a loop of your own,
+            axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, of
+            shards between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while
+            the remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599), ``"sketch"``
+            (sums of a few entries with random signs, new in every step, decoded without a bias), or ``"projected"``
+            (the projections that ``panther.optim.SketchedAdamW(update="projected")`` needs of its matrices, and
+            remaining gradients uncompressed). None sends them uncompressed. Checkpoints of a
+            :class:`panther.train.Trainer` contain the state of PowerSGD, top-k and sketches; in a loop of your own,
             :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
@@ -128,7 +127,7 @@ def data_parallel(
     }
 
     def settings() -> dict[str, Any]:
-        check_hook(comm_hook, hook_settings, strategy == "fsdp")
+        check_hook(comm_hook, hook_settings)
         _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
         if strategy == "ddp":
             _check_ddp_options(options)

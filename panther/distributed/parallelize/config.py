@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from panther._settings import Settings, kinds
-from panther.distributed.data.comm_hooks import check_replica_hook
 from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import check_rules
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
@@ -103,8 +102,6 @@ class ParallelismSettings(Settings):
             setting, other = getattr(self, name), getattr(self, needed)
             if setting is not None and other != value:
                 raise ConfigError(f"{name}={setting} needs {needed}={value!r}, not {other!r}: set both")
-        if self.comm_hook is not None and (self.data_parallel_replicate_size or 1) > 1:
-            check_replica_hook(self.comm_hook)
         for name in ("topk_fraction", "sketch_fraction"):
             if (fraction := getattr(self, name)) is not None and fraction > 1:
                 raise ConfigError(f"{name}={fraction} must be at most 1")

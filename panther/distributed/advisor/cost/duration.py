@@ -71,10 +71,7 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
         dp = _both(gather, scatter)
         if layout.replicate == 1:
             return (dp,)
-        shard = reduced / n
-        if rank.messages.applies_to("fsdp", layout.replicate):
-            itemsize = max(tensor.itemsize for tensor in rank.tensors if tensor.trained)
-            shard = rank.messages.payload_bytes([((int(shard),), shard / itemsize)], itemsize)
+        shard = _compressed_bytes(rank) if rank.messages.applies_to("fsdp", layout.replicate) else reduced / n
         return dp, _between_replicas(rank, cluster, "replicate", layout.replicate, layout.world, shard, len(units))
     trained = float(sum(t.nbytes for t in rank.tensors if t.trained))
     if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
@@ -82,12 +79,15 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
     # A bucket is filled, divided by the ranks and read back.
     calls, payload = -(-int(trained) // _BUCKET), trained
     if rank.messages.hook is not None:
-        tensors = [t for t in rank.tensors if t.trained]
-        payload = rank.messages.payload_bytes([(t.shape, t.numel) for t in tensors], max(t.itemsize for t in tensors))
+        payload = _compressed_bytes(rank)
     dp = _between_replicas(rank, cluster, "dp", n, span, payload, calls, copied=4 * trained)
     # DDP also broadcasts buffers in every forward, except for sketches.
     buffers = sum(t.nbytes for t in rank.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
     return (replace(dp, payload=dp.payload + buffers),)
+
+
+def _compressed_bytes(rank: Rank) -> float:
+    return rank.messages.payload_bytes(rank.gradient_shapes(), max(t.itemsize for t in rank.tensors if t.trained))
 
 
 def _between_replicas(

@@ -47,11 +47,7 @@ class GradientMessages:
 
     def applies_to(self, strategy: str | None, replicate: int) -> bool:
         """Return whether gradients of a layout are compressed: under DDP, and between the replicas of FSDP."""
-        if self.hook is None:
-            return False
-        from panther.distributed.data.comm_hooks import REPLICA_HOOKS
-
-        return strategy == "ddp" or (strategy == "fsdp" and replicate > 1 and self.hook in REPLICA_HOOKS)
+        return self.hook is not None and (strategy == "ddp" or (strategy == "fsdp" and replicate > 1))
 
     def payload_bytes(self, shapes: Iterable[tuple[tuple[int, ...], float]], itemsize: int) -> float:
         """Return the bytes of the messages of a rank in a step.
@@ -78,7 +74,7 @@ class GradientMessages:
         The arguments are those of :meth:`payload_bytes`.
         """
         tensors = list(shapes)
-        if self.hook not in ("topk", "sketch", "powersgd"):
+        if self.hook not in ("topk", "powersgd"):
             return 0.0
         stored = sum(entries for _, entries in tensors)
         if self.hook == "powersgd":

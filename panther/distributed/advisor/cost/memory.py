@@ -51,8 +51,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     unsent = 0.0
     if trained and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
         itemsize = max(tensor.itemsize for tensor in trained)
-        entries = [(tensor.shape, rank.bytes_of([tensor]) / tensor.itemsize) for tensor in trained]
-        unsent = rank.messages.stored_bytes(entries, itemsize)
+        unsent = rank.messages.stored_bytes(rank.gradient_shapes(), itemsize)
     memory = MemoryEstimate(
         parameters=rank.bytes_of(parameters),
         # Gradients have the dtype and the sharding of the parameters, even in mixed precision.

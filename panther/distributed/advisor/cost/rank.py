@@ -19,21 +19,21 @@ _HALF = 2  # bytes of a number in mixed precision
 
 def shard_numel(tensor: TensorStats, ranks: int) -> int:
     """Return the entries of a padded shard of ``data_parallel(strategy="fsdp")``."""
-    return _shard_numel(tensor.shape, tensor.on_mesh, ranks)
+    return prod(_shard_shape(tensor.shape, tensor.on_mesh, ranks))
 
 
 # Cached, because estimating layouts needs the same few shapes some millions of times.
 @lru_cache(maxsize=4096)
-def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
+def _shard_shape(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> tuple[int, ...]:
     if not shape:
-        return 1
+        return ()
     if not on_mesh and len(shape) == 2:
         rows, columns = shape
         # data_parallel shards along the second dimension if the number of ranks divides only this one.
         if rows % ranks and columns % ranks == 0:
-            return rows * (columns // ranks)
+            return rows, columns // ranks
     # FSDP2 pads the first dimension to a multiple of the ranks.
-    return -(-shape[0] // ranks) * prod(shape[1:])
+    return -(-shape[0] // ranks), *shape[1:]
 
 
 def optimizer_bytes(trained: float, optimizer_states: int) -> float:
@@ -71,6 +71,14 @@ class Rank:
     def bytes_of(self, tensors: Iterable[TensorStats]) -> float:
         """Return the bytes of tensors on this rank, which holds shards of them under ``"fsdp"``."""
         return sum(shard_numel(t, self.shards) * t.itemsize if self.shards > 1 else t.nbytes for t in tensors)
+
+    def gradient_shapes(self) -> list[tuple[tuple[int, ...], int]]:
+        """Return the shape of each gradient on this rank, a padded shard under ``"fsdp"``, and its entries."""
+        trained = [t for t in self.tensors if t.trained]
+        if self.shards == 1:
+            return [(t.shape, t.numel) for t in trained]
+        shapes = [_shard_shape(t.shape, t.on_mesh, self.shards) for t in trained]
+        return [(shape, prod(shape)) for shape in shapes]
 
     def peak_of(self, sizes: list[float], recomputed: Sequence[float] = ()) -> float:
         """Return the rank's peak bytes of data with these sizes in each stage, per microbatch.

@@ -3,9 +3,7 @@
 from .registration import (
     DEFAULTS,
     HOOKS,
-    REPLICA_HOOKS,
     check_hook,
-    check_replica_hook,
     follow_loss_scale,
     hold_group,
     hook_state,
@@ -17,9 +15,7 @@ from .registration import (
 __all__ = [
     "DEFAULTS",
     "HOOKS",
-    "REPLICA_HOOKS",
     "check_hook",
-    "check_replica_hook",
     "follow_loss_scale",
     "hold_group",
     "hook_state",

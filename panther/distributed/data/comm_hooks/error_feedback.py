@@ -1,6 +1,6 @@
-"""Error feedback: what a compressed gradient lacks is added to the gradient of the next step."""
+"""Hooks with a state; error feedback: what a compressed gradient lacks is added to the gradient of the next step."""
 
-__all__ = ["ErrorFeedback", "ResidualFeedback"]
+__all__ = ["ErrorFeedback", "ResidualFeedback", "StatefulHook"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class ErrorFeedback(ABC):
-    """Error feedback: the part of the gradient that compression dropped is added to the next step's gradient.
+class StatefulHook(ABC):
+    """A hook with a state that belongs into checkpoints.
 
-    It is updated only if the gradients of all ranks are finite, because other steps are skipped by the loop or its
-    GradScaler. GradScaler multiplies the loss; if its scale has changed, the stored part is multiplied by the ratio of
-    the scales, a power of two.
+    Args:
+        group: The ranks that share gradients.
     """
 
     # gloo runs the callbacks of a hook on a thread of the group, and frees them after the step has continued. If they
@@ -26,7 +25,27 @@ class ErrorFeedback(ABC):
     _last_group: ClassVar[dist.ProcessGroup | None] = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        ErrorFeedback._last_group = self.group = group
+        StatefulHook._last_group = self.group = group
+
+    @abstractmethod
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of this rank, for a checkpoint."""
+
+    @abstractmethod
+    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
+        """Load the result of :meth:`state_dict`; None resets the state."""
+
+
+class ErrorFeedback(StatefulHook):
+    """Error feedback: the part of the gradient that compression dropped is added to the next step's gradient.
+
+    It is updated only if the gradients of all ranks are finite, because other steps are skipped by the loop or its
+    GradScaler. GradScaler multiplies the loss; if its scale has changed, the stored part is multiplied by the ratio of
+    the scales, a power of two.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
         self.shards: dist.ProcessGroup | None = None
         """The ranks that have other shards of the same gradients; None if every rank has complete gradients."""
         self.loss_scale: Callable[[], Tensor] | None = None
@@ -72,14 +91,6 @@ class ErrorFeedback(ABC):
                 self._restore_unless(finite, key, before)
             self._scale = torch.where(finite, self._scale, self._scale_before)
         self._before, self._finite, self._buckets = {}, [], 0
-
-    @abstractmethod
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of this rank, for a checkpoint."""
-
-    @abstractmethod
-    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
-        """Load the result of :meth:`state_dict`; None resets the state."""
 
     @abstractmethod
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:

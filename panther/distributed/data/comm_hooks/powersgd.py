@@ -19,6 +19,8 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 class PowerSGD(ErrorFeedback):
     """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state.
 
+    Between the replicas of hybrid sharding, the matrices are the shards of this rank: some rows of a matrix each.
+
     Args:
         group: The ranks that share gradients.
         rank: Rank of the matrices that are sent.
@@ -29,6 +31,8 @@ class PowerSGD(ErrorFeedback):
         super().__init__(group)
         self._state = powerSGD_hook.PowerSGDState(group, rank, start_step)
         self._last: torch.futures.Future[Tensor] | None = None
+        self._parameters: dict[int, tuple[int, ...]] = {}
+        """The identities of the parameters of each bucket; none for a state that was loaded."""
 
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to send a bucket; as DDP's hook, with the state as its first argument."""
@@ -42,8 +46,12 @@ class PowerSGD(ErrorFeedback):
             self._last = powerSGD_hook.powerSGD_hook(state, bucket)
             return self._last
         error = state.error_dict.get(index)
-        # The length differs after loading a checkpoint with a different bucket_cap_mb.
-        if error is not None and len(error) != len(bucket.buffer()):
+        parameters = tuple(map(id, bucket.parameters()))
+        is_new = self._parameters.get(index, parameters) != parameters
+        self._parameters[index] = parameters
+        # The length differs after loading a checkpoint with a different bucket_cap_mb, and the parameters of a position
+        # between replicas differ after a step in which a unit got no gradients.
+        if error is not None and (is_new or len(error) != len(bucket.buffer())):
             error = None
             for name in _BY_BUCKET:
                 getattr(state, name).pop(index, None)
@@ -81,7 +89,7 @@ class PowerSGD(ErrorFeedback):
         """Load the result of :meth:`state_dict`; None resets the state. Factors of a different rank are left out."""
         state, device = self._state, next(module.parameters()).device
         fresh = powerSGD_hook.PowerSGDState(self.group, state.matrix_approximation_rank, state.start_powerSGD_iter)
-        self._state, self._last = fresh, None
+        self._state, self._last, self._parameters = fresh, None, {}
         self._forget(None if saved is None else torch.tensor(saved["scale"], device=device))
         if saved is None:
             return

@@ -3,9 +3,7 @@
 __all__ = [
     "DEFAULTS",
     "HOOKS",
-    "REPLICA_HOOKS",
     "check_hook",
-    "check_replica_hook",
     "follow_loss_scale",
     "hold_group",
     "hook_state",
@@ -27,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import value_hint
-from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback
+from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback, StatefulHook
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
 from panther.distributed.data.comm_hooks.projected import Projected
-from panther.distributed.data.comm_hooks.replicas import REPLICA_HOOKS, reduce_over_replicas
+from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
 from panther.distributed.data.comm_hooks.topk import TopK
-from panther.errors import ConfigError, check_size
+from panther.errors import check_size
 
 HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch", "projected")
 DEFAULTS: dict[str, Any] = {
@@ -45,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
 """The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
 _groups_with_hooks: set[dist.ProcessGroup] = set()
-_states: WeakKeyDictionary[nn.Module, ErrorFeedback] = WeakKeyDictionary()
+_states: WeakKeyDictionary[nn.Module, StatefulHook] = WeakKeyDictionary()
 """The states that the hooks of wrapped or sharded models keep between steps."""
 
 
@@ -58,15 +56,10 @@ def hold_group(group: dist.ProcessGroup) -> None:
     _groups_with_hooks.add(group)
 
 
-def check_hook(name: str | None, settings: dict[str, Any], between_replicas: bool = False) -> None:
-    """Raise ValueError or TypeError if a hook is unknown, or a setting is out of range or belongs to another hook.
-
-    Between the replicas of hybrid sharding, a hook is one of ``REPLICA_HOOKS``.
-    """
+def check_hook(name: str | None, settings: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError if a hook is unknown, or a setting is out of range or belongs to another hook."""
     if name is not None and name not in HOOKS:
         raise ValueError(f"comm_hook={name!r} is unknown: {value_hint('comm_hook', name, (*HOOKS, None))}")
-    if between_replicas and name is not None:
-        check_replica_hook(name)
     for key, value in settings.items():
         if value is None:
             continue
@@ -79,20 +72,11 @@ def check_hook(name: str | None, settings: dict[str, Any], between_replicas: boo
             raise ValueError(f"{key}={value!r} must be a number above 0 and at most 1")
 
 
-def check_replica_hook(name: str) -> None:
-    """Raise ConfigError if a hook does not work between the replicas of hybrid sharding."""
-    if name not in REPLICA_HOOKS:
-        raise ConfigError(
-            f"comm_hook={name!r} is for DistributedDataParallel, because the gradients between replicas are flat "
-            f"shards: use {', '.join(map(repr, REPLICA_HOOKS[:-1]))} or {REPLICA_HOOKS[-1]!r}"
-        )
-
-
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
     """Register a hook of DDP by its name; None as a setting is its default."""
     hold_group(parallel.process_group)
     state, hook = _state_and_hook(name, settings, parallel.process_group)
-    if isinstance(state, ErrorFeedback):
+    if isinstance(state, StatefulHook):
         _states[parallel] = state
     parallel.register_comm_hook(state, hook)
 
@@ -102,16 +86,17 @@ def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any],
 
     Args:
         model: The model, sharded by ``fully_shard`` along the second axis of the mesh.
-        name: One of ``REPLICA_HOOKS``.
+        name: One of ``HOOKS``.
         settings: The settings of all hooks; None is a default.
         mesh: The axes of the replicas and of the shards.
     """
     group = mesh.get_group(0)
     hold_group(group)
     state, hook = _state_and_hook(name, settings, group)
+    if isinstance(state, StatefulHook):
+        _states[model] = state
     if isinstance(state, ErrorFeedback):
         state.shards = mesh.get_group(1)
-        _states[model] = state
     reduce_over_replicas(model, partial(hook, state))
 
 
@@ -130,8 +115,8 @@ def _state_and_hook(name: str, settings: dict[str, Any], group: dist.ProcessGrou
 
 def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:
     """Give a hook with error feedback a function that returns the loss scale, a tensor on the model's device."""
-    if model in _states:
-        _states[model].loss_scale = scale
+    if isinstance(state := _states.get(model), ErrorFeedback):
+        state.loss_scale = scale
 
 
 def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Hooks between the replicas of hybrid sharding: the gradients of a unit of FSDP2 as a bucket."""
 
-__all__ = ["REPLICA_HOOKS", "ReplicaBucket", "reduce_over_replicas"]
+__all__ = ["ReplicaBucket", "reduce_over_replicas"]
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from panther._torch import fsdp_shards
 from panther.errors import DistributedError
-
-REPLICA_HOOKS = ("fp16", "bf16", "topk", "sketch", "projected")
-"""The hooks that need no matrices, because the gradients of a unit are shards in one flat tensor."""
 
 
 class ReplicaBucket:
@@ -92,6 +89,7 @@ def _shards(unit: Any, buffer: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     shards, start = [], 0
     for parameter, size in trained:
         local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-        shards.append((parameter, buffer[start : start + local.numel()].view(local.shape)))
+        if local.numel():  # a dimension may have fewer rows than the mesh has ranks
+            shards.append((parameter, buffer[start : start + local.numel()].view(local.shape)))
         start += size
     return shards
