@@ -1,16 +1,13 @@
 """The projections of an optimizer's gradients, for the communication hook that sends nothing else of a matrix."""
 
-__all__ = ["register_projections"]
+__all__ = ["projection_of"]
 
-import weakref
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from panther.optim.sketched_checks import is_sketched
 from panther.optim.sketched_update import columns_of, projection_seed
 
 if TYPE_CHECKING:
@@ -18,31 +15,25 @@ if TYPE_CHECKING:
     from panther.optim.sketched_adamw import SketchedAdamW
 
 
-def register_projections(optimizer: "SketchedAdamW", group: dict[str, Any], names: Sequence[str]) -> None:
-    """Let ``comm_hook="projected"`` send the projections of a group's matrices, if its update needs nothing else."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    from panther.distributed.data.comm_hooks.projected import PROJECTIONS
-
-    # The table refers weakly to its keys, so its values must not hold the optimizer, which holds the parameters.
-    reference = weakref.ref(optimizer)
-    for name, p in zip(names, group["params"], strict=True):
-        if group["rank"] is not None and p.dim() == 2 and p.numel() > 0:
-            PROJECTIONS[p] = partial(_projection_of, reference, weakref.ref(p), name)
-
-
-def _projection_of(
-    optimizer_reference: "weakref.ref[SketchedAdamW]", parameter_reference: "weakref.ref[Tensor]", name: str
-) -> "Projection | None":
-    """Return the projection of the next step of a matrix; None if its update needs the whole gradient."""
+def projection_of(optimizer: "SketchedAdamW", p: Tensor) -> "Projection | None":
+    """Return the projection of the next step of a parameter; None if its update needs the whole gradient."""
     from panther.distributed.data.comm_hooks.projected import Projection
     from panther.optim.shards import layout_of
 
-    optimizer, p = optimizer_reference(), parameter_reference()
-    if optimizer is None or p is None:
+    place = next(
+        (
+            (number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            if group["update"] == "projected"
+            for index, q in enumerate(group["params"])
+            if q is p
+        ),
+        None,
+    )
+    if place is None:
         return None
-    group = next((group for group in optimizer.param_groups if any(p is q for q in group["params"])), None)
-    if group is None or group["update"] != "projected":
+    name, _, group = optimizer.entry(*place)
+    if not is_sketched(p, group):
         return None
     is_transposed, _, columns = columns_of(p, layout_of(p))
     steps_done = int(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0

@@ -4,14 +4,14 @@ __all__ = ["SketchedAdamW"]
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from panther.errors import ConfigError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
-from panther.optim.sent_projections import register_projections
+from panther.optim.sent_projections import projection_of
 from panther.optim.sketched_checks import (
     SKETCHED_STATES,
     check_group_settings,
@@ -24,6 +24,10 @@ from panther.optim.sketched_checks import (
 from panther.optim.sketched_update import PeriodSigns, SketchedUpdate, apply_sketched
 from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
+from panther.sketch.projecting import PROJECTING
+
+if TYPE_CHECKING:
+    from panther.distributed.data.comm_hooks.projected import Projection
 
 _CALL = "SketchedAdamW.step"
 _Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
@@ -105,14 +109,17 @@ class SketchedAdamW(CheckedGroups):
     ) -> None:
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
+        PROJECTING[self] = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        PROJECTING[self] = None  # copies and unpickled optimizers are not made by __init__
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
         check_group_settings(self.param_groups[number])
-        entries = [self._entry(number, index) for index in range(len(self.param_groups[number]["params"]))]
-        for entry in entries:
-            check_sketch(*entry)
-        register_projections(self, self.param_groups[number], [name for name, _, _ in entries])
+        for index in range(len(self.param_groups[number]["params"])):
+            check_sketch(*self.entry(number, index))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, unless its settings or parameters are refused."""
@@ -126,6 +133,16 @@ class SketchedAdamW(CheckedGroups):
         if self._period_signs is None:
             self._period_signs = PeriodSigns()
         return self._period_signs
+
+    def sent_projection(self, parameter: Tensor) -> "Projection | None":
+        """Return the projection that the next step applies to a gradient; None if it needs the whole gradient.
+
+        ``comm_hook="projected"`` calls it.
+
+        Args:
+            parameter: A parameter, of this optimizer or not.
+        """
+        return projection_of(self, parameter)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -184,7 +201,7 @@ class SketchedAdamW(CheckedGroups):
 
     def _add_hooks(self, steps: BackwardSteps, number: int) -> None:
         for index in range(len(self.param_groups[number]["params"])):
-            name, p, _ = self._entry(number, index)
+            name, p, _ = self.entry(number, index)
             steps.add(number, index, name, p)
 
     @property
@@ -228,7 +245,7 @@ class SketchedAdamW(CheckedGroups):
 
     def _step_parameters(self, places: Sequence[tuple[int, int]]) -> None:
         """Take the step of parameters, by the numbers of their groups and their indices there."""
-        entries = [self._entry(number, index) for number, index in places]
+        entries = [self.entry(number, index) for number, index in places]
         sketched = [entry for entry in entries if is_sketched(entry[1], entry[2])]
         layouts = self._sharded_layouts(sketched)
         for name, p, group in entries:
@@ -246,8 +263,13 @@ class SketchedAdamW(CheckedGroups):
         for number, parameters in plain.items():
             step_adamw(self.param_groups[number], parameters, self.state)
 
-    def _entry(self, number: int, index: int) -> _Entry:
-        """Return a parameter with its group and its name, equal in all layouts that keep names or else the order."""
+    def entry(self, number: int, index: int) -> _Entry:
+        """Return a parameter with its group and its name, equal in all layouts that keep names or else the order.
+
+        Args:
+            number: The number of the group.
+            index: The index of the parameter in the group.
+        """
         group = self.param_groups[number]
         names = group.get("param_names")
         name = plain_name(names[index]) if names else f"parameter {index} of group {number}"
@@ -270,7 +292,7 @@ class SketchedAdamW(CheckedGroups):
         # torch has an error for other numbers of groups and of parameters.
         if len(groups) == len(self.param_groups) and len(indices) == len(entries):
             for (number, place), index in zip(entries, indices, strict=True):
-                check_state(*self._entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
+                check_state(*self.entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
         super().load_state_dict(state_dict)
         for (number, place), index in zip(entries, indices, strict=True):
             p = self.param_groups[number]["params"][place]
@@ -305,7 +327,7 @@ class SketchedAdamW(CheckedGroups):
         descriptions: dict[Any, dict[str, str]] = {}
         for number, group in enumerate(self.param_groups):
             for index in range(len(group["params"])):
-                name, p, _ = self._entry(number, index)
+                name, p, _ = self.entry(number, index)
                 if is_sketched(p, group) and (layout := layout_of(p)) is not None:
                     text = f"sketched with the seed {group['seed']} and the rank {group['rank']}"
                     descriptions.setdefault(layout.group, {})[name] = text

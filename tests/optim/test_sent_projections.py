@@ -66,6 +66,27 @@ def test_replicas_take_the_steps_of_one_process(sizes):
             torch.testing.assert_close(parameter, value, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_trainer_that_is_given_the_optimizer_of_the_model_that_it_shards(strategy):
+    """Sharding exchanges the parameters of the optimizer, which was made for the whole model, before init()."""
+    model = build()
+    optimizer = made(model)  # the ranks get copies
+
+    def sent(hook):
+        sizes = {"data_parallel_replicate_size": 2} if strategy == "fsdp" else {}
+        settings = {"max_steps": 4, "batch_size": 3, "strategy": strategy, "comm_hook": hook, "progress": False}
+        trainer = pr.train.Trainer(model, optimizer, nn.MSELoss(), pr.train.TrainConfig(**settings, **sizes))
+        x = torch.randn(48, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+        with CommunicationCounter() as traffic:
+            trainer.fit(torch.utils.data.TensorDataset(x, x[:, :1].expand(-1, 13).contiguous()))
+        return traffic.bytes
+
+    whole, projected = (on_ranks(lambda hook=hook: sent(hook), 2)[0] for hook in ("bf16", "projected"))
+    numbers = 12 * 31 + 31 * 13 + 13 * 13
+    rest = 31 + 13 + 13
+    assert whole - projected == pytest.approx(4 * (2 * (numbers + rest) - 8 * (3 * (31 + 31 + 13) + rest)), rel=0.1)
+
+
 def test_the_norm_is_that_of_the_projection():
     def run():
         model = data_parallel(nn.Linear(12, 31, bias=False).double(), comm_hook="projected")

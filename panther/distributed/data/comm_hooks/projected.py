@@ -1,18 +1,17 @@
 """Projections: for matrices whose optimizer needs a projection of the gradient, only the projection is sent."""
 
-__all__ = ["PROJECTIONS", "Projected", "Projection"]
+__all__ = ["Projected", "Projection"]
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from panther.errors import ConfigError, DistributedError
 from panther.linalg.operand import full_precision
+from panther.sketch.projecting import PROJECTING
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,8 @@ class Projection:
         gradient.copy_(G.mT if self.is_transposed else G)
 
 
-PROJECTIONS: Any = WeakTensorKeyDictionary()
-"""By parameter, a function that returns its :class:`Projection`, or None. Optimizers register their matrices."""
-
-
 class Projected:
-    """Send :math:`G P^T` in place of the gradient G, for the matrices that an optimizer has registered.
+    """Send :math:`G P^T` in place of the gradient G, for the matrices whose optimizer projects them.
 
     The optimizer gets the orthogonal projection of the mean gradient onto the rows of P, whose sketch is that of the
     mean gradient, so that it takes the step that it would take with whole gradients. Norms of gradients, and clipping
@@ -112,8 +107,9 @@ class Projected:
 
 
 def _projection(parameter: Tensor) -> Projection | None:
-    find: Callable[[], Projection | None] | None = PROJECTIONS.get(parameter)
-    projection = None if find is None else find()
-    if projection is None or 2 * projection.P.shape[0] > projection.P.shape[1]:
-        return None
-    return projection
+    """Return the projection by the optimizer that was made last, unless it is not much smaller than the gradient."""
+    for optimizer in reversed(list(PROJECTING)):
+        projection: Projection | None = optimizer.sent_projection(parameter)
+        if projection is not None:
+            return projection if 2 * projection.P.shape[0] <= projection.P.shape[1] else None
+    return None
