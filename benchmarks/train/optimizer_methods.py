@@ -5,7 +5,7 @@ Methods with a size (rank, R or width) have the largest size at which the states
 of AdamW's states, except for ``"tensor, rank 1"``.
 """
 
-__all__ = ["BASELINE", "METHODS", "QUARTER", "Adapter", "Method", "largest_size", "state_sizes"]
+__all__ = ["BASELINE", "METHODS", "QUARTER", "Adapter", "Method", "largest_size", "muon", "state_sizes", "whole"]
 
 import functools
 import warnings
@@ -69,7 +69,8 @@ class Adapter(nn.Module):
         return self.layer(x) + functional.linear(functional.linear(x, self.A), self.B)
 
 
-def _whole(task: OptimizerTask) -> nn.Module:
+def whole(task: OptimizerTask) -> nn.Module:
+    """Return the dense network of a task."""
     return task.build(1.0)
 
 
@@ -160,12 +161,13 @@ def _adafactor(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     return torch.optim.Adafactor(_groups(model), lr=lr)
 
 
-def _muon(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
+def muon(task: OptimizerTask, model: nn.Module, lr: float, *, rank: int | None = None) -> Optimizer:
+    """Return MuonAdamW for the hidden layers, with updates of a rank, at most the width, or whole ones."""
     hidden = _hidden(task, model)
     groups = pr.optim.param_groups(
         model, lr=lr, factor_lr=lr, weight_decay=_DECAY, include=lambda name, _: name in hidden
     )
-    return pr.optim.MuonAdamW(groups, betas=_BETAS)
+    return pr.optim.MuonAdamW(groups, betas=_BETAS, rank=rank and min(rank, task.width))
 
 
 def _sketched_adamw(task: OptimizerTask, model: nn.Module, lr: float, *, update: str, rank: int | None) -> Optimizer:
@@ -187,22 +189,22 @@ def _sketched_numbers(model: nn.Module, rank: int) -> int:
 
 def _sketched(name: str, update: str, rank: int | None = None) -> Method:
     optimizer = functools.partial(_sketched_adamw, update=update, rank=rank)
-    return Method(name, _whole, optimizer, (6e-3, 1.2e-2, 2.4e-2))
+    return Method(name, whole, optimizer, (6e-3, 1.2e-2, 2.4e-2))
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method(BASELINE, _whole, _adamw),
+        Method(BASELINE, whole, _adamw),
         _sketched("channel, a quarter", "channel"),
         _sketched("tensor, rank 1", "tensor", 1),
-        Method("Muon", _whole, _muon),
+        Method("Muon", whole, muon),
         Method("AdamW, narrower", lambda task: task.build(QUARTER), _adamw, (3e-3, 6e-3, 1.2e-2)),
         _sketched("projected, a quarter", "projected"),
         Method("LoRA", _with_adapters, _adamw, (3e-3, 6e-3, 1.2e-2)),
         Method("sketched layers", _with_sketched_layers, _adamw, (3e-3, 6e-3, 1.2e-2)),
-        Method("Adafactor", _whole, _adafactor, (2.4e-2, 4.8e-2, 9.6e-2)),
-        Method("AdamW, 8 bits", _whole, _adamw_of_8_bits),
+        Method("Adafactor", whole, _adafactor, (2.4e-2, 4.8e-2, 9.6e-2)),
+        Method("AdamW, 8 bits", whole, _adamw_of_8_bits),
     )
 }
 
