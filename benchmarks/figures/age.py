@@ -52,6 +52,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
     "lora": ("benchmarks/layers/lora.py", "panther/nn/quantized"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
+    "muon-ranks": ("benchmarks/train/trial_muon_ranks.py", "panther/optim"),
     "optimizers": (
         "benchmarks/train/trial_optimizers.py",
         "benchmarks/train/optimizer_methods.py",

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+from panther import optim
 from panther.distributed import CommunicationCounter
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.gradient_messages import GradientMessages
@@ -24,6 +25,7 @@ from panther.distributed.advisor.cost.schedule import _interleaved, _listed_by_t
 from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
 from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError
@@ -582,6 +584,75 @@ def test_compressed_gradients_are_predicted(hook, layout):
         assert sent == pytest.approx(payload, rel=0.1)
         unsent = predicted.memory.communication - plain.memory.communication
         assert stored == pytest.approx(unsent, rel=0.1, abs=64)
+
+
+def linear_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh(), nn.Linear(96, 9))
+
+
+def hidden(name, layer):
+    return isinstance(layer, nn.Linear) and name != "4"
+
+
+OPTIMIZERS = {
+    "sketched": lambda m: optim.SketchedAdamW(optim.sketched_param_groups(m, rank=4), rank=4, seed=0),
+    "projected": lambda m: optim.SketchedAdamW(
+        optim.sketched_param_groups(m, rank=4), rank=4, update="projected", seed=0
+    ),
+    "muon": lambda m: optim.MuonAdamW(optim.param_groups(m, lr=1e-3, include=hidden)),
+    "muon of rank 4": lambda m: optim.MuonAdamW(optim.param_groups(m, lr=1e-3, include=hidden), rank=4),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_of_an_optimizer_are_measured_without_values(name):
+    make = OPTIMIZERS[name]
+    states = OptimizerStates.of(linear_layers(), make)
+    stats = ModelStats.of(linear_layers(), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
+    layouts = [Layout(dp=2, strategy="ddp")]
+    if name != "adafactor":  # torch's takes no shards
+        layouts += [
+            Layout(dp=2, strategy="fsdp"),
+            Layout(dp=2, replicate=2, strategy="fsdp"),
+            Layout(tp=2, strategy="replicate"),
+        ]
+
+    def run(predicted):
+        model = plan_of_one(predicted).apply(linear_layers())
+        optimizer = make(model)
+        model(torch.randn(2, 64)).square().mean().backward()
+        optimizer.step()
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        return storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
+
+    for layout in layouts:
+        cluster = ClusterSpec.preset("cpu", layout.world)
+        predicted = estimate(stats, cluster, layout, 8, optimizer_states=states)
+        bytes_of_ranks = on_ranks(lambda predicted=predicted: run(predicted), layout.world)
+        assert max(bytes_of_ranks) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
+
+
+def test_a_plan_takes_a_function_that_makes_an_optimizer():
+    cluster = ClusterSpec.preset("cpu", 2)
+    arguments = {"batch": 8, "sample_input": torch.ones(1, 64)}
+    adam, sketched = (
+        plan_parallelism(linear_layers(), cluster, optimizer_states=states, **arguments).best.estimate
+        for states in (2, OPTIMIZERS["sketched"])
+    )
+    assert sketched.memory.optimizer < 0.3 * adam.memory.optimizer
+    assert sketched.seconds["optimizer"] < adam.seconds["optimizer"]
+    stats = ModelStats.of(linear_layers(), torch.ones(1, 64))
+    with pytest.raises(TypeError, match="optimizer_states is a function, which needs the module"):
+        plan_parallelism(stats, cluster, batch=8, optimizer_states=OPTIMIZERS["muon"])
+    with pytest.raises(ConfigError, match="LBFGS takes no step on tensors without values"):
+        plan_parallelism(
+            linear_layers(), cluster, optimizer_states=lambda m: torch.optim.LBFGS(m.parameters()), **arguments
+        )
+    with pytest.raises(ShapeError, match="optimizer_states=-1 must be at least 0"):
+        plan_parallelism(linear_layers(), cluster, optimizer_states=-1, **arguments)
 
 
 def test_a_plan_refuses_hooks_that_it_cannot_count():

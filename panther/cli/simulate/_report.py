@@ -16,6 +16,7 @@ from panther.cli.demo.training import TRAIN_SAMPLES
 from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
+from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.comm.nodes import physical_memory
 from panther.errors import DistributedError, require_extra
 
@@ -83,7 +84,9 @@ def _cost(settings: Settings, kind: str, size: int) -> Estimate:
     stats = ModelStats.of(model, x, loss_fn=lambda y: F.cross_entropy(y, torch.zeros(len(y), dtype=torch.int64)))
     layout = Layout(dp=settings.world, strategy="ddp")
     cluster = ClusterSpec.preset("cpu", settings.world)
-    return estimate(stats, cluster, layout, size * settings.world, optimizer_states=1)  # SGD with momentum
+    return estimate(
+        stats, cluster, layout, size * settings.world, optimizer_states=OptimizerStates(1)
+    )  # SGD with momentum
 
 
 def print_training(settings: Settings, sent_bytes: int, tracker: str | None = None) -> list[str]:

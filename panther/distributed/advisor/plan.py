@@ -13,11 +13,13 @@ from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.advisor.layouts import possible_layouts
 from panther.distributed.advisor.reasons import Preference, explain, preferred
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
 from panther.distributed.pipeline.schedule_kinds import check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn  # imported where a plan is applied: planning itself does without torch
 
 _OBJECTIVES = ("time", "memory")
@@ -213,7 +215,7 @@ def plan_parallelism(
     loss_fn: "Callable[[Any], Tensor] | None" = None,
     mixed_precision: str | None = None,
     activation_checkpointing: str | None = None,
-    optimizer_states: int = 2,
+    optimizer_states: "int | Callable[[nn.Module], torch.optim.Optimizer]" = 2,
     schedules: Sequence[str] = _SCHEDULES,
     run: TrainingRun | None = None,
     refuse: Callable[[Layout], str | None] | None = None,
@@ -238,7 +240,10 @@ def plan_parallelism(
             autocast.
         activation_checkpointing: For a module, the tensors that the backward pass recomputes: ``"none"``,
             ``"selective"`` or ``"full"``, as in :class:`panther.train.TrainConfig`; None is ``"none"``.
-        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
+        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD. For a
+            module, also a function of a model that makes the optimizer, such as
+            ``lambda model: panther.optim.MuonAdamW(panther.optim.param_groups(model))``: the shapes of its states are
+            those after a step on a copy without values.
         schedules: Pipeline schedules to consider.
         run: The length of the training run, with a price and a budget, from which the cost is computed. Layouts that
             cost more than the budget come after layouts within it.
@@ -280,7 +285,7 @@ def plan_parallelism(
     }
     stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
     check_size("batch", batch, least=1)
-    check_size("optimizer_states", optimizer_states, least=0)
+    states = OptimizerStates.checked(optimizer_states, model)
     messages = GradientMessages(comm_hook, hook_settings)
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
@@ -290,7 +295,7 @@ def plan_parallelism(
     estimates = []
     for layout in possible_layouts(stats, cluster, batch, schedules, notes):
         try:
-            estimates.append(estimate(stats, cluster, layout, batch, optimizer_states, messages))
+            estimates.append(estimate(stats, cluster, layout, batch, states, messages))
         except ShapeError as error:
             if (note := f"pp={layout.pp} was not considered with some schedules: {error}") not in notes:
                 notes.append(note)

@@ -166,7 +166,8 @@ def _products_seconds(layer: LayerStats, cluster: ClusterSpec, itemsize: int, sa
 def optimizer_seconds(rank: Rank, cluster: ClusterSpec) -> float:
     """Return the time of the optimizer's step, which moves memory."""
     trained = [tensor for tensor in rank.tensors if tensor.trained]
-    # About (1 + 4 states) operations for each tensor, which take a third of the usual time without autograd.
-    calls = len(trained) * (1 + 4 * rank.optimizer_states) / 3 * cluster.operation_seconds
-    moved = optimizer_bytes(rank.bytes_of(trained), rank.optimizer_states)
+    # One operation for each tensor and four for each state, which take a third of the usual time without autograd.
+    states = sum(rank.optimizer_states.count(tensor.name) for tensor in trained)
+    calls = (len(trained) + 4 * states) / 3 * cluster.operation_seconds
+    moved = optimizer_bytes(rank.bytes_of(trained), rank.state_bytes)
     return moved / (cluster.optimizer_bandwidth or cluster.memory_bandwidth) + calls

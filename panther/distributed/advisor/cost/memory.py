@@ -9,8 +9,6 @@ from panther.distributed.advisor.cost.rank import Rank
 from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 
-_STEP = 4  # bytes of Adam's step count, one per parameter
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
@@ -56,7 +54,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
         parameters=rank.bytes_of(parameters),
         # Gradients have the dtype and the sharding of the parameters, even in mixed precision.
         gradients=held,
-        optimizer=rank.optimizer_states * held + (_STEP * len(trained) if rank.optimizer_states else 0),
+        optimizer=float(rank.state_bytes),
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
         buffers=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "buffer"),
         activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))], rank.recomputed()),

@@ -38,6 +38,7 @@ from panther.distributed.advisor.cost.rank import Rank
 from panther.distributed.advisor.cost.schedule import order_of
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.advisor.statistics.optimizer_states import ADAM, OptimizerStates
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import balance_stages
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
@@ -88,7 +89,7 @@ def estimate(
     cluster: ClusterSpec,
     layout: Layout,
     batch: int,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     messages: GradientMessages = UNCOMPRESSED,
 ) -> Estimate:
     """Predict memory, traffic and time of a layout.
@@ -98,7 +99,7 @@ def estimate(
         cluster: The devices and links.
         layout: The layout.
         batch: Number of samples of a step, over all ranks.
-        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
+        optimizer_states: What the optimizer keeps of each parameter.
         messages: How gradients are compressed before they are sent.
 
     Raises:

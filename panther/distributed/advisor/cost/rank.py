@@ -10,6 +10,7 @@ from panther.distributed.advisor.cost.gradient_messages import GradientMessages
 from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import stages_of_rank
 from panther.distributed.pipeline.schedule_kinds import SCHEDULES
@@ -36,12 +37,12 @@ def _shard_shape(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> tuple[int
     return -(-shape[0] // ranks), *shape[1:]
 
 
-def optimizer_bytes(trained: float, optimizer_states: int) -> float:
-    """Return the bytes that the optimizer's step reads and writes for parameters of ``trained`` bytes.
+def optimizer_bytes(trained: float, states: float) -> float:
+    """Return the bytes that the optimizer's step reads and writes for parameters and states of so many bytes.
 
     SGD reads a parameter and its gradient and writes the parameter; each moment of Adam takes about 8 accesses.
     """
-    return (3 + 8 * optimizer_states) * trained
+    return 3 * trained + 8 * states
 
 
 class Rank:
@@ -55,7 +56,7 @@ class Rank:
         rank: int,
         samples: float,
         order: Order | None,
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         messages: GradientMessages,
     ) -> None:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
@@ -72,13 +73,20 @@ class Rank:
         """Return the bytes of tensors on this rank, which holds shards of them under ``"fsdp"``."""
         return sum(shard_numel(t, self.shards) * t.itemsize if self.shards > 1 else t.nbytes for t in tensors)
 
+    def shape_of(self, tensor: TensorStats) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a tensor: a padded shard under ``"fsdp"``."""
+        return _shard_shape(tensor.shape, tensor.on_mesh, self.shards) if self.shards > 1 else tensor.shape
+
     def gradient_shapes(self) -> list[tuple[tuple[int, ...], int]]:
-        """Return the shape of each gradient on this rank, a padded shard under ``"fsdp"``, and its entries."""
-        trained = [t for t in self.tensors if t.trained]
-        if self.shards == 1:
-            return [(t.shape, t.numel) for t in trained]
-        shapes = [_shard_shape(t.shape, t.on_mesh, self.shards) for t in trained]
+        """Return the shape of each gradient on this rank, and its entries."""
+        shapes = [self.shape_of(t) for t in self.tensors if t.trained]
         return [(shape, prod(shape)) for shape in shapes]
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's states on this rank."""
+        states = self.optimizer_states
+        return sum(states.nbytes(t.name, self.shape_of(t), t.itemsize) for t in self.tensors if t.trained)
 
     def peak_of(self, sizes: list[float], recomputed: Sequence[float] = ()) -> float:
         """Return the rank's peak bytes of data with these sizes in each stage, per microbatch.

@@ -1,0 +1,107 @@
+"""What an optimizer keeps of each parameter: copies of it, or states that a step on tensors without values has made."""
+
+__all__ = ["ADAM", "OptimizerStates"]
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from panther.errors import ConfigError, check_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_STEP = 4  # bytes of a count of steps
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What an optimizer keeps of each parameter.
+
+    Attributes:
+        copies: Number of copies of each trained parameter, and a count of steps if it is not zero.
+        measured: By the name of a parameter, its shape and the shape and bytes of an entry of each state, in place of
+            copies.
+    """
+
+    copies: int = 2
+    measured: Mapping[str, tuple[_Shape, tuple[tuple[_Shape, int], ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: "nn.Module", make: Callable[["nn.Module"], Any]) -> "OptimizerStates":
+        """Return the states of an optimizer, from a step on a copy of the model without values.
+
+        Args:
+            model: The model.
+            make: A function of a model that returns the optimizer of its parameters.
+
+        Raises:
+            ConfigError: If a step needs values before the states exist.
+        """
+        import torch
+
+        from panther.distributed.advisor.statistics.fake_run import meta_copy
+
+        model = meta_copy(model)
+        optimizer = make(model)
+        trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        for p in trained:
+            p.grad = torch.empty_like(p)
+        try:
+            optimizer.step()
+        except Exception as error:
+            # Adafactor reads a norm, after it has made its states.
+            if any(p not in optimizer.state for p in trained):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} takes no step on tensors without values, from which its states are "
+                    f"measured ({error}): give optimizer_states as a number of copies of the parameters"
+                ) from error
+        measured = {}
+        for name, p in model.named_parameters():
+            values = [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
+            measured[name] = tuple(p.shape), tuple((tuple(value.shape), value.element_size()) for value in values)
+        return cls(0, measured)
+
+    @classmethod
+    def checked(cls, states: "int | Callable[[nn.Module], Any]", model: Any) -> "OptimizerStates":
+        """Return the states for an argument of a user: a number of copies, or a function for :meth:`of`."""
+        if not callable(states):
+            return cls(check_size("optimizer_states", states, least=0))
+        if not hasattr(model, "named_parameters"):
+            raise TypeError(
+                "optimizer_states is a function, which needs the module, and the model is given by its ModelStats: "
+                "give the module, or a number of copies of the parameters"
+            )
+        return cls.of(model, states)
+
+    def nbytes(self, name: str, shard: _Shape, itemsize: int) -> int:
+        """Return the bytes of the states of a parameter on a rank.
+
+        Args:
+            name: The name of the parameter.
+            shard: The shape of the part that the rank holds.
+            itemsize: Bytes of an entry of the parameter.
+        """
+        if name not in self.measured:
+            return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
+        whole, states = self.measured[name]
+        return sum(prod(_shard_of(shape, whole, shard)) * entry for shape, entry in states)
+
+    def count(self, name: str) -> int:
+        """Return the number of states of a parameter, without counts of steps."""
+        if name not in self.measured:
+            return self.copies
+        return sum(1 for shape, _ in self.measured[name][1] if shape)
+
+
+def _shard_of(shape: _Shape, whole: _Shape, shard: _Shape) -> _Shape:
+    """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares."""
+    if len(shape) != len(whole):
+        return shape
+    return tuple(part if size == total else size for size, total, part in zip(shape, whole, shard, strict=True))
+
+
+ADAM = OptimizerStates(2)
+"""The two moments of Adam, and a count of steps."""
