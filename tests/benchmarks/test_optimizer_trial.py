@@ -210,3 +210,15 @@ def test_the_table_has_the_losses_of_the_chosen_rate():
     assert "Characters, width 96: nats a character, 2 seeds, A CPU" in table
     assert "   Muon,2.100,0.200,2.400,0.5,80.2,1.25\n" in table
     assert "   Muon,2.100,0.200,2.400,0.5,,\n" in optimizers_table.method_table("characters-96", runs, [])
+
+
+def test_updates_of_low_rank_are_trained():
+    from benchmarks.train.trial_muon_ranks import METHODS
+    from benchmarks.train.trial_optimizers import Progress, run
+
+    methods = [replace(method, seeds=(0,), most_rates=1) for method in METHODS.values()]
+    progress = Progress()
+    for _ in run(["characters"], methods, progress, quick=True):
+        pass
+    numbers = {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
+    assert numbers["whole"] < numbers["rank 4"] < numbers["rank 16"] < numbers["rank 64"]  # whole ones keep no basis

@@ -86,8 +86,8 @@ class OptimizerStates:
         """
         if name not in self.measured:
             return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
-        whole, states = self.measured[name]
-        return sum(prod(_shard_of(shape, whole, shard)) * entry for shape, entry in states)
+        parameter, states = self.measured[name]
+        return sum(prod(_shard_of(shape, parameter, shard)) * entry for shape, entry in states)
 
     def count(self, name: str) -> int:
         """Return the number of states of a parameter, without counts of steps."""
@@ -96,11 +96,11 @@ class OptimizerStates:
         return sum(1 for shape, _ in self.measured[name][1] if shape)
 
 
-def _shard_of(shape: _Shape, whole: _Shape, shard: _Shape) -> _Shape:
+def _shard_of(shape: _Shape, parameter: _Shape, shard: _Shape) -> _Shape:
     """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares."""
-    if len(shape) != len(whole):
+    if len(shape) != len(parameter):
         return shape
-    return tuple(part if size == total else size for size, total, part in zip(shape, whole, shard, strict=True))
+    return tuple(part if size == total else size for size, total, part in zip(shape, parameter, shard, strict=True))
 
 
 ADAM = OptimizerStates(2)

@@ -31,7 +31,7 @@ class PowerSGD(ErrorFeedback):
         super().__init__(group)
         self._state = powerSGD_hook.PowerSGDState(group, rank, start_step)
         self._last: torch.futures.Future[Tensor] | None = None
-        self._parameters: dict[int, tuple[int, ...]] = {}
+        self._bucket_parameters: dict[int, tuple[int, ...]] = {}
         """The identities of the parameters of each bucket; none for a state that was loaded."""
 
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -47,8 +47,8 @@ class PowerSGD(ErrorFeedback):
             return self._last
         error = state.error_dict.get(index)
         parameters = tuple(map(id, bucket.parameters()))
-        is_new = self._parameters.get(index, parameters) != parameters
-        self._parameters[index] = parameters
+        is_new = self._bucket_parameters.get(index, parameters) != parameters
+        self._bucket_parameters[index] = parameters
         # The length differs after loading a checkpoint with a different bucket_cap_mb, and the parameters of a position
         # between replicas differ after a step in which a unit got no gradients.
         if error is not None and (is_new or len(error) != len(bucket.buffer())):
@@ -89,7 +89,7 @@ class PowerSGD(ErrorFeedback):
         """Load the result of :meth:`state_dict`; None resets the state. Factors of a different rank are left out."""
         state, device = self._state, next(module.parameters()).device
         fresh = powerSGD_hook.PowerSGDState(self.group, state.matrix_approximation_rank, state.start_powerSGD_iter)
-        self._state, self._last, self._parameters = fresh, None, {}
+        self._state, self._last, self._bucket_parameters = fresh, None, {}
         self._forget(None if saved is None else torch.tensor(saved["scale"], device=device))
         if saved is None:
             return
