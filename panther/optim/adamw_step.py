@@ -2,16 +2,40 @@
 
 __all__ = ["CheckedGroups", "check_adamw_settings", "step_adamw"]
 
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+if TYPE_CHECKING:
+    from panther.optim.shards import ShardLayout
+
 
 class CheckedGroups(torch.optim.Optimizer):
     """An optimizer that checks each group as it is added."""
+
+    def exchanged_bytes(self, parameter: Tensor, parts: Sequence[tuple[range, range]]) -> float:
+        """Return the bytes that a rank sends in a step for a matrix that is sharded, in the mean over the ranks.
+
+        :func:`panther.plan_parallelism` calls it, on a copy of the model without values.
+
+        Args:
+            parameter: The matrix, of this optimizer or not.
+            parts: The rows and columns that each rank has.
+        """
+        group = next((group for group in self.param_groups if any(parameter is p for p in group["params"])), None)
+        if group is None or parameter.dim() != 2:
+            return 0.0
+        from panther.optim.shards import ShardLayout
+
+        m, n = parameter.shape
+        return self._sent_bytes(parameter, group, ShardLayout.of_parts((m, n), parts))
+
+    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
+        """Return the bytes that a rank sends in a step for a sharded matrix of a group."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, unless its settings or parameters are refused."""

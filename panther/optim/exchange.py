@@ -14,7 +14,15 @@ A generator stands for a batch. It yields while its messages travel, so that oth
 ranks run the same batches in the same order.
 """
 
-__all__ = ["Owners", "check_gradients", "orthogonalize_shards", "triangle_bytes", "update_shards", "whole_matrix_bytes"]
+__all__ = [
+    "Owners",
+    "check_gradients",
+    "mean_bytes",
+    "orthogonalize_shards",
+    "triangle_bytes",
+    "update_shards",
+    "whole_matrix_bytes",
+]
 
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
@@ -70,6 +78,12 @@ def whole_matrix_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
     """Return the bytes that all ranks together send for a matrix that goes to its owner and back."""
     m, n = layout.shape
     return 0.0 if layout.holder is not None else 2 * (layout.ranks - 1) / layout.ranks * m * n * dtype.itemsize
+
+
+def mean_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
+    """Return the bytes that a rank sends for a matrix, in the mean over the ranks."""
+    total = triangle_bytes if _sends_triangles(layout, dtype) else whole_matrix_bytes
+    return total(layout, dtype) / layout.ranks
 
 
 def orthogonalize_shards(

@@ -13,7 +13,7 @@ column, and steps would depend on the layout.
 K. Ahn, B. Xu, N. Abreu and J. Langford, "Dion: Distributed Orthonormalized Updates" (2025), arXiv:2504.05295.
 """
 
-__all__ = ["LowRankUpdate", "update_low_rank"]
+__all__ = ["LowRankUpdate", "mean_bytes", "update_low_rank"]
 
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -144,6 +144,13 @@ def update_low_rank(batch: Sequence[Any], sums: _Sum | None = None) -> Generator
     counts = [update.count for update in batch]
     for update, P_of_update, R_of_update in zip(batch, P.split(counts), R.split(counts), strict=True):
         update.finish(P_of_update, R_of_update, columns)
+
+
+def mean_bytes(layout: "ShardLayout", rank: int) -> float:
+    """Return the bytes that one of the ranks that share a matrix sends for an update of a rank, by rings."""
+    m, n = layout.shape
+    numbers = n * rank + (_ROUNDS * rank**2 if layout.has_full_rows else m * rank)
+    return 2 * (layout.ranks - 1) / layout.ranks * numbers * torch.float64.itemsize
 
 
 def _orthonormal(

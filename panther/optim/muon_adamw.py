@@ -5,7 +5,7 @@ __all__ = ["MuonAdamW"]
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from panther.optim.matrix_updates import (
     orthogonalize_batch,
     run_overlapped,
 )
+
+if TYPE_CHECKING:
+    from panther.optim.shards import ShardLayout
 
 
 class MuonAdamW(CheckedGroups):
@@ -113,6 +116,15 @@ class MuonAdamW(CheckedGroups):
         ]
         run_overlapped(self._tasks(updates))
         return loss
+
+    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
+        from panther.optim import exchange, low_rank
+
+        if not group["orthogonalize"]:
+            return 0.0
+        if group["rank"] is None:
+            return exchange.mean_bytes(layout, parameter.dtype)
+        return low_rank.mean_bytes(layout, group["rank"])
 
     def _sharded_layouts(self, groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
         """Return how the sharded matrices lie, after all ranks agree on the gradients that exist."""

@@ -4,6 +4,7 @@ __all__ = ["Rectangle", "ShardLayout", "layout_of", "sending_device"]
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,7 +44,8 @@ class Rectangle:
 class ShardLayout:
     """The shards of matrices of one shape over the ranks of a group; the matrices are tall (m >= n)."""
 
-    group: dist.ProcessGroup
+    group: Any
+    """The process group; None in a plan."""
     rank: int
     """The rank of this process in the group."""
     shape: tuple[int, int]
@@ -54,6 +56,19 @@ class ShardLayout:
     """The shard of each rank of the group."""
     error: str | None = None
     """The reason if this rank's shard is not its rectangle; the step raises it on every rank."""
+
+    @classmethod
+    def of_parts(
+        cls, matrix: tuple[int, int], parts: Sequence[tuple[range, range]], group: Any = None, rank: int = 0
+    ) -> "ShardLayout":
+        """Return the layout of a matrix from the rows and columns of each rank, before a transposition."""
+        m, n = matrix
+        rectangles = tuple(Rectangle(*part) for part in parts)
+        # Square matrices are transposed if columns are sharded, so that their Gram matrices are sums over the ranks.
+        is_transposed = m < n or (m == n and all(len(r.rows) == m for r in rectangles if r.size))
+        if is_transposed:
+            m, n, rectangles = n, m, tuple(rectangle.transposed for rectangle in rectangles)
+        return cls(group, rank, (m, n), is_transposed, rectangles)
 
     @property
     def ranks(self) -> int:
@@ -122,20 +137,14 @@ def _find_layout(parameter: DTensor) -> ShardLayout | None:
     if not axes:
         return None
     group = _group_of(mesh, axes)
-    rectangles = tuple(
-        Rectangle(*(_range(parameter, dim, sharded_dims, dict(zip(axes, place, strict=True))) for dim in matrix_dims))
+    parts = [
+        tuple(_range(parameter, dim, sharded_dims, dict(zip(axes, place, strict=True))) for dim in matrix_dims)
         for place in itertools.product(*(range(mesh.size(axis)) for axis in axes))
-    )
+    ]
     rank = dist.get_rank(group)
-    error = _shard_error(
-        parameter, dict(zip(matrix_dims, (rectangles[rank].rows, rectangles[rank].columns), strict=True))
-    )
     m, n = (parameter.shape[dim] for dim in matrix_dims)
-    # Square matrices are transposed if columns are sharded, so that their Gram matrices are sums over the ranks.
-    is_transposed = m < n or (m == n and all(sharded_dims[axis] == matrix_dims[1] for axis in axes))
-    if is_transposed:
-        m, n, rectangles = n, m, tuple(rectangle.transposed for rectangle in rectangles)
-    return ShardLayout(group, rank, (m, n), is_transposed, rectangles, error)
+    layout = ShardLayout.of_parts((m, n), [(rows, columns) for rows, columns in parts], group, rank)
+    return replace(layout, error=_shard_error(parameter, dict(zip(matrix_dims, parts[rank], strict=True))))
 
 
 def sending_device(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:

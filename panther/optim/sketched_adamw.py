@@ -28,6 +28,7 @@ from panther.sketch.projecting import PROJECTING
 
 if TYPE_CHECKING:
     from panther.distributed.data.comm_hooks.projected import Projection
+    from panther.optim.shards import ShardLayout
 
 _CALL = "SketchedAdamW.step"
 _Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
@@ -300,6 +301,15 @@ class SketchedAdamW(CheckedGroups):
                 saved = state_dict["state"].get(index, {}).get(key)
                 if saved is not None and saved.dtype != self.state[p][key].dtype:
                     self.state[p][key] = saved.to(device=self.state[p][key].device, copy=True)
+
+    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
+        if not is_sketched(parameter, group):
+            return 0.0
+        m, n = layout.shape
+        is_partial = any(len(rectangle.columns) < n for rectangle in layout.rectangles if rectangle.size)
+        numbers = 3 + (group["rank"] * m if is_partial else 0)
+        itemsize = torch.promote_types(parameter.dtype, torch.float32).itemsize
+        return 2 * (layout.ranks - 1) / layout.ranks * numbers * float(itemsize)
 
     def _sharded_layouts(self, sketched: Sequence[_Entry]) -> dict[Tensor, Any]:
         """Return how the sharded matrices lie, after all ranks agree on their gradients and, once, on all seeds."""

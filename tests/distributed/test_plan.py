@@ -608,7 +608,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_states_of_an_optimizer_are_measured_without_values(name):
+def test_the_states_and_the_messages_of_an_optimizer_are_predicted(name):
     make = OPTIMIZERS[name]
     states = OptimizerStates.of(linear_layers(), make)
     stats = ModelStats.of(linear_layers(), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
@@ -617,6 +617,8 @@ def test_the_states_of_an_optimizer_are_measured_without_values(name):
         layouts += [
             Layout(dp=2, strategy="fsdp"),
             Layout(dp=2, replicate=2, strategy="fsdp"),
+            Layout(dp=4, strategy="fsdp"),
+            Layout(dp=2, tp=2, strategy="fsdp"),
             Layout(tp=2, strategy="replicate"),
         ]
 
@@ -624,15 +626,23 @@ def test_the_states_of_an_optimizer_are_measured_without_values(name):
         model = plan_of_one(predicted).apply(linear_layers())
         optimizer = make(model)
         model(torch.randn(2, 64)).square().mean().backward()
-        optimizer.step()
+        optimizer.step()  # the first one also compares settings
+        with CommunicationCounter() as counter:
+            optimizer.step()
         values = [value for state in optimizer.state.values() for value in state.values()]
-        return storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
+        held = storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
+        n = dist.get_world_size() // predicted.layout.replicate
+        shares = {"allreduce_": 2 * (n - 1) / n, "alltoall_base_": 1.0}
+        return held, sum(shares[name] * count for name, count in counter.bytes_by_operation.items())
 
     for layout in layouts:
         cluster = ClusterSpec.preset("cpu", layout.world)
         predicted = estimate(stats, cluster, layout, 8, optimizer_states=states)
-        bytes_of_ranks = on_ranks(lambda predicted=predicted: run(predicted), layout.world)
-        assert max(bytes_of_ranks) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
+        held, sent = zip(*on_ranks(lambda predicted=predicted: run(predicted), layout.world), strict=True)
+        assert max(held) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
+        exchanged = sum(traffic.sent_bytes for traffic in predicted.traffic if traffic.axis == "optimizer")
+        # Ranks also compare which gradients there are.
+        assert sum(sent) / len(sent) == pytest.approx(exchanged, rel=0.1, abs=64), (name, layout)
 
 
 def test_a_plan_takes_a_function_that_makes_an_optimizer():

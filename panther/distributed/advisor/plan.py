@@ -243,7 +243,7 @@ def plan_parallelism(
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD. For a
             module, also a function of a model that makes the optimizer, such as
             ``lambda model: panther.optim.MuonAdamW(panther.optim.param_groups(model))``: the shapes of its states are
-            those after a step on a copy without values.
+            those after a step on a copy without values, and Panther's optimizers also tell what their ranks send.
         schedules: Pipeline schedules to consider.
         run: The length of the training run, with a price and a budget, from which the cost is computed. Layouts that
             cost more than the budget come after layouts within it.

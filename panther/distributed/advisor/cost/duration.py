@@ -163,6 +163,15 @@ def _products_seconds(layer: LayerStats, cluster: ClusterSpec, itemsize: int, sa
     return total
 
 
+def between_shards(rank: Rank, cluster: ClusterSpec) -> Traffic:
+    """Return the traffic of the optimizer's step, between ranks that share matrices."""
+    layout = rank.layout
+    trained = [tensor for tensor in rank.tensors if tensor.trained]
+    sent_bytes = sum(rank.optimizer_states.sent_bytes(tensor.name, rank.shape_of(tensor)) for tensor in trained)
+    span = layout.tp if rank.shards == 1 else layout.dp * layout.pp * layout.tp
+    return _traffic("optimizer", cluster, span, sent_bytes, sent_bytes, 0)
+
+
 def optimizer_seconds(rank: Rank, cluster: ClusterSpec) -> float:
     """Return the time of the optimizer's step, which moves memory."""
     trained = [tensor for tensor in rank.tensors if tensor.trained]

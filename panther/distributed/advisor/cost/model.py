@@ -28,6 +28,7 @@ from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.duration import (
     Traffic,
     along,
+    between_shards,
     data_parallel,
     microbatch_seconds,
     optimizer_seconds,
@@ -123,6 +124,7 @@ def estimate(
     memory = tuple(memory_of(rank) for rank in ranks)
     traffic = [max((along(rank, axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((data_parallel(rank, cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
+    exchanged = max((between_shards(rank, cluster) for rank in ranks), key=lambda t: t.seconds)
     size = _HALF if stats.mixed_precision else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
     compute = max(microbatch_seconds(rank, cluster, size) for rank in ranks) * layout.num_microbatches
     tp, pp = (t.seconds for t in traffic)
@@ -132,14 +134,14 @@ def estimate(
     hidden = 0.0 if layout.pp > 1 else cluster.overlap * min(dp, compute)
     seconds = {
         "compute": compute,
-        "optimizer": max(optimizer_seconds(rank, cluster) for rank in ranks),
+        "optimizer": max(optimizer_seconds(rank, cluster) for rank in ranks) + exchanged.seconds,
         # The share b of the total time is idle, so that a working time w takes w / (1 - b) in total.
         "bubble": (compute + tp + pp) * bubble / (1 - bubble),
         "tp": tp,
         "pp": pp,
         "dp": dp - hidden,
     }
-    nonzero_traffic = tuple(t for t in (*traffic, *along_dp) if t.payload)
+    nonzero_traffic = tuple(t for t in (*traffic, *along_dp, exchanged) if t.payload)
     on_meta = max(start_of(rank, held) for rank, held in zip(ranks, memory, strict=True))
     return Estimate(layout, memory, nonzero_traffic, seconds, bubble, full or on_meta, on_meta)
 

@@ -2,7 +2,7 @@
 
 __all__ = ["ADAM", "OptimizerStates"]
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,15 @@ class OptimizerStates:
 
     Attributes:
         copies: Number of copies of each trained parameter, and a count of steps if it is not zero.
+        exchanged: A function of the name of a sharded matrix and of the rows and columns of each rank, which returns
+            the bytes that a rank sends for its update.
         measured: By the name of a parameter, its shape and the shape and bytes of an entry of each state, in place of
             copies.
     """
 
     copies: int = 2
     measured: Mapping[str, tuple[_Shape, tuple[tuple[_Shape, int], ...]]] = field(default_factory=dict)
+    exchanged: Callable[[str, Sequence[tuple[range, range]]], float] | None = None
 
     @classmethod
     def of(cls, model: "nn.Module", make: Callable[["nn.Module"], Any]) -> "OptimizerStates":
@@ -62,7 +65,10 @@ class OptimizerStates:
         for name, p in model.named_parameters():
             values = [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
             measured[name] = tuple(p.shape), tuple((tuple(value.shape), value.element_size()) for value in values)
-        return cls(0, measured)
+        parameters = dict(model.named_parameters())
+        if not hasattr(optimizer, "exchanged_bytes"):
+            return cls(0, measured)
+        return cls(0, measured, lambda name, parts: optimizer.exchanged_bytes(parameters[name], parts))
 
     @classmethod
     def checked(cls, states: "int | Callable[[nn.Module], Any]", model: Any) -> "OptimizerStates":
@@ -88,6 +94,22 @@ class OptimizerStates:
             return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
         parameter, states = self.measured[name]
         return sum(prod(_shard_of(shape, parameter, shard)) * entry for shape, entry in states)
+
+    def sent_bytes(self, name: str, shard: _Shape) -> float:
+        """Return the bytes that a rank sends for the update of a matrix, in the mean over the ranks that share it.
+
+        Args:
+            name: The name of the parameter.
+            shard: The shape of the largest part that a rank holds.
+        """
+        matrix = self.measured[name][0] if name in self.measured else shard
+        if self.exchanged is None or len(matrix) != 2 or tuple(shard) == tuple(matrix):
+            return 0.0
+        sides = [
+            [range(start, min(start + part, size)) for start in range(0, max(size, 1), max(part, 1))]
+            for size, part in zip(matrix, shard, strict=True)
+        ]
+        return self.exchanged(name, [(rows, columns) for rows in sides[0] for columns in sides[1]])
 
     def count(self, name: str) -> int:
         """Return the number of states of a parameter, without counts of steps."""
