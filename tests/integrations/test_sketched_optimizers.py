@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks, weights_of
 from torch import nn
 
+from panther.distributed import data_parallel
 from panther.optim import SketchedAdamW, sketched_param_groups
 
 pytestmark = [pytest.mark.extra, pytest.mark.slow]
@@ -116,6 +118,27 @@ def test_accelerate_takes_the_same_steps_and_restores_its_state(in_backward, tmp
 def test_accelerate_takes_the_same_steps_on_two_processes(tmp_path):
     pytest.importorskip("accelerate")
     for weights in on_ranks(lambda: accelerated(str(tmp_path), False), 2, fresh=True):
+        assert_equal(weights, expected_weights(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_the_parameters_that_accelerate_exchanges_under_fsdp2():
+    """Accelerate shards on GPUs only; what it does to an optimizer then is this function."""
+    exchange = pytest.importorskip("accelerate.utils.fsdp_utils").fsdp2_switch_optimizer_parameters
+
+    def run():
+        model = network()
+        optimizer, before = sketched(model), dict(model.named_parameters())
+        data_parallel(model, strategy="fsdp")
+        exchange(optimizer, {before[name].data_ptr: p for name, p in model.named_parameters()})
+        for x, y in zip(*(tensor.split(BATCH) for tensor in samples()), strict=True):
+            optimizer.zero_grad()
+            half = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)
+            nn.functional.cross_entropy(model(x[half]), y[half]).backward()
+            optimizer.step()
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    for weights in on_ranks(run, 2, fresh=True):
         assert_equal(weights, expected_weights(), rtol=1e-4, atol=1e-5)
 
 
