@@ -73,7 +73,7 @@ def draw_steps(device: str, rows: Rows) -> Path:
     sent.set(xscale="log", xlabel="MB a step that a node sends, by its interface's counter")
     sent.grid(alpha=0.3, axis="x", which="both")
     figure.legend(*steps.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=3)
-    steps.set_title(f"the fastest of three rounds, bars to their median. {device}", fontsize=10)
+    steps.set_title(f"medians of three rounds, bars to the fastest. {device}", fontsize=10)
     return write(figure, "link-steps")
 
 
@@ -105,7 +105,7 @@ def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
             here = [row for row in predicted if (row["link"], row["run"]) == (link, run)]
             devices, seconds = [int(row["devices"]) for row in here], [float(row["step_ms"]) / 1e3 for row in here]
             axis.plot(devices, seconds, dash, color=colour, label=f"{label}, predicted")
-            (measured,) = (float(row["fastest_ms"]) / 1e3 for row in rows if (row["link"], row["run"]) == (link, run))
+            (measured,) = (float(row["step_ms"]) / 1e3 for row in rows if (row["link"], row["run"]) == (link, run))
             axis.plot([2], [measured], marker, color=colour, markersize=7, label=f"{label}, measured on two")
         axis.axvspan(2.3, 5500, color="#888888", alpha=0.08)
         axis.text(5000, 0.16, "extrapolated", ha="right", color="#555555")
@@ -122,12 +122,12 @@ def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
 def _draw_range(
     axis: Any, rows: dict[str, dict[str, str]], place: int, label: str, marker: str, colour: str, dash: str
 ) -> None:
-    """Draw a line through the fastest rounds, which other work disturbs least, with a bar up to the median round."""
+    """Draw a line through the medians of the rounds, with a bar to the fastest, which other work disturbs least."""
     x = [i + 0.03 * (place - 3.5) for i in range(len(LINKS))]
     low, middle = ([float(rows[link][name]) / 1e3 for link in LINKS] for name in ("fastest_ms", "step_ms"))
-    above = [max(0.0, b - a) for a, b in zip(low, middle, strict=True)]
-    axis.plot(x, low, dash, marker=marker, color=colour, label=label, markersize=6)
-    axis.errorbar(x, low, yerr=([0] * len(x), above), fmt="none", color=colour, alpha=0.5, capsize=2)
+    below = [m - a for a, m in zip(low, middle, strict=True)]
+    axis.plot(x, middle, dash, marker=marker, color=colour, label=label, markersize=6)
+    axis.errorbar(x, middle, yerr=(below, [0] * len(x)), fmt="none", color=colour, alpha=0.5, capsize=2)
 
 
 if __name__ == "__main__":

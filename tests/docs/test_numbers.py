@@ -67,6 +67,10 @@ def slow_link(run, column, link="100 Mbit/s"):
     return one("link-runs-cpu-amd-epyc-threads-1", column, link=link, run=run) / 1e3
 
 
+def sent(run):
+    return one("link-runs-cpu-amd-epyc-threads-1", "sent_bytes", link="100 Mbit/s", run=run)
+
+
 def predicted(name, column, **place):
     """How many predicted steps are within 30 % of the measured ones."""
     return sum(abs(ratio - 1) <= 0.3 for ratio in values(name, column, **place))
@@ -79,11 +83,6 @@ ADVISOR, STEPS, STEPS_BETWEEN = (
     "advisor-link-cpu-amd-epyc-threads-1",
 )
 QUOTED = [  # page, words with the number in braces, number, digits behind the point
-    (README, "a step takes {} s dense", lambda: slow_link("dense, ddp", "fastest_ms"), 2),
-    (README, "s dense and {} s sketched", lambda: slow_link("sketched, ddp", "fastest_ms"), 2),
-    (FIRST, "over 100 Mbit/s {} dense", lambda: slow_link("dense, ddp", "fastest_ms"), 2),
-    (FIRST, "dense, {} sketched, 0.21", lambda: slow_link("sketched, ddp", "fastest_ms"), 2),
-    (FIRST, "sketched, {} sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "fastest_ms"), 2),
     (TOOLS, "keeps 99 % of its metric takes {} MB", lambda: one(RETRIEVAL, "size_mb", method="tuned"), 2),
     (
         TOOLS,
@@ -240,7 +239,16 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
             ("hqq 0.975 in {},", lambda: one(PEERS, "file_mb", method="hqq, 4 bits"), 1),
             ("torchao int8 {} in 34.8", lambda: one(PEERS, "correlation", method="torchao, int8"), 4),
             ("{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
-            ("with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+            ("trial sends {} times fewer", lambda: sent("dense, ddp") / sent("sketched, ddp"), 1),
+            ("A sentence encoder of {} MB becomes", lambda: one(FILES, "file_mb", method="float32"), 1),
+            ("becomes a file of {} MB", lambda: one(FILES, "file_mb", method="panther, 4.5 bits"), 1),
+            ("those of the original by {}.", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
+            ("over 100 Mbit/s {} dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
+            ("dense, {} sketched, 0.23", lambda: slow_link("sketched, ddp", "step_ms"), 2),
+            ("sketched, {} sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
+            ("over 1 Gbit/s {}, 0.20", lambda: slow_link("dense, ddp", "step_ms", "1 Gbit/s"), 2),
+            ("0.42, {}, 0.20 and", lambda: slow_link("sketched, ddp", "step_ms", "1 Gbit/s"), 2),
+            ("0.20 and {}", lambda: slow_link("dense, ddp, PowerSGD", "step_ms", "1 Gbit/s"), 2),
         )
     ),
 ]
