@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 _MAX_ERROR = 1e-4  # relative error of a file in float32
 _MAX_ERROR_RATIO = 4.0  # error of a file in float16, divided by the error of the model itself in float16
+# What a file without config.json beside it says about a folder, and what to do about it.
+_FOREIGN_FOLDERS = {
+    "adapter_config.json": "an adapter of PEFT: load it with its base, call merge_and_unload(), and save the model",
+    "model_index.json": "a pipeline of diffusers: give one of its models, with --model module:function",
+    "saved_model.pb": "a model of TensorFlow: build it in torch first",
+    "*.gguf": "a model of llama.cpp: load it by transformers' from_pretrained(..., gguf_file=...) and save the model",
+    "*.onnx": "a model in ONNX already: export the folder that it was made of",
+    "*.pt2": "a program of torch.export already: export the folder that it was made of",
+}
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -130,6 +139,9 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
             raise wrong_return(function, returned, "an nn.Module, or a pair of one and a list of batches")
         return pr.load_compressed(folder, model)
     if not (folder / "config.json").is_file():
+        for pattern, fix in _FOREIGN_FOLDERS.items():
+            if any(folder.glob(pattern)):
+                raise PantherError(f"{folder} holds {pattern} and no config.json, so it is {fix}")
         raise PantherError(
             f"{folder} holds no config.json: give --model module:function, which builds the architecture"
         )
@@ -253,6 +265,13 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
     """Replace sketched and compressed layers by plain linear layers; write the tensors and what each layer became."""
     import panther as pr
 
+    attention = (pr.nn.RandMultiHeadAttention, pr.nn.LearnedLinearAttention)
+    for name, module in model.named_modules():
+        if isinstance(module, attention):
+            raise PantherError(
+                f"layer {name!r} is linear attention, which no plain layer computes: use --to torch, or export the "
+                "model with softmax attention"
+            )
     report = pr.to_linears_(model)
     if report.skipped:
         name, reason = report.skipped[0]
@@ -281,5 +300,10 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
     for scheme, count in sorted(Counter(schemes.values()).items(), reverse=True):
         groups = f"groups of {scheme.group_size}" if scheme.group_size else "entire rows"
         print(f"{counted(count, 'layer')} of {scheme.bits} bits in {groups}, equal to the model's number by number")
+    base_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     if (out / ADAPTER_FOLDER).is_dir():
+        adapter_bytes = sum(path.stat().st_size for path in (out / ADAPTER_FOLDER).glob("*.safetensors"))
+        print(f"base {base_bytes:,} bytes, adapter {adapter_bytes:,} bytes, together {base_bytes + adapter_bytes:,}")
         print(f"{out / ADAPTER_FOLDER} holds corrections: load them with PEFT, after the first forward of the model")
+    else:
+        print(f"base {base_bytes:,} bytes, no adapter")

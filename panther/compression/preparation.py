@@ -20,7 +20,14 @@ from panther.compression.config import CompressConfig
 from panther.compression.fitting import fit_targets
 from panther.compression.forms import DENSE, LOW_RANK, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_all, convert_in_sequence
-from panther.compression.selection.allocation import Allocation, allocate_fast_forms, allocate_forms, byte_limit
+from panther.compression.selection.adapter_rank import with_one_rank
+from panther.compression.selection.allocation import (
+    CHOOSERS,
+    Allocation,
+    allocate_fast_forms,
+    allocate_forms,
+    byte_limit,
+)
 from panther.compression.selection.convex_hull import BYTES, Cost
 from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
@@ -70,8 +77,9 @@ class Prepared:
     def allocate(self, limit: float) -> Allocation:
         """Return the choice within another limit, in units of the cost."""
         kind = _kind_of_choice(self.survey)
-        trials = Trials(self.runner, self.survey, self.fits, self.seed)
-        return allocate_forms(trials, self.fits, kind, limit, None, self.cost)
+        fits = with_one_rank(self.fits, CHOOSERS[kind], limit, self.cost)
+        trials = Trials(self.runner, self.survey, fits, self.seed)
+        return allocate_forms(trials, fits, kind, limit, None, self.cost)
 
     def convert(self, sequential: bool, max_error: float | None) -> tuple[Replacement, list[str]]:
         """Return the new layers of the choice, and notes.
@@ -131,6 +139,7 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
     )
 
     def allocation_of(fits: Fits) -> Allocation:
+        fits = with_one_rank(fits, CHOOSERS[allocate], limit)
         if timing is not None and speed_target is not None:
             return choose_in_time(runner, survey, fits, timing, allocate, speed_target, seed)
         trials = Trials(runner, survey, fits, seed)

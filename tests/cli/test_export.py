@@ -73,6 +73,59 @@ def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
     assert "not a folder" in capsys.readouterr().err
 
 
+FOREIGN = {
+    "adapter_config.json": "an adapter of PEFT: load it with its base, call merge_and_unload()",
+    "model_index.json": "a pipeline of diffusers: give one of its models",
+    "saved_model.pb": "a model of TensorFlow: build it in torch first",
+    "words.gguf": "a model of llama.cpp: load it by transformers' from_pretrained",
+    "model.onnx": "a model in ONNX already: export the folder that it was made of",
+    "model.pt2": "a program of torch.export already",
+    "model.safetensors": "holds no config.json: give --model module:function",
+}
+
+
+@pytest.mark.parametrize("target", ["linears", "torch", "compressed-tensors"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_folders_of_other_programs_are_named(name, target, tmp_path, capsys):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / name).write_bytes(b"0")
+    command = ["export", str(tmp_path / "foreign"), "--to", target, "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert FOREIGN[name] in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["linears", "torch", "compressed-tensors"])
+def test_a_target_that_exists_is_kept(target, folder, capsys):
+    _, command, inputs = folder
+    Path("out").mkdir()
+    Path("out/model.safetensors").write_bytes(b"mine")
+    assert main([*command, "--to", target, "--sample", inputs]) == 2
+    assert "--out out is not empty, and might hold another model: give a new folder, or clear it" in (
+        capsys.readouterr().err
+    )
+    assert [(path.name, path.read_bytes()) for path in Path("out").iterdir()] == [("model.safetensors", b"mine")]
+
+
+@pytest.mark.parametrize("attention", ["RandMultiHeadAttention", "LearnedLinearAttention"])
+def test_linear_attention_is_no_plain_layer(attention, tmp_path, monkeypatch, capsys):
+    """Its tensors were written, and no program without Panther could use them."""
+    monkeypatch.chdir(tmp_path)
+    name = f"attention_{tmp_path.name}".replace("-", "_")
+    arguments = "16, 2, 8" if attention == "RandMultiHeadAttention" else "2, 8, 8"
+    layer = f"pr.nn.{attention}({arguments})"
+    text = f"from torch import nn\nimport panther as pr\n\ndef net():\n    return nn.Sequential({layer})\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    names: dict = {}
+    exec(text, names)
+    pr.save_compressed(names["net"](), tmp_path / "small")
+    assert main(["export", "small", "--model", f"{name}:net", "--to", "linears", "--out", "out"]) == 2
+    assert "layer '0' is linear attention, which no plain layer computes: use --to torch" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
 WORDS, IMAGE = {"vocab_size": 61}, {"image_size": 16, "patch_size": 8}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 TRANSFORMERS = {

@@ -1,5 +1,8 @@
 """What pr.compress fits for readers of compressed-tensors, and the layout of the codes there."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -134,6 +137,31 @@ def test_a_reader_that_fuses_layers_gets_one_width():
     report = pr.compress(model, bits=6.5, calibration=batches, reader="vllm", group_size=32, **quick)
     assert {layer.form for layer in report.layers} == {"int4"}
     assert report.allocate == "uniform"
+
+
+def test_the_page_shows_what_readers_hold():
+    page = (Path(__file__).parents[2] / "docs/howto/compressed-tensors.rst").read_text()
+    table = page[page.index("   * -\n     - ``reader=") :]
+    cells = {}
+    for row in re.split(r"^   \* - ?", table[: table.index("\n\n")], flags=re.M)[1:]:
+        title, *columns = re.split(r"\n     - ", row.rstrip("\n"))
+        cells[title] = columns
+    assert cells[""] == [f'``reader="{name}"``' for name in READERS]
+    transformers, vllm = READERS.values()
+    assert cells["Versions"][0] == f"transformers {transformers.version}"
+    assert transformers.was_run
+    assert not vllm.was_run
+    assert cells["Versions"][1] == "none was run"
+    for reader, text in zip((transformers, vllm), cells["Widths"], strict=True):
+        assert tuple(map(int, re.findall(r"\d+", text))) == tuple(sorted(reader.widths))
+    assert re.findall(r"\d+", cells["Groups"][1]) == [str(size) for size in vllm.group_sizes or ()]
+    assert transformers.group_sizes is None
+    assert [text != "dense" for text in cells["Heads that are not tied"]] == [
+        transformers.packs_heads,
+        vllm.packs_heads,
+    ]
+    adapters = [text != "no" for text in cells['Corrections of codes, as ``"int4+low_rank"``']]
+    assert adapters == [transformers.takes_adapters, vllm.takes_adapters]
 
 
 def test_bad_arguments():

@@ -139,14 +139,21 @@ print(f"error {((output - expected).norm() / expected.norm()).item():.3e}")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModel"])
-def test_corrections_are_an_adapter(kind, tmp_path):
+def test_corrections_are_an_adapter(kind, tmp_path, capsys):
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("peft")
     make = llama if kind == "AutoModelForCausalLM" else bert
-    model = compressed(make, calibration=batches(), forms=("int3", "int3+low_rank"), bits=5.5)
+    options = {"forms": ("int3", "int3+low_rank"), "bits": 5.5, "target": None, "symmetric": True}
+    model = compressed(make, calibration=batches(), exclude="*embed*", **options)
     ranks = {layer.low_rank for layer in model.modules() if isinstance(layer, pr.nn.QuantizedLinear)}
     assert len(ranks - {0}) > 1  # padded to the largest
-    write_compressed_tensors(model, tmp_path / "out")
+    pr.save_compressed(model, tmp_path / "small")
+    command = ["export", str(tmp_path / "small"), "--to", "compressed-tensors", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    sizes = [
+        (tmp_path / "out" / name).stat().st_size for name in ("model.safetensors", "adapter/adapter_model.safetensors")
+    ]
+    assert f"base {sizes[0]:,} bytes, adapter {sizes[1]:,} bytes, together {sum(sizes):,}" in capsys.readouterr().out
     config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == max(ranks)
     ids = torch.arange(1, 25).view(2, 12)
@@ -157,6 +164,23 @@ def test_corrections_are_an_adapter(kind, tmp_path):
     assert result.returncode == 0, result.stderr
     base, error = (float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith(("base", "error")))
     assert error < 1e-3 < base
+
+
+@pytest.mark.slow
+def test_the_budget_counts_the_adapter_as_it_is_written(tmp_path):
+    """Its factors have the dtype of the model and one rank, where Panther's own have 8 bits and ranks of their own."""
+    model = compressed(llama, calibration=batches(), forms=("int3", "int3+low_rank"), bits=7.0)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, pr.nn.QuantizedLinear)}
+    rank = max(layer.low_rank for layer in layers.values())
+    assert rank > 0
+    write_compressed_tensors(model, tmp_path / "out")
+    adapter = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
+    factor_bytes = sum(tensor.nbytes for tensor in adapter.values())
+    assert factor_bytes == sum(4 * rank * sum(layer.weight.shape) for layer in layers.values() if layer.low_rank)
+    base = load_file(tmp_path / "out/model.safetensors")
+    codes = sum(tensor.nbytes for name, tensor in base.items() if name.endswith("weight_packed"))
+    weights = sum(layer.weight.numel() for layer in layers.values())
+    assert factor_bytes + codes <= 7.0 * weights / 8
 
 
 def test_the_files_hold_packed_codes(tmp_path):

@@ -41,6 +41,13 @@ class CorrectedCodes(Codes):
         """Return whether the weight is one matrix."""
         return _is_one_matrix(target)
 
+    def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
+        """Return the bytes of codes, scales, zeros and factors; an adapter has factors of the weight's dtype."""
+        if settings.reader is None:
+            return super().stored_bytes(target, rank, settings)
+        factors = rank * (target.inner + target.outer) * target.weight.element_size()
+        return super().stored_bytes(target, 0, settings) + factors
+
     def largest_rank(self, target: Target) -> int:
         """Return the largest rank of the correction."""
         return min(target.inner, target.outer, _LARGEST_CORRECTION)
