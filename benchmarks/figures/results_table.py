@@ -1,0 +1,252 @@
+"""Write the table of results: ``python -m benchmarks.figures.results_table``, after any benchmark of a line.
+
+It goes to docs/benchmarks/results.inc, with which the pages on benchmarks open: our figure beside that of the best
+other way to do the same, what both keep, and the page with the rest. Lines where we lose stay.
+"""
+
+__all__ = ["LINES", "Line", "results_table"]
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.harness import RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "benchmarks" / "results.inc"
+HEAD = ("", "Ours", "Best other", "Times better", "Quality: ours", "other", "Page")
+_AMD = "-cpu-amd-epyc-threads-1"
+_XEON = "-cpu-intel-xeon-2.50ghz-threads-1"
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table.
+
+    Attributes:
+        subject: What is measured, and the unit.
+        page: The page with the rest.
+        files: The names of the results of ours and of the other.
+        column: The column of the figure, which is better if it is less.
+        ours: Our row, by columns and their values.
+        other: The other row, likewise.
+        other_name: The name of the other way.
+        quality: What both keep: a column and its name; None if the figure is all.
+        ratio: The column of our row with the median ratio of times that were measured in turns; None is the quotient.
+        scale: What the figure is divided by.
+        where: Columns and values that both rows have.
+    """
+
+    subject: str
+    page: str
+    files: tuple[str, str]
+    column: str
+    ours: Row
+    other: Row
+    other_name: str
+    quality: tuple[str, str] | None = None
+    ratio: str | None = None
+    scale: float = 1.0
+    where: Row = field(default_factory=dict)
+
+    def cells(self) -> list[str]:
+        """Return the cells of the line."""
+        rows = [
+            _row(name, wanted | self.where) for name, wanted in zip(self.files, (self.ours, self.other), strict=True)
+        ]
+        figures = [_mean(each, self.column) / self.scale for each in rows]
+        ratio = figures[1] / figures[0] if self.ratio is None else _mean(rows[0], self.ratio)
+        kept = ["", ""]
+        if self.quality is not None:
+            column, name = self.quality
+            values = [each[0].get(column) and _mean(each, column) for each in rows]
+            kept = [f"{name} {_text(value)}" if index == 0 else _text(value) for index, value in enumerate(values)]
+        return [
+            self.subject,
+            _text(figures[0]),
+            f"{_text(figures[1])} ({self.other_name})",
+            f"{ratio:.2g}",
+            *kept,
+            f":doc:`{self.page}`",
+        ]
+
+
+def _text(value: float | str | None) -> str:
+    if value in (None, ""):
+        return ""
+    number = float(value)  # type: ignore[arg-type]
+    if number >= 1000:
+        return f"{number:,.0f}"
+    return f"{number:.1e}" if number and abs(number) < 1e-3 else f"{number:.4g}"
+
+
+def _row(name: str, wanted: Row) -> list[Row]:
+    with open(RESULTS / f"{name}.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+    if not rows:
+        raise LookupError(f"{name}.csv has no row with {wanted}")
+    return rows
+
+
+def _mean(rows: Sequence[Row], column: str) -> float:
+    return sum(float(row[column]) for row in rows) / len(rows)
+
+
+def _same(name: str) -> tuple[str, str]:
+    return name, name
+
+
+LINES = (
+    Line(
+        "File of a sentence encoder, MB",
+        "compress",
+        (f"files-encoder{_XEON}", f"files-peers-encoder{_XEON}"),
+        "file_mb",
+        {"method": "panther, 4.5 bits"},
+        {"method": "GPTQ, 4 bits"},
+        "GPTQ",
+        ("correlation", "correlation"),
+    ),
+    Line(
+        "File of SmolLM2-135M, MB",
+        "compress",
+        _same(f"files-smollm2{_XEON}"),
+        "file_mb",
+        {"method": "panther, 8.3 bits"},
+        {"method": "bfloat16"},
+        "bfloat16",
+        ("loss", "loss"),
+    ),
+    Line(
+        "Forward of the encoder, 32 x 128 tokens, ms",
+        "compress",
+        _same(f"frontier-speed-encoder{_AMD}"),
+        "time_ms",
+        {"form": "panther, by time, 1.5 times as fast"},
+        {"form": "int8, torch dynamic"},
+        "torch's dynamic int8",
+        where={"batch": "32", "tokens": "128"},
+    ),
+    Line(
+        "States of the optimizer, characters, MB",
+        "/howto/sketched-adamw",
+        _same(f"optimizers-characters-96{_AMD}"),
+        "state_mb",
+        {"method": "channel, a quarter", "equal": "time"},
+        {"method": "AdamW", "equal": "steps", "lr": "0.0015"},
+        "AdamW",
+        ("loss", "loss"),
+    ),
+    Line(
+        "Bytes of Muon's messages, 1024 x 256, 4 ranks, MB",
+        "/howto/muon",
+        _same(f"distributed-muon{_AMD}"),
+        "bytes",
+        {"optimizer": "MuonAdamW"},
+        {"optimizer": "gathering"},
+        "gathering",
+        scale=1e6,
+        where={"ranks": "4", "shape": "1024 x 256"},
+    ),
+    Line(
+        "A step on two nodes over 100 Mbit/s, ms",
+        "slow-link",
+        _same(f"link-runs{_AMD}"),
+        "step_ms",
+        {"run": "sketched, ddp, bf16 hook"},
+        {"run": "dense, ddp, PowerSGD"},
+        "PowerSGD",
+        ("loss", "loss"),
+        where={"link": "100 Mbit/s"},
+    ),
+    Line(
+        "Text, a network of equal bytes and steps, loss",
+        "train-scratch",
+        _same(f"scratch-text-transformer{_AMD}"),
+        "loss",
+        {"form": "sketched", "lr": "0.002"},
+        {"form": "dense, narrower", "lr": "0.004"},
+        "a narrower dense network",
+        where={"optimizer": "Muon", "equal": "steps"},
+    ),
+    Line(
+        "SKConv2d, 64 to 128 channels, 3 x 3, ms",
+        "convolutions",
+        _same(f"conv{_AMD}"),
+        "time_us",
+        {"layer": "SKConv2d NCHW"},
+        {"layer": "Conv2d NCHW"},
+        "nn.Conv2d",
+        ratio="x Conv2d",
+        scale=1e3,
+        where={"in": "64", "out": "128", "kernel": "3", "size": "64", "low_rank": "8", "mode": "forward"},
+    ),
+    Line(
+        "Attention over 4,096 positions, ms",
+        "attention",
+        _same(f"attention{_AMD}"),
+        "time_ms",
+        {"attention": "hermite"},
+        {"attention": "with SDPA"},
+        "softmax attention",
+        ratio="x better of both",
+        where={"length": "4096", "causal": "False", "memory": "default"},
+    ),
+    Line(
+        "SVD of rank 100, 4096 x 2048, ms",
+        "linalg",
+        _same(f"randomized-svd{_AMD}"),
+        "time_ms",
+        {"method": "panther n_iter=auto"},
+        {"method": "svd_lowrank niter=2"},
+        "torch.svd_lowrank",
+        ("spectral", "error"),
+        ratio="x svd_lowrank niter=2",
+        where={"spectrum": "i^-0.3"},
+    ),
+    Line(
+        "Pivoted QR, 16384 x 512, ms",
+        "linalg",
+        _same("cqrrpt-cpu-amd-epyc-threads-2"),
+        "time_ms",
+        {"method": "panther gamma=1.25"},
+        {"method": "scipy pivoted"},
+        "scipy",
+        ("residual", "residual"),
+        ratio="x scipy pivoted",
+        where={"m": "16384", "n": "512", "dtype": "float64", "condition": "1e10"},
+    ),
+    Line(
+        "Least squares, 200000 x 1000, ms",
+        "linalg",
+        _same("lstsq-cpu-amd-epyc-threads-2"),
+        "time_ms",
+        {"method": "panther"},
+        {"method": "torch gels"},
+        "torch's gels",
+        ("distance", "error"),
+        ratio="x torch gels",
+        where={"case": "200000 x 1000 float64, condition 1e+08"},
+    ),
+)
+
+
+def results_table() -> str:
+    """Return the table."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([HEAD, *(line.cells() for line in LINES)])
+    lines = [
+        ".. Written by python -m benchmarks.figures.results_table.",
+        "",
+        ".. csv-table::",
+        "   :header-rows: 1",
+        "   :class: lookup",
+        "",
+    ]
+    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(results_table(), encoding="utf-8")
+    print(PAGE)
