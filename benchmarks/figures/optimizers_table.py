@@ -17,7 +17,7 @@ from benchmarks.harness import RESULTS, ROOT
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
-SUBJECTS = ("optimizers", "activations")
+SUBJECTS = ("optimizers", "muon-ranks", "activations")
 Rows = list[dict[str, str]]
 
 

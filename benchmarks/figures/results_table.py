@@ -130,7 +130,7 @@ LINES = (
     ),
     Line(
         "States of the optimizer, characters, MB",
-        "/howto/sketched-adamw",
+        "small-states",
         _same(f"optimizers-characters-96{_AMD}"),
         "state_mb",
         {"method": "channel, a quarter", "equal": "time"},
