@@ -162,7 +162,7 @@ clean:
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation \
-	    -e '.[demo,triton,transformers,compressed-tensors,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,compressed-tensors,sentence-transformers,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
 
 # The oldest Triton that Panther supports, in a folder for PYTHONPATH, 640 MB: `make verify` compiles all kernels with it

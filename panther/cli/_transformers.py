@@ -18,6 +18,7 @@ from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
 from panther.files.weights import check_weight_files
+from panther.integrations.folders.sentence_transformers import loader_of
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _MIN_SAMPLES = 5  # a fifth is held out
@@ -35,6 +36,10 @@ def load_model(folder: Path) -> nn.Module:
     compressed = (folder / "panther.json").is_file()
     if not compressed:
         if not (folder / "config.json").is_file():
+            if (loader := loader_of(folder)) is not None:
+                saved = (
+                    f"call pr.compress(sentence_transformers.{loader}(folder), ...), and save_pretrained of the model"
+                )
             raise PantherError(f"{folder} holds no config.json: {saved}")
         with quietly(f"{folder / 'config.json'} cannot be used"):
             config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)

@@ -14,6 +14,7 @@ from panther.cli._arguments import add_option, check_folder, note, positive, pos
 from panther.cli._ranks import joined_ranks, num_ranks, share_of_batches
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
+from panther.integrations.folders.sentence_transformers import loader_of, model_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         report = _compress(args, model, calibration)
     if os.environ.get("RANK", "0") != "0":
         return 0
+    model_out = _model_out(args)
     try:
         if not args.stream:
             _log.info("writing to %s", out)
@@ -103,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
             from panther.integrations.transformers import write_model_card
 
             out.mkdir(parents=True, exist_ok=True)
-            write_model_card(model, report, out, settings=_settings(args))
             copy_beside(Path(args.model), out)
+            write_model_card(model, report, model_out, settings=_settings(args))
         if not args.stream:
-            pr.save_compressed(model, out)  # last, so that a folder with a model also has its tokenizer
+            pr.save_compressed(model, model_out)  # last, so that a folder with a model also has its tokenizer
         if args.report:
             report.to_json(args.report)
         if args.plot:
@@ -119,7 +121,11 @@ def run(args: argparse.Namespace) -> int:
         print(
             "import panther, transformers  # without panther, transformers fills compressed layers with random numbers"
         )
-        print(f"model = transformers.{type(model).__name__}.from_pretrained({str(out)!r})")
+        print(f"model = transformers.{type(model).__name__}.from_pretrained({str(model_out)!r})")
+        if (loader := loader_of(out)) is not None:
+            print("or, with the further modules of the folder:")
+            print("import panther, sentence_transformers")
+            print(f"model = sentence_transformers.{loader}({str(out)!r})")
         print("or, with checksums verified:")
     print(f"import panther as pr{imports}")
     print(f"model = {load}")
@@ -213,8 +219,9 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
     if folder.is_dir():
         from panther.cli import _transformers
 
+        folder = model_folder(folder)
         model = (_transformers.empty_model if args.stream else _transformers.load_model)(folder)
-        imports, load = "", f"pr.from_pretrained({str(Path(args.out))!r})"
+        imports, load = "", f"pr.from_pretrained({str(_model_out(args))!r})"
     else:
         returned = call(args.model)
         model, calibration = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
@@ -275,6 +282,12 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
             raise
         except ValueError as error:  # two options exclude each other
             raise PantherError(str(error)) from error
+
+
+def _model_out(args: argparse.Namespace) -> Path:
+    """Return the folder of the model in ``--out``: a folder of sentence-transformers can have it in a sub-folder."""
+    folder = Path(args.model)
+    return Path(args.out) / (model_folder(folder).relative_to(folder) if folder.is_dir() else "")
 
 
 def _settings(args: argparse.Namespace) -> str:

@@ -56,7 +56,8 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             and ``max_latency_ms`` must be given.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
             is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
-            which it may change, and starts from the same random numbers, buffers and attributes.
+            which it may change, and starts from the same random numbers, buffers and attributes. A model of
+            sentence-transformers takes texts in one list, lists of texts, or the features of ``model.preprocess``.
         bits: The size as an average number of bits for each eligible weight, scales and factors included; weights of
             embeddings are eligible if ``forms`` has widths.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
@@ -108,8 +109,8 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             two partial forwards over the batches for each set of layers with one input: 2.5 times the time for a
             transformer of four blocks.
         forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. If the output is
-            a mapping, ``logits``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it is the
-            first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
+            a mapping, ``logits``, ``scores``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it
+            is the first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
         loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
             ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where

@@ -10,6 +10,7 @@ from typing import Any
 import panther as pr
 from panther.compression import CompressionReport
 from panther.files import write_text
+from panther.integrations.folders.sentence_transformers import loader_of
 
 
 def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, settings: str = "") -> Path:
@@ -48,6 +49,13 @@ def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLi
     front = ["---", "library_name: panther-sketch", "tags: [compressed, panther]", *base_entry]
     sizes = f"{report.bytes_before / 1e6:,.1f} MB to {report.bytes_after / 1e6:,.1f} MB"
     forms = Counter(layer.form for layer in report.layers)
+    code = [
+        "import panther.integrations.transformers", "import transformers", "",
+        f'model = transformers.{type(model).__name__}.from_pretrained("this folder")',
+    ]  # fmt: skip
+    if (loader := loader_of(Path(dir))) is not None:
+        code += ["", "# with the further modules of the folder", "import sentence_transformers", ""]
+        code += [f'model = sentence_transformers.{loader}("this folder")']
     errors = {"measured": report.measured_error, "after healing": report.healed_error}
     errors_text = [f"{name} {value:.3g}" for name, value in errors.items() if value is not None]
     lines = [
@@ -57,8 +65,7 @@ def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLi
         f"- Layers: {', '.join(f'{count} {form}' for form, count in forms.most_common())}.",
         f"- Relative error of the output on held-out batches: {', '.join(errors_text) or 'not measured'}.",
         "- The licence and the limits of the original apply.", "",
-        "```python", "import panther.integrations.transformers", "import transformers", "",
-        f'model = transformers.{type(model).__name__}.from_pretrained("this folder")', "```", "",
+        "```python", *code, "```", "",
     ]  # fmt: skip
     file = Path(dir) / "README.md"
     write_text(file, "\n".join(lines))

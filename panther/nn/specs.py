@@ -12,6 +12,7 @@ __all__ = [
     "module_specs",
     "note_in_config_",
     "own_config_",
+    "pretrained_models_in",
 ]
 
 import copy
@@ -133,7 +134,7 @@ def note_in_config_(model: nn.Module) -> None:
     model. It is listed there as a part, because its names in the whole model are unknown. A model with a quantizer,
     which writes the entry itself, or with an entry of another method is not changed.
     """
-    owners = _owners_of_configs(model)
+    owners = pretrained_models_in(model)
     for owner in owners:
         _note_modules_(owner, model)
         declare_ties_(owner, _pretrained_class())
@@ -210,7 +211,7 @@ def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _has_config(model: nn.Module) -> bool:
-    return model in _owners_of_configs(model)
+    return model in pretrained_models_in(model)
 
 
 def _pretrained_class() -> Any:
@@ -223,14 +224,14 @@ def _config_class() -> Any:
     return sys.modules["transformers.configuration_utils"].PreTrainedConfig
 
 
-def _owners_of_configs(model: nn.Module) -> list[nn.Module]:
+def pretrained_models_in(model: nn.Module) -> list[nn.Module]:
     """Return the outermost transformers models in a model, which may be the model itself."""
     kind = _pretrained_class()
     if kind is None:
         return []
     if isinstance(model, kind):
         return [model]
-    return [owner for child in model.children() for owner in _owners_of_configs(child)]
+    return [owner for child in model.children() for owner in pretrained_models_in(child)]
 
 
 def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:

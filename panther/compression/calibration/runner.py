@@ -50,6 +50,7 @@ from panther.compression.calibration.masks import (
 )
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.compression.calibration.scores import ScoreFill
+from panther.compression.calibration.sentence_transformers import is_sentence_model, with_features
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Target
 from panther.errors import CompressionError
@@ -59,7 +60,7 @@ _log = logging.getLogger(__name__)
 Loss = Callable[[Tensor, Any], Tensor]
 
 MOMENTS = "moments-"  # the beginning of the names of remembered moments
-_OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
+_OUTPUTS = ("logits", "scores", "sentence_embedding", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch is held out
 _BLOCK_ENTRIES = 2**20  # of a tensor that is added in float64
 # Limit and use of a container's memory, which /proc/meminfo does not show: control groups of version 2 and 1.
@@ -78,7 +79,7 @@ def main_output(output: Any) -> tuple[str, Tensor]:
     """Return the tensor of a model's output that is compared, and an expression for its place in the output.
 
     It is the first floating tensor that has a dimension, because a single number is a loss. In a mapping, ``logits``,
-    ``sentence_embedding`` and ``last_hidden_state`` come before all further ones.
+    ``scores``, ``sentence_embedding`` and ``last_hidden_state`` come before all further ones.
 
     Raises:
         CompressionError: If there is no such tensor, or the tensor is nested or sparse.
@@ -171,6 +172,7 @@ class Runner:
         self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         # The indices of the GPUs that hold parameters.
         self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._takes_features = is_sentence_model(model)  # in one dictionary
         self._forward_device = forward_device  # the default device within forwards; None leaves it as it is
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
@@ -182,6 +184,8 @@ class Runner:
                     f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
                     "batch first"
                 )
+        if self._takes_features:
+            calibration = with_features(model, calibration)
         check_calibration(calibration)
         # All batches are moved to the device now, because each pass reads them again.
         batches = read_batches(calibration, self.device)
@@ -300,7 +304,7 @@ class Runner:
     def _call(self, batch: Any) -> Any:
         if self.forward_fn is not None:
             return self.forward_fn(self.model, batch)
-        if isinstance(batch, Mapping):
+        if isinstance(batch, Mapping) and not self._takes_features:
             return self.model(**batch)
         if isinstance(batch, (tuple, list)):
             return self.model(*batch)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, put_child, storage_key
+from panther.compression.calibration.sentence_transformers import PLAIN, plain_modules
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.conv.padding import only_pads, padding_of
@@ -264,6 +265,9 @@ def select_targets(
             reasons[module] = _DONE
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, included, excluded, TABLES if tables else ())
+    for module in plain_modules(model):
+        if reasons.get(module, "") is None and not _is_named_type(module, included):
+            reasons[module] = PLAIN
 
     # A weight that layers share becomes one target, so that it is compressed once and stays shared. Layers also share a
     # weight if their Parameters differ and use the same memory, as after `b.weight.data = a.weight.data`.
@@ -412,7 +416,7 @@ def _refusal(
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     # A subclass is admitted only by a type in `include`, because a glob or function could match it by accident.
-    is_named_type = any(isinstance(selector, type) and isinstance(module, selector) for selector in included)
+    is_named_type = _is_named_type(module, included)
     if hasattr(holder, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in parameters_of(module):
@@ -458,6 +462,10 @@ def _refusal(
     if getattr(module, "max_norm", None) is not None:
         return "has max_norm, with which each lookup changes rows of the weight"
     return None
+
+
+def _is_named_type(module: nn.Module, selectors: Sequence[Selector]) -> bool:
+    return any(isinstance(selector, type) and isinstance(module, selector) for selector in selectors)
 
 
 def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...], seeded: bool) -> Target:

@@ -3,13 +3,13 @@
 __all__ = ["copy_beside"]
 
 import fnmatch
-import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from panther.files import copy_file
 from panther.files.weights import PICKLES
+from panther.integrations.folders.sentence_transformers import model_folder, module_folders
 
 _NOT_COPIED = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".py")
 # Files that only training needs, which a compressed model does not continue, and weights in formats of other programs.
@@ -17,27 +17,33 @@ _LEFT_OUT = (
     ".*", "__pycache__", "trainer_state.json", "optimizer*", "scheduler*", "scaler*", "rng_state*", "events.out.*",
     "latest", "checkpoint-*", "global_step*", "runs", "logs", "wandb", "onnx", "openvino", "coreml", "original",
 )  # fmt: skip
-_MODULES = "modules.json"  # sentence-transformers lists its modules here; each has a folder with weights
 
 
 def copy_beside(folder: Path, out: Path) -> None:
     """Copy the files that the model needs beside its weights, such as the tokenizer and chat templates.
 
     Weights, config.json, code and files that only training reads are left out. The folders that sentence-transformers
-    puts beside the model are copied completely, because they contain further modules with weights. config.json is
-    written with the weights, so that a folder without weights does not look like a model.
+    puts beside the model are copied completely, because they contain further modules with weights. The model itself may
+    be in a sub-folder. config.json is written with the weights, so that a folder without weights does not look like a
+    model.
     """
-    _copy(folder, out, _module_folders(folder), out.resolve(), leave="config.json")
+    inner, unread = model_folder(folder), {out.resolve()}
+    modules = module_folders(folder)
+    if inner == folder:
+        _copy(folder, out, modules, unread, leave="config.json")
+    else:
+        _copy(folder, out, modules - {inner.name}, unread | {inner.resolve()})
+        _copy(inner, out / inner.name, (), unread, leave="config.json")
 
 
-def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path, leave: str = "") -> None:
-    """Copy the files of a folder and of its sub-folders, except for the folder ``unread``.
+def _copy(folder: Path, out: Path, modules: Collection[str], unread: Collection[Path], leave: str = "") -> None:
+    """Copy the files of a folder and of its sub-folders, except for the folders ``unread``.
 
     Sub-folders named in ``modules`` are copied completely. The file named ``leave`` is left out of this folder, but not
     of its sub-folders.
     """
     for path in sorted(folder.iterdir()):
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() == unread:
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() in unread:
             continue
         target = out / path.name
         if path.is_dir() and not path.is_symlink():
@@ -50,12 +56,3 @@ def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path, leave
         if path.is_file() and not is_weights and path.name != leave and not target.exists():
             out.mkdir(parents=True, exist_ok=True)
             copy_file(path, target)
-
-
-def _module_folders(folder: Path) -> set[str]:
-    """Return the folders of the modules that follow the model, by the modules.json of sentence-transformers."""
-    try:
-        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
-        return {str(module["path"]).split("/")[0] for module in modules if module["path"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()

@@ -21,6 +21,7 @@ from panther.errors import CompressionError, FormatError, require_extra
 from panther.files.writer import new_file, take_lock
 from panther.integrations.folders.beside import copy_beside
 from panther.integrations.folders.mapped import mapped_from_pretrained
+from panther.integrations.folders.sentence_transformers import model_folder
 from panther.nn.io import save_compressed
 
 # Settings of pr.compress that need the whole model in memory, or its speed there.
@@ -65,7 +66,8 @@ def compress_folder(
     was at, and ends with the same files, bit for bit.
 
     Args:
-        source: A folder that ``save_pretrained`` of transformers wrote, of one file of safetensors or several.
+        source: A folder that ``save_pretrained`` of transformers wrote, of one file of safetensors or several, or a
+            folder of sentence-transformers.
         target: The folder for the result, new or empty. The tokenizer and other files are copied there.
         calibration: Batches, as for :func:`panther.compress`; they are held in memory.
         budget: Bytes of the eligible layers' weights to keep, as a fraction. Exactly one of ``budget``, ``bits`` and
@@ -126,17 +128,19 @@ def compress_folder(
     if not config.is_calibrated:
         raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
     folder, source = Path(target), Path(source)
+    inner = model_folder(source)
     with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
         if (report := _report_of_ended_run(scratch, config.group)) is not None:
             return report
-        model = mapped_from_pretrained(source, scratch)
-        report = compress_streamed(model, config, scratch, _described(source), blocks, max_disk_bytes)
+        model = mapped_from_pretrained(inner, scratch)
+        report = compress_streamed(model, config, scratch, _described(inner), blocks, max_disk_bytes)
         (scratch / _SAVING).touch()  # from now on the target is not empty
 
         def save() -> None:
-            transformers_adapter.write_model_card(model, report, folder, settings=_size(config))
             copy_beside(source, folder)
-            save_compressed(model, folder)  # last, so that a folder with a model also has its tokenizer
+            model_target = folder / inner.relative_to(source)
+            transformers_adapter.write_model_card(model, report, model_target, settings=_size(config))
+            save_compressed(model, model_target)  # last, so that a folder with a model also has its tokenizer
 
         if config.group is None:
             save()
