@@ -42,8 +42,8 @@ def backend() -> str:
         return "triton" if has_triton and torch.cuda.is_available() and not interpreting() else "torch"
     if not has_triton:
         raise RuntimeError(
-            "PANTHER_KERNELS=triton asks for Triton, and it is not installed: pip install 'panther-sketch[triton]', or "
-            "use PANTHER_KERNELS=auto"
+            "PANTHER_KERNELS=triton asks for Triton, and it is not installed: run pip install triton, or use "
+            "PANTHER_KERNELS=auto"
         )
     if not torch.cuda.is_available() and not interpreting():
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """What to use in place of classes and functions that other libraries and guides have, and Panther has not.
 
-The table is for the modules in which people look for these names: ``panther``, ``panther.distributed`` and
-``panther.train``. The page ``docs/howto/migrate-ddp.rst`` has the same names with more words.
+The table is for the modules in which people look for these names. The names of ``panther``, ``panther.distributed``
+and ``panther.train`` are on the page ``docs/howto/migrate-ddp.rst``, with more words.
 """
 
 __all__ = ["missing_name"]
@@ -76,6 +76,36 @@ _ADVICE: tuple[tuple[str, str], ...] = (
 )
 _BY_NAME: Mapping[str, str] = {name: text for text, names in _ADVICE for name in names.split()}
 
+# The same for modules in which people look for other names.
+_ADVICE_BY_MODULE: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "panther.linalg": (
+        ("use panther.linalg.randomized_svd", "rsvd svd svd_lowrank svds truncated_svd TruncatedSVD"),
+        ("use panther.linalg.randomized_svd of A - A.mean(0), whose V holds the components", "PCA pca pca_lowrank"),
+        ("use panther.linalg.randomized_eigh", "eigh eigsh lobpcg"),
+        ("use panther.linalg.cqrrpt, or cholesky_qr for a well conditioned matrix", "cqrrp qr"),
+        ("use panther.linalg.sketch_lstsq", "blendenpik least_squares lstsq lsqr ridge solve"),
+        ("use panther.linalg.rangefinder", "range_finder randomized_range_finder"),
+    ),
+    "panther.nn": (
+        ("use torch.nn for dense layers, and panther.nn.SKLinear or LowRankLinear for smaller ones", "Linear"),
+        ("use torch.nn for dense layers, and panther.nn.SKConv2d or LowRankConv2d for smaller ones", "Conv2d"),
+        ("use torch.nn", "Conv1d Conv3d Embedding LayerNorm Module ModuleList Parameter ReLU Sequential Transformer"),
+        (
+            "use panther.nn.RandMultiHeadAttention",
+            "LinearAttention MultiheadAttention Performer PerformerAttention RFAttention",
+        ),
+        ("use panther.nn.SKLinear, which runs Triton kernels where they can run", "SKLinear_triton"),
+        ("use panther.nn.QuantizedLinear.from_linear, or panther.compress for a model", "Linear4bit Linear8bitLt"),
+        ("use panther.nn.LowRankLinear.from_linear, or panther.integrations.peft for LoRA", "LoRALinear LoraLinear"),
+    ),
+    "panther.sketch": (
+        ("use panther.sketch.GaussianSketch", "GaussianRandomProjection Gaussian JLT"),
+        ("use panther.sketch.SparseSketch", "CountSketch SASO SJLT SparseRandomProjection SparseSign"),
+        ("use panther.sketch.SRHT", "FJLT SRFT SubsampledHadamard"),
+        ("use panther.sketch.SignSketch", "Rademacher RademacherSketch"),
+    ),
+}
+
 
 def missing_name(module: str, name: str, names: Collection[str], hint: str | None = None) -> Exception:
     """Return the error of a module's ``__getattr__`` for a name that it has not, with what to use in its place.
@@ -93,11 +123,17 @@ def missing_name(module: str, name: str, names: Collection[str], hint: str | Non
     """
     if hint is None:
         near = get_close_matches(name, names, 1, cutoff=_CLOSE)
-        hint = _BY_NAME.get(name) or (f"did you mean {near[0]!r}?" if near else None)
+        hint = _advice(module).get(name) or (f"did you mean {near[0]!r}?" if near else None)
     end = "" if hint is None else f": {hint}"
     if hint is not None and _is_in_from_import():
         return ImportError(f"cannot import name {name!r} from {module!r}{end}", name=module)
     return AttributeError(f"{module} has no attribute {name!r}{end}", name=name)
+
+
+def _advice(module: str) -> Mapping[str, str]:
+    if module in _ADVICE_BY_MODULE:
+        return {name: text for text, names in _ADVICE_BY_MODULE[module] for name in names.split()}
+    return _BY_NAME
 
 
 def _is_in_from_import() -> bool:

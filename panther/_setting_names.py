@@ -18,34 +18,60 @@ _SYNONYMS = {
     "activation_checkpointing": "gradient_checkpointing",
     "backend": "communication_backend",
     "batch": "batch_size",
+    "bits": "n_bits nbits num_bits w_bit w_bits wbits weight_bits",
     "bucket_cap_mb": "bucket_size_mb",
+    "budget": "keep_ratio param_ratio",
+    "calibration": "calib_data calib_dataset calibration_data calibration_dataset data dataloader dataset",
     "checkpoint_dir": "logdir log_dir output_dir save_dir tensorboard_dir",
     "checkpoint_every_n_epochs": "checkpoint_frequency",
     "checkpoint_every_n_steps": "checkpoint_interval",
     "comm_hook": "compression gradient_compression",
+    "d": "n_components sketch_size",
     "data": "dataloader dataset train_dataset train_loader training_data",
     "data_parallel_size": "dp dp_size",
+    "embed_dim": "d_model dim embedding_dim hidden_size model_dim",
     "epochs": "max_epochs num_epochs total_epochs",
     "gradient_accumulation_steps": "accumulation_steps",
     "gradient_clipping": "clip_grad_norm grad_clip max_grad_norm max_norm",
+    "evaluate": "evaluation_fn metric metric_fn objective_fn score_fn",
+    "exclude": "exclude_modules ignore ignored_layers modules_to_not_convert skip_modules",
     "gpus": "nproc_per_node num_gpus world_size",
+    "heal": "distill finetune recover",
+    "in_channels": "c_in",
+    "in_features": "d_in dim_in in_dim input_dim input_size",
+    "include": "include_modules layers_to_transform modules target_modules targets",
+    "is_causal": "causal iscausal",
+    "iscausal": "causal is_causal",
+    "k": "n_components num_components q rank",
     "learning_rate": "lr",
     "log_dir": "logdir logs_dir output_dir",
     "loss_fn": "criterion loss",
-    "low_rank": "rank",
+    "low_rank": "k r rank",
+    "lr": "learning_rate",
     "max_steps": "num_steps steps total_steps",
+    "memory_bytes": "max_memory",
     "mixed_precision": "amp bf16 fp16 precision use_amp",
+    "n_iter": "n_iterations n_power_iter niter num_iterations power_iterations",
     "nnodes": "nodes num_nodes",
     "nproc_per_node": "gpus_per_node nproc nprocs ntasks_per_node",
+    "num_features": "features m n_features nb_features num_random_features",
+    "num_heads": "heads n_head n_heads nhead num_attention_heads",
     "num_microbatches": "chunks micro_batches microbatches",
+    "num_random_features": "features m n_features nb_features num_features",
+    "num_terms": "L n_terms num_blocks terms",
+    "out_channels": "c_out",
+    "out_features": "d_out dim_out out_dim output_dim output_size",
+    "oversample": "n_oversamples num_oversamples over_sampling oversampling",
     "pipeline_parallel_size": "num_stages pipeline_parallel pp pp_size",
     "powersgd_rank": "matrix_approximation_rank",
     "powersgd_start_step": "start_powerSGD_iter",
     "progress": "verbose",
+    "rank": "k low_rank n_components r",
     "rdzv_timeout_s": "timeout timeout_s",
     "resume": "resume_from_checkpoint",
     "run_name": "job_name mlflow_experiment name",
     "rdzv_id": "job_id job_name name run_name",
+    "seed": "generator manual_seed random_seed random_state rng",
     "schedule": "lr_scheduler pipeline_schedule scheduler",
     "strategy": "data_parallel sharding_strategy",
     "data_parallel": "sharding_strategy strategy",
@@ -53,7 +79,9 @@ _SYNONYMS = {
     "timeout_s": "timeout",
     "topk_fraction": "compression_ratio",
     "trackers": "mlflow_tracking tensorboard",
+    "trials": "max_evals max_trials n_trials num_trials",
     "utilization": "device_utilization gpu_utilization",
+    "vec_nnz": "nnz s sparsity",
     "warmup_steps": "warmup",
     "world": "nproc nproc_per_node num_gpus num_processes processes world_size",
 }
@@ -170,9 +198,57 @@ _HYBRID: _Advice = (
     ("make it of the optimizer, and call its step after train_step", "lr_scheduler scheduler schedulers"),
     (f"for nccl or gloo {_LAUNCHER} --backend", "backend"),
 )
+_COMPRESS: _Advice = (
+    ("use bits=4.25", "load_in_4bit"),
+    ("use bits=8.25", "load_in_8bit"),
+    ("use bits= and forms=", "config qconfig quant_config quantization_config recipe scheme"),
+    ("use forms=, such as forms='int4'", "bnb_4bit_quant_type quant_type"),
+    (
+        "compress chooses the rank of each layer: use budget=, the share of the eligible layers' bytes to keep, or "
+        "panther.sketch_layers_ for one rank everywhere",
+        "low_rank r rank ranks",
+    ),
+    (
+        "use budget=, the share of the eligible layers' bytes to keep",
+        "amount compression_ratio pruning_ratio ratio sparsity",
+    ),
+    ("pass the batches that they are in as calibration=", "max_seq_length num_calibration_samples"),
+)
+_CALLS = {
+    "compress": _COMPRESS,
+    "sketch_layers_": (
+        (
+            "pass it in a SketchConfig, as panther.sketch_layers_(model, panther.SketchConfig(low_rank=64))",
+            "init k low_rank num_terms r rank",
+        ),
+    ),
+    "SKLinear": (
+        ("pass the weight to SKLinear.from_linear", "W_init weight"),
+        ("use panther.nn.QuantizedLinear", "bits nbits"),
+    ),
+    "randomized_svd": (
+        ("leave it out, the iteration is stabilised always", "power_iteration_normalizer svd_lapack_driver"),
+        ("leave it out, signs are fixed always", "flip_sign"),
+        ("subtract it from A first: A - A.mean(0) for a PCA", "M center"),
+    ),
+    "load_compressed": (
+        ("load the model, and move it with .to(device)", "device device_map map_location"),
+        ("leave it out, files hold no code", "trust_remote_code weights_only"),
+        ("leave it out, all names must match", "strict"),
+    ),
+    "save_compressed": (
+        ("leave it out, weights are safetensors always", "safe_serialization"),
+        ("pass the model, not its state_dict", "state_dict"),
+    ),
+}  # fmt: skip
 _ADVICE = {
     owner: {name: text for text, names in advice for name in names.split()}
-    for owner, advice in (("TrainConfig", _TRAINER), ("parallelism_config", _HYBRID), ("LaunchConfig", _LAUNCH))
+    for owner, advice in (
+        ("TrainConfig", _TRAINER),
+        ("parallelism_config", _HYBRID),
+        ("LaunchConfig", _LAUNCH),
+        *_CALLS.items(),
+    )
 }
 
 # Settings that only TrainConfig has.
@@ -252,7 +328,7 @@ def name_hint(name: str, names: Collection[str], owner: str = "") -> str:
         name: The unknown setting.
         names: The names of the owner's settings.
         owner: The class or argument that takes them. There is special advice for ``"TrainConfig"``,
-            ``"parallelism_config"`` and ``"LaunchConfig"``.
+            ``"parallelism_config"``, ``"LaunchConfig"`` and the functions of ``_CALLS``.
 
     Example:
         >>> name_hint("lr", ["learning_rate", "epochs"])
@@ -266,7 +342,7 @@ def name_hint(name: str, names: Collection[str], owner: str = "") -> str:
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
     train_settings = [synonym for synonym in (name, *_names_here(name)) if synonym in _TRAIN_CONFIG_SETTINGS.split()]
-    if train_settings and owner in _ADVICE:
+    if train_settings and owner in ("TrainConfig", "parallelism_config", "LaunchConfig"):
         return f"{train_settings[0]} is a setting of panther.train.TrainConfig, for a Trainer"
     return f"use some of {', '.join(names)}"
 

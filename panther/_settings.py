@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
+from panther._keywords import check_keywords
 from panther._setting_names import name_hint, value_hint
 from panther.errors import ConfigError
 
@@ -34,9 +35,11 @@ def takes_settings(
         signature = inspect.signature(function)
         model, _ = signature.parameters.values()
         make_config: Callable[..., _Config] = config_class
+        check = check_keywords  # for call, whose globals are those of the function's module
         signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
 
         def call(*args: Any, **kwargs: Any) -> _Result:
+            check(public, kwargs)
             try:
                 settings = signature.bind(*args, **kwargs).arguments
             except TypeError as error:

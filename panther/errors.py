@@ -24,6 +24,7 @@ __all__ = [
     "check_floating",
     "check_size",
     "check_version",
+    "install_command",
     "require_extra",
 ]
 
@@ -35,6 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+# What pip installs: the folder of a checkout. After the first upload to a package index, the name in pyproject.toml;
+# tests/test_packaging.py then lists the pages to change.
+_INSTALLED_FROM = "."
 
 
 class PantherError(Exception):
@@ -145,8 +150,19 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra, for messages.
+
+    Example:
+        >>> install_command("demo")
+        "pip install '.[demo]' in Panther's checkout"
+    """
+    where = " in Panther's checkout" if _INSTALLED_FROM == "." else ""
+    return f"pip install '{_INSTALLED_FROM}[{extra}]'{where}"
+
+
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import and return a module such as ``"sklearn.datasets"``, which an extra of ``panther-sketch`` installs.
+    """Import and return a module such as ``"sklearn.datasets"``, which one of Panther's extras installs.
 
     If it is missing, MissingExtraError names the command that installs it.
     """
@@ -156,7 +172,7 @@ def require_extra(module: str, extra: str) -> ModuleType:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the extra is installed, but one of its dependencies is not
         raise MissingExtraError(
-            f"{module.split('.')[0]} is needed here and is not installed: run pip install 'panther-sketch[{extra}]'"
+            f"{module.split('.')[0]} is needed here and is not installed: run {install_command(extra)}"
         ) from error
 
 

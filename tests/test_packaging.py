@@ -94,3 +94,28 @@ def test_the_readme_runs(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert blocks
     run("-W", "error", "-c", "\n".join(blocks), cwd=tmp_path)
+
+
+def texts_with_extras():
+    """The files whose text users read: messages, pages and README."""
+    for folder, patterns in (("panther", ("*.py", "*.rst")), ("kernels", ("*.py",)), ("docs", ("*.py", "*.rst"))):
+        for pattern in patterns:
+            yield from (path for path in (ROOT / folder).rglob(pattern) if not {"_build", "examples"} & set(path.parts))
+    yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+
+
+def test_extras_are_installed_from_one_place():
+    """The checkout, or the name on the package index: one constant decides, and all texts agree with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed_from = panther.errors._INSTALLED_FROM
+    assert installed_from in (".", project["name"])
+    assert panther.errors.install_command("demo").startswith(f"pip install '{installed_from}[demo]'")
+    extra = "|".join(project["optional-dependencies"])
+    pattern = re.compile(rf"([\w.-]+)\[((?:{extra})(?:,(?:{extra}))*)\]")
+    different = [
+        f"{path.relative_to(ROOT)}: {match[0]!r} must be {installed_from}[{match[2]}]"
+        for path in texts_with_extras()
+        for match in pattern.finditer(path.read_text())
+        if match[1] in (".", "panther", project["name"]) and match[1] != installed_from
+    ]
+    assert not different

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if args.model is None or not first:
             return 0
     if args.model is None:
-        raise PantherError("--model is missing: name a model to plan for, or only measure with --measure FILE")
+        raise PantherError("MODEL is missing: name a model to plan for, or only measure with --measure FILE")
     run = {name: getattr(args, name) for name in ("steps", "samples", "tokens", "price_per_device_hour", "budget")}
     try:
         training = TrainingRun(**run) if any(run.values()) else None

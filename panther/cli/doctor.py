@@ -21,7 +21,7 @@ from typing import Any
 from panther._text import counted, format_table
 from panther._version import __version__
 from panther.cli._arguments import non_negative_float, positive_float
-from panther.errors import PantherError
+from panther.errors import PantherError, install_command
 from panther.files import write_json
 
 _DISTRIBUTION = "panther-sketch"
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         versions = {name: _version(name) for name in names}
         installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         missing = ", ".join(name for name, version in versions.items() if not version)
-        state = f"found: {installed}" if not missing else f"missing {missing}: pip install '{_DISTRIBUTION}[{extra}]'"
+        state = f"found: {installed}" if not missing else f"missing {missing}: {install_command(extra)}"
         rows.append((f"extra {extra}", state))
     print(format_table(rows))
     return 0

@@ -39,10 +39,10 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser("export", description="Write a model for other programs. Batch and length may change.")
     parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        help="what panther compress wrote, or save_pretrained of transformers; or what pr.save_compressed wrote, with "
-        "--model",
+        "model_path",
+        metavar="MODEL",
+        help="a folder that panther compress wrote, or save_pretrained of transformers; or one that pr.save_compressed "
+        "wrote, with --model; or module:function, which returns a model",
     )
     text = (
         "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone; "
@@ -63,14 +63,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, export, and print the files."""
-    folder = Path(args.folder)
-    if not folder.is_dir() and names_function(args.folder):
+    folder = Path(args.model_path)
+    is_function = names_function(args.model_path)
+    if is_function and args.model is not None:
+        raise PantherError(f"{folder} and --model {args.model} both return a model: give one of them")
+    if not folder.is_dir() and not is_function:
         raise PantherError(
-            f"{folder} is a function, and export reads a folder: save the model by panther.save_compressed(model, "
-            f"folder), and write panther export FOLDER --model {folder}"
+            f"{folder} is not a folder, and not module:function: give one that holds a model (nothing is downloaded), "
+            "or a function"
         )
-    if not folder.is_dir():
-        raise PantherError(f"{folder} is not a folder: give one that holds a model (nothing is downloaded)")
     out = check_folder(args.out)
     if out.is_dir() and any(out.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
     with current_folder_importable(), _empty_after_an_error(out):
-        _export(args, _load(folder, args.model).eval(), out)
+        model = _model_of(args.model_path) if is_function else _load(folder, args.model)
+        _export(args, model.eval(), out)
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     return 0
@@ -111,7 +113,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         _write_linears(model, out)
         return
     if args.to == "compressed-tensors":
-        _write_compressed_tensors(model, Path(args.folder), out, args.reader)
+        _write_compressed_tensors(model, Path(args.model_path), out, args.reader)
         return
     sample = _sample(model, args.sample)
     inputs = f"which --sample {args.sample} returns" if args.sample else "tokens or an image of its sizes"
@@ -127,17 +129,22 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         _compare(model, sample, out / "model.onnx")
 
 
-def _load(folder: Path, function: str | None) -> "nn.Module":
+def _model_of(function: str) -> "nn.Module":
+    """Return the model that a function returns alone or with batches."""
     import torch
 
+    returned = call(function)
+    model = returned[0] if isinstance(returned, tuple) and returned else returned
+    if not isinstance(model, torch.nn.Module):
+        raise wrong_return(function, returned, "an nn.Module, or a pair of one and a list of batches")
+    return model
+
+
+def _load(folder: Path, function: str | None) -> "nn.Module":
     import panther as pr
 
     if function is not None:
-        returned = call(function)
-        model = returned[0] if isinstance(returned, tuple) and returned else returned
-        if not isinstance(model, torch.nn.Module):
-            raise wrong_return(function, returned, "an nn.Module, or a pair of one and a list of batches")
-        return pr.load_compressed(folder, model)
+        return pr.load_compressed(folder, _model_of(function))
     if not (folder / "config.json").is_file():
         for pattern, fix in _FOREIGN_FOLDERS.items():
             if any(folder.glob(pattern)):
@@ -294,7 +301,8 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
 
     with explained(f"{type(model).__name__} cannot be exported"):
         schemes = write_compressed_tensors(model, out, reader=reader)
-    copy_beside(folder, out)
+    if folder.is_dir():
+        copy_beside(folder, out)
     for name in ("panther.json", "README.md"):  # they describe the folder with Panther's layers
         (out / name).unlink(missing_ok=True)
     for scheme, count in sorted(Counter(schemes.values()).items(), reverse=True):

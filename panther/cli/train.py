@@ -21,7 +21,7 @@ _LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backen
 _HELP = """\
 settings are key=value: model, data, loss_fn, loss_weight, optimizer, metrics, and those of panther.train.TrainConfig.
 
-  model=module:function      returns an nn.Module
+  model=module:function      returns an nn.Module; also without model=, as panther train module:function data=...
   data=module:function       returns a DataLoader or Dataset to train on, or a pair of it and one to validate on
   loss_fn=cross_entropy      a function of torch.nn.functional, or module:function; none if the model returns the loss
   loss_weight=mask           a key or index of the batch whose sum a batch counts, or module:function of the batch
@@ -37,7 +37,12 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--nproc", positive, "processes of this machine", 1)
     add_option(parser, "--max-restarts", non_negative, "restarts after a crash", 0)
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="MODEL|key=value",
+        help="the model's function, and settings that replace those of the file",
+    )
     for flag in _LAUNCHER_FLAGS:  # the error about them shows the command to use instead
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -141,7 +146,9 @@ def _settings_of(texts: list[str]) -> dict[str, Any]:
     settings = {}
     for item in texts:
         key, equals, text = item.partition("=")
-        if not equals or not key:
+        if not equals and names_function(item) and "model" not in settings:
+            key, text = "model", item
+        elif not equals or not key:
             raise PantherError(f"{item!r} is not a setting: write key=value")
         settings[key] = (None if text in ("null", "None") else text) if asks_for_text(key) else _value(text)
     return settings

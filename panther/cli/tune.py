@@ -44,6 +44,8 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser("tune", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON file with settings")
+    text = "module:function, or a folder of transformers, in place of the model in the file"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--out", metavar="DIR", help="folder for the best model, new or empty")
     parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw them, to a .svg, .png or .pdf")
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from panther.train.config import read_settings
 
     settings = read_settings(args.config)
+    if args.model is not None:
+        settings = {**settings, "model": args.model}
     out = None if args.out is None else check_folder(args.out)
     if out is not None and out.is_dir() and any(out.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from panther._keywords import explain_keywords
 from panther._settings import takes_settings
 from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.model_state import without_compiled_blocks
@@ -219,6 +220,7 @@ def plain_tensors() -> Iterator[torch.device | None]:
         yield forward_device
 
 
+@explain_keywords
 def sketch_layers_(
     model: nn.Module,
     config: SketchConfig,

@@ -16,6 +16,10 @@ Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :fun
   ValueError where A, or a product with it, has NaN or infinity.
 """
 
+from typing import Any
+
+from panther._missing_names import missing_name
+
 from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
 from ._lstsq import LstsqResult, sketch_lstsq
@@ -44,3 +48,7 @@ __all__ = [
     "rangefinder",
     "sketch_lstsq",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name, __all__)

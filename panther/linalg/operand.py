@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from panther._keywords import check_keywords
 from panther._torch import number_of_entries
 from panther.errors import DTypeError, ShapeError
 
@@ -44,6 +45,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_keywords(function, kwargs)
         with (
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),

@@ -1,5 +1,9 @@
 """Sketched, low-rank, interpolative and quantized layers and their functional forms."""
 
+from typing import Any
+
+from panther._missing_names import missing_name
+
 from . import functional
 from .attention import (
     AttentionState,
@@ -44,3 +48,7 @@ __all__ = [
     "make_performer",
     "sinSRPE",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name, __all__)

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._keywords import explain_keywords_of_class
 from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
 from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
@@ -104,6 +105,10 @@ class CompressedModule(nn.Module):
 
     factor_names: tuple[str, ...] = ()
     """Names of the parameters that are factors of the weight, where the products of factors are the weight."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        explain_keywords_of_class(cls)
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +250,8 @@ class SketchedModule(CompressedModule):
         sketched = sum(math.prod(shape) for shape in (*factors.values(), *self.sketch_shapes().values()))
         warn_unless_smaller(
             type(self).__name__, f"nn.{self.dense_class.__name__}",
-            f"num_terms={self.num_terms} and low_rank={self.low_rank}", sketched, self.fan_in, outputs, stacklevel=3,
+            f"num_terms={self.num_terms} and low_rank={self.low_rank}", sketched, self.fan_in, outputs,
+            stacklevel=4,  # the caller of the class, whose __init__ is decorated
         )  # fmt: skip
         self.seed = seed
         self.reset_parameters()  # draws the sketches, too

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._keywords import explain_keywords
 from panther._torch import (
     buffers_of,
     original_of_compiled,
@@ -46,6 +47,7 @@ _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "co
 _COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
 
 
+@explain_keywords
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
@@ -159,6 +161,7 @@ def _manifest(
     return manifest | {"checksum": record_checksum(manifest)}
 
 
+@explain_keywords
 def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bool = False) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
 

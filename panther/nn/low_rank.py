@@ -55,7 +55,8 @@ class _LowRank(CompressedModule):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
         warn_unless_smaller(
             type(self).__name__, f"nn.{self.dense_class.__name__}", f"rank={self.rank}",
-            math.prod(down) + math.prod(up), self.fan_in, outputs, stacklevel=3,
+            math.prod(down) + math.prod(up), self.fan_in, outputs,
+            stacklevel=4,  # the caller of the class, whose __init__ is decorated
         )  # fmt: skip
         self.reset_parameters()
 

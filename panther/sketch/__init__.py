@@ -1,5 +1,9 @@
 """Random sketches that are functions of an integer seed."""
 
+from typing import Any
+
+from panther._missing_names import missing_name
+
 from .dense import GaussianSketch, SignSketch, UniformSketch
 from .functional import (
     DistributionFamily,
@@ -40,3 +44,7 @@ __all__ = [
     "sparse_sketch_operator",
     "srht",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name, __all__)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from panther._keywords import explain_keywords_of_class
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference import coo_tensor
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
@@ -49,6 +50,10 @@ class SketchingOperator(ABC):
     """
 
     _options: ClassVar[tuple[str, ...]] = ()  # the arguments of a subclass that its repr shows
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        explain_keywords_of_class(cls)
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ def test_measure_and_plan_with_what_was_measured(models, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--gpus", "2"], "--model is missing"),
+        (["--gpus", "2"], "MODEL is missing"),
         (["--model", "advised_models:net"], "--gpus is missing"),
         (["--model", "advised_models:net", "--cluster", "none.json"], "none.json cannot be read"),
         (["--model", "advised_models:net", "--cluster", "advised_models.py"], "is not a file of ClusterSpec.save"),

@@ -14,7 +14,7 @@ import waits
 import panther
 from panther.cli import _COMMANDS, main
 from panther.cli.demo import _summarise, _table, _verdict
-from panther.errors import ConfigError, DistributedError, MissingExtraError, PantherError
+from panther.errors import ConfigError, DistributedError, MissingExtraError, PantherError, install_command
 
 
 def test_version(capsys):
@@ -133,7 +133,7 @@ def test_output_that_nobody_reads_is_not_an_error(tmp_path):
 def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr("panther.cli.doctor._version", lambda name: None)
     main(["doctor"])
-    assert "missing scikit-learn, matplotlib, tqdm: pip install 'panther-sketch[demo]'" in capsys.readouterr().out
+    assert f"missing scikit-learn, matplotlib, tqdm: {install_command('demo')}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,7 @@ def test_a_missing_extra_names_its_install_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["demo", "--out", str(tmp_path)]) == 1
-    assert (
-        "sklearn is needed here and is not installed: run pip install 'panther-sketch[demo]'" in capsys.readouterr().err
-    )
+    assert f"sklearn is needed here and is not installed: run {install_command('demo')}" in capsys.readouterr().err
 
 
 def result(kind, seed, accuracy):
@@ -279,3 +277,13 @@ def test_demo_ends_when_a_worker_dies(tmp_path, capfd, monkeypatch):
     assert first.startswith("panther: error: rank 1 ")
     assert "was ended by SIGKILL" in first
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["compress", "export", "tree", "advise", "tune", "train"])
+def test_a_model_is_a_positional_argument_and_may_be_a_function(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    positional = text.partition("positional arguments:")[2].partition("options:")[0]
+    assert "MODEL" in positional
+    assert "module:function" in (text if command == "train" else positional)

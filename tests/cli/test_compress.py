@@ -19,7 +19,7 @@ import waits
 import panther as pr
 from panther._logs import logged_items
 from panther.cli import main
-from panther.errors import NumericalWarning, PantherError, PerformanceWarning
+from panther.errors import NumericalWarning, PantherError, PerformanceWarning, install_command
 from panther.nn import LowRankLinear, QuantizedConv2d
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -540,7 +540,7 @@ def test_a_missing_transformers_names_its_install_line(here, capsys, monkeypatch
     (here / "model").mkdir()
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refusal(capsys, "model", *TEXT, status=1) == (
-        "transformers is needed here and is not installed: run pip install 'panther-sketch[transformers]'"
+        f"transformers is needed here and is not installed: run {install_command('transformers')}"
     )
 
 

@@ -228,3 +228,13 @@ def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
     assert "gives a different output than the model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # so that the next try is not refused for what is left
+
+
+def test_a_function_returns_the_model(folder, capsys):
+    _, command, _ = folder
+    function = command[3]
+    assert main(["export", function, "--to", "linears", "--out", "out"]) == 0
+    assert json.loads(Path("out/layers.json").read_text()) == {}
+    assert load_file("out/model.safetensors").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert main([*command[:1], function, *command[2:4], "--to", "linears", "--out", "other"]) == 2
+    assert "both return a model: give one of them" in capsys.readouterr().err

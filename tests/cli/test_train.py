@@ -245,3 +245,11 @@ def test_a_script_is_answered_with_the_line_that_starts_it(arguments, line, caps
 def test_options_of_launchers_are_answered_with_those_of_train(capsys):
     assert main(["train", "model=a:b", "data=a:c", "--num-gpus", "4"]) == 2
     assert "--num-gpus is not an option of panther train: write --nproc 4" in capsys.readouterr().err
+
+
+def test_the_model_needs_no_key(work, capsys):
+    settings = [f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=2", "progress=false"]
+    assert main(["train", f"{work}:build", *settings]) == 0
+    assert main(["train", f"{work}:build", f"model={work}:build", *settings]) == 0
+    assert main(["train", f"{work}:build", f"{work}:build", *settings]) == 2
+    assert f"'{work}:build' is not a setting: write key=value" in capsys.readouterr().err

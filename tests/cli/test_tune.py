@@ -155,6 +155,12 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_search(work, capsys
     assert (tmp_path / "plot.svg").stat().st_size > 5000
 
 
+def test_the_command_line_names_another_model(work, capsys):
+    name = work('model = "work:nowhere"\nevaluate = "work:accuracy"\nobjective = "metric"\ntrials = 2\nseed = 0')
+    assert main(["tune", "tune.toml", f"{name}:net"]) == 0
+    assert "trial" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "words", "status"),
     [

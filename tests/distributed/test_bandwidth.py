@@ -6,7 +6,7 @@ import pytest
 from ranks import on_ranks
 
 from panther.distributed import CommunicationProfile, DeviceUtilization, profile_communication_overhead
-from panther.errors import MissingExtraError, ShapeError
+from panther.errors import MissingExtraError, ShapeError, install_command
 
 pytestmark = pytest.mark.distributed
 
@@ -45,7 +45,7 @@ def test_the_utilization_in_words():
     assert words(0.5, 0.25) == "utilization: 50% on rank 0, 25% on rank 1"
     assert words(0.5, math.nan) == "utilization: 50% on rank 0, nan% on rank 1"
     assert words(*[0.5] * 16, 0.1, 0.9).endswith("50% on rank 15, 10% to 90% on all")
-    assert words(math.nan).endswith("nvidia-ml-py is missing: run pip install 'panther-sketch[gpu]'")
+    assert words(math.nan).endswith(f"nvidia-ml-py is missing: run {install_command('gpu')}")
 
 
 def test_without_the_package_for_gpus_the_times_remain(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import threading
 from contextlib import redirect_stdout
 from io import StringIO
@@ -15,7 +16,7 @@ from ranks import on_ranks
 
 from panther.distributed import CommunicationCounter, DeviceUtilization, DistributedMetricsCollector
 from panther.distributed.comm import utilization
-from panther.errors import DistributedError, MissingExtraError
+from panther.errors import DistributedError, MissingExtraError, install_command
 
 pytestmark = pytest.mark.distributed
 
@@ -182,7 +183,7 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
-    with pytest.raises(MissingExtraError, match=r"run pip install 'panther-sketch\[gpu\]'"), DeviceUtilization():
+    with pytest.raises(MissingExtraError, match=re.escape(f"run {install_command('gpu')}")), DeviceUtilization():
         pass
 
     def refused(device):

@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs/reference"
 # Public for Panther's own modules, not for users: helpers of errors, and what a library finds by registration.
 INTERNAL = {
-    "panther.errors": {"check_device", "check_flag", "check_floating", "check_size", "check_version", "require_extra"},
+    "panther.errors": {
+        "check_device",
+        "check_flag",
+        "check_floating",
+        "check_size",
+        "check_version",
+        "install_command",
+        "require_extra",
+    },
     "panther.integrations.import_hook": {"register_with_transformers"},  # called by panther itself
     "panther.integrations.transformers": {"PantherQuantizer"},
     "panther.integrations.peft": {"CompressedLoraModel"},

@@ -1,12 +1,13 @@
 """What the adapters of engines say where an engine is missing or too old, and a TrainConfig in DeepSpeed's words."""
 
 import importlib
+import re
 import sys
 from types import ModuleType
 
 import pytest
 
-from panther.errors import ConfigError, MissingExtraError
+from panther.errors import ConfigError, MissingExtraError, install_command
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.train import TrainConfig
 
@@ -30,7 +31,7 @@ def without(monkeypatch):
 def test_a_missing_engine(engine, without):
     adapter = without(engine, None)
     with pytest.raises(
-        MissingExtraError, match=rf"^{engine} is needed here .* run pip install 'panther-sketch\[{engine}\]'"
+        MissingExtraError, match=rf"^{engine} is needed here .* run {re.escape(install_command(engine))}"
     ):
         importlib.import_module(adapter)
 

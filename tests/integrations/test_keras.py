@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import waits
 
+from panther.errors import install_command
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 pytestmark = pytest.mark.engine
@@ -69,4 +71,4 @@ def test_keras_missing_or_of_another_version_is_one_sentence(tmp_path):
     hide = "import sys; sys.modules['keras'] = None; import panther.integrations.keras"
     last = run(["-c", hide], tmp_path).stderr.strip().splitlines()[-1]
     assert last.startswith("panther.errors.MissingExtraError: keras is needed here")
-    assert last.endswith("pip install 'panther-sketch[keras]'")
+    assert last.endswith(install_command("keras"))

@@ -31,7 +31,7 @@ def test_an_explicit_triton_that_cannot_run_raises(monkeypatch):
 def test_an_explicit_triton_that_is_not_installed_raises(monkeypatch):
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install 'panther-sketch\[triton\]'"):
+    with pytest.raises(RuntimeError, match="run pip install triton"):
         backend()
 
 

@@ -1,8 +1,10 @@
 """The settings of a run: kinds, ranges, pairs that exclude each other, files they are read from."""
 
 import dataclasses
+import inspect
 import json
 import typing
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+import panther
 from panther import _setting_names
 from panther.distributed import LaunchConfig
 from panther.distributed.pipeline.schedules import SCHEDULES
@@ -289,6 +292,18 @@ def test_the_settings_that_other_owners_are_sent_here_for_exist():
     others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
     others |= {"batch", "gpus", "world"}  # options of commands
     others |= {"low_rank"}  # of SketchConfig
+    packages = (
+        panther,
+        panther.nn,
+        panther.nn.functional,
+        panther.linalg,
+        panther.sketch,
+        panther.optim,
+        panther.distributed,
+    )
+    for function in (getattr(package, name) for package in packages for name in package.__all__):
+        with suppress(TypeError, ValueError):  # it is no function, or has no signature
+            others |= set(inspect.signature(function).parameters)
     assert set(_setting_names._SYNONYMS) <= FIELDS | others
 
 

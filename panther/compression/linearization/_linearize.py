@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._keywords import explain_keywords
 from panther.compression.calibration.checks import check_model
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
@@ -29,6 +30,7 @@ from panther.sketch import check_seed
 _MEMORY = 2**30
 
 
+@explain_keywords
 def linearize_(
     model: nn.Module,
     calibration: Any = None,

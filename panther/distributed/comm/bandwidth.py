@@ -32,7 +32,7 @@ from torch import Tensor
 from panther._text import counted, format_table
 from panther.distributed.comm.ranks import Group, in_process_group, require_process_group, transport
 from panther.distributed.comm.utilization import DeviceUtilization
-from panther.errors import DistributedError, MissingExtraError, check_size
+from panther.errors import DistributedError, MissingExtraError, check_size, install_command
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
@@ -82,7 +82,7 @@ class CommunicationProfile:
     def _describe_utilization(self) -> str:
         measured = [value for value in self.utilization if not math.isnan(value)]
         if not measured:
-            return "utilization: not measured, because nvidia-ml-py is missing: run pip install 'panther-sketch[gpu]'"
+            return f"utilization: not measured, because nvidia-ml-py is missing: run {install_command('gpu')}"
         texts = [f"{value:.0%} on rank {rank}" for rank, value in enumerate(self.utilization[:_MAX_LISTED_RANKS])]
         if len(self.utilization) > _MAX_LISTED_RANKS:
             texts.append(f"{min(measured):.0%} to {max(measured):.0%} on all")

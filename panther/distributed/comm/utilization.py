@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from panther.distributed.comm.mesh import get_distributed_info
-from panther.errors import DistributedError, MissingExtraError, check_device
+from panther.errors import DistributedError, MissingExtraError, check_device, install_command
 
 
 class DeviceUtilization:
@@ -87,8 +87,7 @@ class DeviceUtilization:
             return torch.cuda.utilization(self._device) / 100
         except ModuleNotFoundError as error:
             raise MissingExtraError(
-                "nvidia-ml-py, which reads the utilization of a GPU, is not installed: run pip install "
-                "'panther-sketch[gpu]'"
+                "nvidia-ml-py, which reads the utilization of a GPU, is not installed: run " + install_command("gpu")
             ) from error
         except Exception as error:  # the driver fails, with classes of nvidia-ml-py
             raise DistributedError(f"the driver does not report the utilization of {self._device}: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._keywords import explain_keywords_of_class
 from panther.errors import ShapeError, SketchMismatchError
 from panther.kernels.ops.attention import continued_attention
 from panther.kernels.reference.attention import absorb_keys, no_autocast
@@ -56,6 +57,10 @@ class FeatureMap(nn.Module):
     _centered: bool
     _draws: int
     _forwards: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        explain_keywords_of_class(cls)
 
     def redraw_features_(self) -> Self:
         """Draw the next directions of the seed, the same on every device and every rank."""
