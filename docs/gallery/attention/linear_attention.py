@@ -11,6 +11,7 @@ wins for short sequences and for sharp attention.
 import copy
 import os
 import time
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The error depends on the logits
@@ -36,14 +38,22 @@ x = torch.randn(4, 128, 64)
 def scaled(factor):
     layer = copy.deepcopy(attention)
     with torch.no_grad():
-        layer.in_proj_weight[:128] *= factor  # the first 128 rows project to queries and keys
+        # The first 128 rows project to queries and keys.
+        layer.in_proj_weight[:128] *= factor
     return layer
 
 
 def largest_logit(layer):
-    projected = nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias)
+    projected = nn.functional.linear(
+        x, layer.in_proj_weight, layer.in_proj_bias
+    )
     q, k, _ = projected.unflatten(-1, (3, 4, 16)).unbind(2)
-    return (torch.einsum("nqhd,nkhd->nhqk", q, k) / 16**0.5).abs().max().item()
+    return (
+        (torch.einsum("nqhd,nkhd->nhqk", q, k) / 16**0.5)
+        .abs()
+        .max()
+        .item()
+    )
 
 
 factors = (0.5, 1, 2) if QUICK else (0.35, 0.5, 0.7, 1, 1.4, 2)
@@ -52,19 +62,38 @@ errors = {}
 for kernel in ("softmax", "taylor", "hermite"):
     errors[kernel] = []
     for factor in factors:
-        layer = pr.nn.make_performer(scaled(factor), 256, kernel_fn=kernel, seed=0)
+        layer = pr.nn.make_performer(
+            scaled(factor), 256, kernel_fn=kernel, seed=0
+        )
         error = layer.approximation_error(x)
         errors[kernel].append(error.layer)
-        errors.setdefault("mean of the values", {})[factor] = error.mean_of_values
-errors["mean of the values"] = list(errors["mean of the values"].values())
-print("largest logit     ", " ".join(f"{value:6.1f}" for value in logits))
+        errors.setdefault("mean of the values", {})[factor] = (
+            error.mean_of_values
+        )
+errors["mean of the values"] = list(
+    errors["mean of the values"].values()
+)
+print(
+    "largest logit     ", " ".join(f"{value:6.1f}" for value in logits)
+)
 for name, values in errors.items():
     print(f"{name:18}", " ".join(f"{value:6.1%}" for value in values))
 
 figure, axes = plt.subplots()
 for name, values in errors.items():
-    axes.plot(logits, values, marker="o", label=name, linestyle=":" if name.startswith("mean") else "-")
-axes.set(xscale="log", yscale="log", xlabel="largest logit", ylabel="relative error of the output")
+    axes.plot(
+        logits,
+        values,
+        marker="o",
+        label=name,
+        linestyle=":" if name.startswith("mean") else "-",
+    )
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlabel="largest logit",
+    ylabel="relative error of the output",
+)
 axes.legend()
 plt.show()
 
@@ -86,9 +115,17 @@ linear = pr.nn.make_performer(exact, 64).eval()
 
 
 def softmax_attention(x, causal):
-    q, k, v = nn.functional.linear(x, exact.in_proj_weight, exact.in_proj_bias).unflatten(-1, (3, 8, 32)).unbind(2)
+    q, k, v = (
+        nn.functional.linear(
+            x, exact.in_proj_weight, exact.in_proj_bias
+        )
+        .unflatten(-1, (3, 8, 32))
+        .unbind(2)
+    )
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal
+    )
     return exact.out_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -100,22 +137,50 @@ def cpu_ms(function, repeats):
     return 1e3 * (time.process_time() - begun) / repeats
 
 
-lengths = (128, 512, 2048) if QUICK else (128, 256, 512, 1024, 2048, 4096, 8192)
-times = {"softmax": [], "linear": [], "softmax, causal": [], "linear, causal": []}
+lengths = (
+    (128, 512, 2048)
+    if QUICK
+    else (128, 256, 512, 1024, 2048, 4096, 8192)
+)
+times = {
+    "softmax": [],
+    "linear": [],
+    "softmax, causal": [],
+    "linear, causal": [],
+}
 with torch.no_grad():
     for length in lengths:
         y = torch.randn(1, length, 256)
         repeats = max(2, 8192 // length // (4 if QUICK else 1))
         for causal, suffix in ((False, ""), (True, ", causal")):
-            times["softmax" + suffix].append(cpu_ms(lambda: softmax_attention(y, causal), repeats))  # noqa: B023
-            times["linear" + suffix].append(cpu_ms(lambda: linear(y, y, y, is_causal=causal), repeats))  # noqa: B023
+            calls = {
+                "softmax": partial(softmax_attention, y, causal),
+                "linear": partial(linear, y, y, y, is_causal=causal),
+            }
+            for name, call in calls.items():
+                times[name + suffix].append(cpu_ms(call, repeats))
 for name, values in times.items():
-    print(f"{name:16}", " ".join(f"{value:8.1f}" for value in values), "ms")
+    print(
+        f"{name:16}",
+        " ".join(f"{value:8.1f}" for value in values),
+        "ms",
+    )
 
 figure, axes = plt.subplots()
 for name, values in times.items():
-    axes.plot(lengths, values, marker="o", label=name, linestyle="--" if "causal" in name else "-")
-axes.set(xscale="log", yscale="log", xlabel="positions", ylabel="CPU time of a forward, ms")
+    axes.plot(
+        lengths,
+        values,
+        marker="o",
+        label=name,
+        linestyle="--" if "causal" in name else "-",
+    )
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlabel="positions",
+    ylabel="CPU time of a forward, ms",
+)
 axes.set_xticks(lengths, [str(length) for length in lengths])
 axes.minorticks_off()
 axes.legend()
@@ -134,7 +199,10 @@ with torch.no_grad():
     changed[:, 25:] = 1000 * torch.randn(2, 15, 256)
     before, _ = linear(y, y, y, is_causal=True)
     after, _ = linear(changed, changed, changed, is_causal=True)
-    print("earlier outputs are equal:", torch.equal(before[:, :25], after[:, :25]))
+    print(
+        "earlier outputs are equal:",
+        torch.equal(before[:, :25], after[:, :25]),
+    )
 
     padding = torch.zeros(2, 40, dtype=torch.bool)
     padding[0, 30:] = True
@@ -142,7 +210,10 @@ with torch.no_grad():
     broken[0, 30:] = torch.nan
     before, _ = linear(y, y, y, key_padding_mask=padding)
     after, _ = linear(broken, broken, broken, key_padding_mask=padding)
-    print("padding has no influence:", torch.equal(before[0, :30], after[0, :30]))
+    print(
+        "padding has no influence:",
+        torch.equal(before[0, :30], after[0, :30]),
+    )
 
 # %%
 # Other masks treat pairs of a query and a key, which sums over all keys cannot do; they raise an error.

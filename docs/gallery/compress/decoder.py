@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 torch.set_num_threads(1)
 
 # %%
@@ -31,9 +32,19 @@ torch.set_num_threads(1)
 # Tokens are single characters. Every tenth file of Python's library is held out.
 
 length = 64
-paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[: 40 if QUICK else 160]
-texts = [torch.tensor([min(byte, 127) for byte in path.read_bytes()], dtype=torch.uint8) for path in paths]
-training = torch.cat([text for number, text in enumerate(texts) if number % 10])
+paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[
+    : 40 if QUICK else 160
+]
+texts = [
+    torch.tensor(
+        [min(byte, 127) for byte in path.read_bytes()],
+        dtype=torch.uint8,
+    )
+    for path in paths
+]
+training = torch.cat(
+    [text for number, text in enumerate(texts) if number % 10]
+)
 held_out = torch.cat(texts[::10])
 
 
@@ -44,9 +55,15 @@ def passages(text, number):
 
 def llama(width, layers):
     config = LlamaConfig(
-        vocab_size=128, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 32, max_position_embeddings=256, bos_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -68,11 +85,17 @@ judged = passages(held_out, 32 if QUICK else 128)
 
 def loss_of(model):
     with torch.no_grad():
-        return sum(model(input_ids=x, labels=x).loss.item() for x in judged.split(32)) / len(judged.split(32))
+        return sum(
+            model(input_ids=x, labels=x).loss.item()
+            for x in judged.split(32)
+        ) / len(judged.split(32))
 
 
 numbers = sum(p.numel() for p in model.parameters())
-print(f"{numbers:,} numbers, held-out loss {loss_of(model):.3f} nats a character; a guess has {math.log(128):.3f}")
+print(
+    f"{numbers:,} numbers, held-out loss {loss_of(model):.3f} nats a "
+    f"character; a guess has {math.log(128):.3f}"
+)
 
 # %%
 # Bytes and loss
@@ -86,30 +109,69 @@ print(f"{numbers:,} numbers, held-out loss {loss_of(model):.3f} nats a character
 def tokens_per_second(model, tokens):
     """Generate after a prompt of 16 characters, one token at a time."""
     prompt = judged[:1, :16].clone()
-    settings = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     with torch.no_grad():
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings | {"max_new_tokens": 2})
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            **settings | {"max_new_tokens": 2},
+        )
         begun = time.process_time()
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), **settings
+        )
     return tokens / (time.process_time() - begun)
 
 
-calibration = [{"input_ids": x} for x in passages(training, 64 if QUICK else 256).split(16)]
+calibration = [
+    {"input_ids": x}
+    for x in passages(training, 64 if QUICK else 256).split(16)
+]
 cases = {"low rank": (16,), "one width": (8,), "chosen": (4.25,)}
 if not QUICK:
-    cases = {"low rank": (16, 8, 4), "one width": (8, 4, 3, 2), "chosen": (4.25, 3.25, 2.75, 2.25)}
+    cases = {
+        "low rank": (16, 8, 4),
+        "one width": (8, 4, 3, 2),
+        "chosen": (4.25, 3.25, 2.75, 2.25),
+    }
 tokens = 32 if QUICK else 100
-found = [("dense", 32.0, loss_of(model), tokens_per_second(model, tokens))]
+found = [
+    ("dense", 32.0, loss_of(model), tokens_per_second(model, tokens))
+]
 for name, budgets in cases.items():
     for bits in budgets:
         small = copy.deepcopy(model)
-        size = {"budget": 1, "forms": f"int{bits}"} if name == "one width" else {"bits": bits}
+        size = (
+            {"budget": 1, "forms": f"int{bits}"}
+            if name == "one width"
+            else {"bits": bits}
+        )
         if name == "low rank":
             size["forms"] = "low_rank"
-        report = pr.compress(small, calibration=calibration, seed=0, measure_speed=False, **size)
-        found.append((name, 32 * report.eligible_ratio, loss_of(small), tokens_per_second(small, tokens)))
+        report = pr.compress(
+            small,
+            calibration=calibration,
+            seed=0,
+            measure_speed=False,
+            **size,
+        )
+        found.append(
+            (
+                name,
+                32 * report.eligible_ratio,
+                loss_of(small),
+                tokens_per_second(small, tokens),
+            )
+        )
 for name, bits, loss, speed in found:
-    print(f"{name:9} {bits:5.2f} bits a weight, loss {loss:.3f}, {speed:4.0f} tokens/s of CPU time")
+    print(
+        f"{name:9} {bits:5.2f} bits a weight, loss {loss:.3f}, "
+        f"{speed:4.0f} tokens/s of CPU time"
+    )
 
 # %%
 # Codes keep the loss down to 4 bits, an eighth of the bytes. Low rank keeps it at half of the bytes and not below. All
@@ -137,13 +199,22 @@ def converted(convert, dtype=torch.float32):
 
 
 def low_rank(layer):
-    R = layer.in_features * layer.out_features // (4 * (layer.in_features + layer.out_features))  # half of the bytes
-    return pr.nn.SKLinear(layer.in_features, layer.out_features, R, bias=False)
+    # Half of the bytes.
+    R = (
+        layer.in_features
+        * layer.out_features
+        // (4 * (layer.in_features + layer.out_features))
+    )
+    return pr.nn.SKLinear(
+        layer.in_features, layer.out_features, R, bias=False
+    )
 
 
 def quantized(bits, packed=False):
     def convert(layer):
-        small = pr.nn.QuantizedLinear.from_linear(layer, bits=bits, group_size=128)
+        small = pr.nn.QuantizedLinear.from_linear(
+            layer, bits=bits, group_size=128
+        )
         return small.hold_packed_() if packed else small
 
     return convert
@@ -155,22 +226,41 @@ forms = {
     "int8": converted(quantized(8)),
     "int4": converted(quantized(4)),
     "bf16": converted(lambda layer: layer, torch.bfloat16),
-    "bf16, int4 packed": converted(quantized(4, packed=True), torch.bfloat16),
+    "bf16, int4 packed": converted(
+        quantized(4, packed=True), torch.bfloat16
+    ),
 }
-speeds = {name: tokens_per_second(other, 16 if QUICK else 48) for name, other in forms.items()}
+speeds = {
+    name: tokens_per_second(other, 16 if QUICK else 48)
+    for name, other in forms.items()
+}
 for name, speed in speeds.items():
-    print(f"{name:22} {speed:5.0f} tokens/s, {speed / speeds['float32']:.2f} times float32")
+    print(
+        f"{name:22} {speed:5.0f} tokens/s, "
+        f"{speed / speeds['float32']:.2f} times float32"
+    )
 
 figure, (left, right) = plt.subplots(1, 2)
 for name in dict.fromkeys(name for name, *_ in found[1:]):
-    points = sorted((bits, loss) for other, bits, loss, _ in found if other == name)
+    points = sorted(
+        (bits, loss) for other, bits, loss, _ in found if other == name
+    )
     left.plot(*zip(*points, strict=True), marker="o", label=name)
 left.axhline(found[0][2], color="gray", linestyle=":", label="dense")
-left.set(xscale="log", xlabel="bits for a weight", ylabel="loss, nats a character", title="Trained decoder")
+left.set(
+    xscale="log",
+    xlabel="bits for a weight",
+    ylabel="loss, nats a character",
+    title="Trained decoder",
+)
 left.set_xticks([2, 3, 4, 6, 8, 16], ["2", "3", "4", "6", "8", "16"])
 left.minorticks_off()
 left.legend(fontsize=8)
-right.barh(list(speeds), list(speeds.values()), color=["gray"] + ["C0"] * (len(speeds) - 1))
+right.barh(
+    list(speeds),
+    list(speeds.values()),
+    color=["gray"] + ["C0"] * (len(speeds) - 1),
+)
 right.axvline(speeds["float32"], color="gray", linestyle=":")
 right.invert_yaxis()
 right.set(xlabel="tokens a second", title="Wide decoder, one thread")

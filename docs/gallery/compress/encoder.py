@@ -20,7 +20,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # A trained encoder
@@ -34,8 +35,12 @@ names = sorted(topics, key=lambda name: -len(topics[name]))[:12]
 x, y = [], []
 for label, name in enumerate(names):
     words = re.findall(r"\w+|[^\w\s]", topics[name])[: 24 * 150]
-    numbers = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words])
-    x.append(numbers[: len(numbers) // length * length].view(-1, length))
+    numbers = torch.tensor(
+        [zlib.crc32(word.encode()) % vocabulary for word in words]
+    )
+    x.append(
+        numbers[: len(numbers) // length * length].view(-1, length)
+    )
     y.append(torch.full((len(x[-1]),), label))
 x, y = torch.cat(x), torch.cat(y)
 held_out = torch.arange(len(x)) % 5 == 0
@@ -45,13 +50,30 @@ training = (~held_out).nonzero().flatten()
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+        )
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, h):
-        q, k, v = self.qkv(self.norm1(h)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        h = h + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            self.qkv(self.norm1(h))
+            .unflatten(-1, (3, 4, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
+        h = h + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return h + self.down(nn.functional.gelu(self.up(self.norm2(h))))
 
 
@@ -65,14 +87,18 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, len(names))
 
     def forward(self, tokens):  # (batch, length)
-        h = self.blocks(self.dropout(self.embedding(tokens) + self.position))
+        h = self.blocks(
+            self.dropout(self.embedding(tokens) + self.position)
+        )
         return self.head(self.dropout(h.mean(dim=1)))
 
 
 def accuracy(model):
     model.eval()
     with torch.no_grad():
-        right = [model(part).argmax(1) for part in x[held_out].split(256)]
+        right = [
+            model(part).argmax(1) for part in x[held_out].split(256)
+        ]
     return (torch.cat(right) == y[held_out]).float().mean().item()
 
 
@@ -89,7 +115,10 @@ for _ in range(steps):
     optimizer.step()
     schedule.step()
 model.eval()
-print(f"{len(training)} passages, accuracy on held-out passages {accuracy(model):.3f}; chance is {1 / len(names):.3f}")
+print(
+    f"{len(training)} passages, accuracy on held-out passages "
+    f"{accuracy(model):.3f}; chance is {1 / len(names):.3f}"
+)
 
 # %%
 # Compress
@@ -98,9 +127,22 @@ print(f"{len(training)} passages, accuracy on held-out passages {accuracy(model)
 # The calibration needs inputs and no labels. ``forms="low_rank"`` allows factors only; without it, quantized forms take
 # part too (:doc:`/howto/compress`). The model is changed in place, so this compresses a copy.
 
-calibration = list(x[training[torch.randperm(len(training))[: 256 if QUICK else 1024]]].split(64))
+calibration = list(
+    x[
+        training[
+            torch.randperm(len(training))[: 256 if QUICK else 1024]
+        ]
+    ].split(64)
+)
 small = copy.deepcopy(model)
-report = pr.compress(small, budget=0.5, calibration=calibration, forms="low_rank", seed=0, measure_speed=False)
+report = pr.compress(
+    small,
+    budget=0.5,
+    calibration=calibration,
+    forms="low_rank",
+    seed=0,
+    measure_speed=False,
+)
 print(report)
 
 # %%
@@ -108,7 +150,10 @@ print(report)
 # model is larger than half, because embeddings are not eligible: the first lines of the report give both.
 
 share = report.bytes_after / report.bytes_before
-print(f"before {accuracy(model):.3f}, after {accuracy(small):.3f} with {share:.0%} of the bytes")
+print(
+    f"before {accuracy(model):.3f}, after {accuracy(small):.3f} with "
+    f"{share:.0%} of the bytes"
+)
 
 # %%
 # Methods and budgets
@@ -123,18 +168,36 @@ for method in ("two_sided", "activation", "svd"):
     found[method] = []
     for budget in budgets:
         trial = copy.deepcopy(model)
-        pr.compress(trial, budget, calibration, method=method, forms="low_rank", seed=0, measure_speed=False)
+        pr.compress(
+            trial,
+            budget,
+            calibration,
+            method=method,
+            forms="low_rank",
+            seed=0,
+            measure_speed=False,
+        )
         found[method].append(accuracy(trial))
     print(f"{method:10}", " ".join(f"{a:.3f}" for a in found[method]))
 
 figure, (left, right) = plt.subplots(1, 2)
 for method, accuracies in found.items():
-    left.plot([100 * b for b in budgets], accuracies, marker="o", label=method)
-left.axhline(accuracy(model), color="gray", linestyle=":", label="original")
-left.set(xlabel="budget, % of the eligible bytes", ylabel="accuracy, held out")
+    left.plot(
+        [100 * b for b in budgets], accuracies, marker="o", label=method
+    )
+left.axhline(
+    accuracy(model), color="gray", linestyle=":", label="original"
+)
+left.set(
+    xlabel="budget, % of the eligible bytes",
+    ylabel="accuracy, held out",
+)
 left.legend()
 layers = [layer for layer in report.layers if layer.rank]
-right.barh([layer.names[0].removeprefix("blocks.") for layer in layers], [layer.rank for layer in layers])
+right.barh(
+    [layer.names[0].removeprefix("blocks.") for layer in layers],
+    [layer.rank for layer in layers],
+)
 right.invert_yaxis()
 right.set(xlabel="rank at half of the bytes", title="layers")
 plt.show()
@@ -149,7 +212,9 @@ with tempfile.TemporaryDirectory() as folder:
     pr.save_compressed(small, folder)
     restored = pr.load_compressed(folder, Encoder()).eval()
 with torch.no_grad():
-    print("identical outputs:", torch.equal(restored(x[:8]), small(x[:8])))
+    print(
+        "identical outputs:", torch.equal(restored(x[:8]), small(x[:8]))
+    )
 
 # %%
 # :doc:`/howto/compress` has all budgets, forms and settings; :doc:`/benchmarks/compress` has pretrained models.

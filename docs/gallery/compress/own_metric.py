@@ -17,7 +17,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # A trained network
@@ -28,17 +29,27 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(digits.target)
-training, searching, others = torch.randperm(len(labels)).split((800, 500, 497))
+training, searching, others = torch.randperm(len(labels)).split(
+    (800, 500, 497)
+)
 model = nn.Sequential(
-    nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(),
-    nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Flatten(), nn.Linear(512, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 32, 3, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(32, 64, 3, padding=1),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(64, 128, 3, padding=1),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(512, 10),
+)
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(4 if QUICK else 12):
     for batch in training[torch.randperm(len(training))].split(32):
-        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+        loss = nn.functional.cross_entropy(
+            model(images[batch]), labels[batch]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -54,16 +65,25 @@ for _ in range(4 if QUICK else 12):
 
 def value_of(model, samples):
     with torch.no_grad():
-        sure, decision = model(images[samples]).softmax(dim=1).max(dim=1)
+        sure, decision = (
+            model(images[samples]).softmax(dim=1).max(dim=1)
+        )
     right = decision == labels[samples]
-    return torch.where(sure < 0.9, 0.0, torch.where(right, 1.0, -5.0)).mean().item()
+    return (
+        torch.where(sure < 0.9, 0.0, torch.where(right, 1.0, -5.0))
+        .mean()
+        .item()
+    )
 
 
 def evaluate(model):
     return value_of(model, searching)
 
 
-print(f"value of an image: {evaluate(model):.3f}, and {value_of(model, others):.3f} on other images")
+print(
+    f"value of an image: {evaluate(model):.3f}, and "
+    f"{value_of(model, others):.3f} on other images"
+)
 
 # %%
 # Search
@@ -73,14 +93,39 @@ print(f"value of an image: {evaluate(model):.3f}, and {value_of(model, others):.
 # the fits are made once. ``result.front`` has the trials that are best in size and value together.
 
 calibration = list(images[training].split(50))
-forms = ("dense", "low_rank", "int8_low_rank", "int8", "int6", "int4", "int3", "int2")
+forms = (
+    "dense",
+    "low_rank",
+    "int8_low_rank",
+    "int8",
+    "int6",
+    "int4",
+    "int3",
+    "int2",
+)
 trials = 8 if QUICK else 40
-result = pr.tune(model, evaluate, calibration, constraint=">= 98 %", forms=forms, trials=trials, seed=0)
+result = pr.tune(
+    model,
+    evaluate,
+    calibration,
+    constraint=">= 98 %",
+    forms=forms,
+    trials=trials,
+    seed=0,
+)
 best = result.best
-print(f"{len(result.trials)} trials; unchanged {result.unchanged.size:,} bytes, value {result.unchanged.metric:.3f}")
+print(
+    f"{len(result.trials)} trials; unchanged {result.unchanged.size:,} "
+    f"bytes, value {result.unchanged.metric:.3f}"
+)
 for trial in result.front:
-    found = ", ".join(layer["form"] for layer in trial.plan.layers.values())
-    print(f"trial {trial.number:2}: {trial.size:7,} bytes, value {trial.metric:6.3f}, {found}")
+    found = ", ".join(
+        layer["form"] for layer in trial.plan.layers.values()
+    )
+    print(
+        f"trial {trial.number:2}: {trial.size:7,} bytes, value "
+        f"{trial.metric:6.3f}, {found}"
+    )
 
 # %%
 # The best model
@@ -89,33 +134,80 @@ for trial in result.front:
 # ``result.model`` is a new model; the one that was given is unchanged. Its report has the form of every layer.
 
 print(result.report)
-print(f"on other images: value {value_of(result.model, others):.3f}, unchanged {value_of(model, others):.3f}")
+print(
+    f"on other images: value {value_of(result.model, others):.3f}, "
+    f"unchanged {value_of(model, others):.3f}"
+)
 
 # %%
 # For comparison: calls of :func:`panther.compress` with the same forms, which know nothing of the metric.
 
 single = []
-for bits in (2.25, 4.25) if QUICK else (1.25, 1.5, 1.75, 2, 2.5, 3, 4.25):
+for bits in (
+    (2.25, 4.25) if QUICK else (1.25, 1.5, 1.75, 2, 2.5, 3, 4.25)
+):
     small = copy.deepcopy(model)
-    report = pr.compress(small, bits=bits, calibration=calibration, forms=forms, seed=0, measure_speed=False)
+    report = pr.compress(
+        small,
+        bits=bits,
+        calibration=calibration,
+        forms=forms,
+        seed=0,
+        measure_speed=False,
+    )
     single.append((report.bytes_after / 1e3, evaluate(small)))
-    print(f"compress to {bits} bits: {report.bytes_after:7,} bytes, value {single[-1][1]:.3f}")
+    print(
+        f"compress to {bits} bits: {report.bytes_after:7,} bytes, "
+        f"value {single[-1][1]:.3f}"
+    )
 
 figure, (left, right) = plt.subplots(1, 2, width_ratios=(3, 2))
-left.plot([t.size / 1e3 for t in result.trials], [t.metric for t in result.trials], ".", label="trials")
-left.plot([t.size / 1e3 for t in result.front], [t.metric for t in result.front], drawstyle="steps-post", label="front")
-left.plot(*zip(*single, strict=True), "x", color="C2", label="pr.compress")
-left.plot(best.size / 1e3, best.metric, "k*", markersize=12, label="best")
-left.axhline(0.98 * result.unchanged.metric, color="gray", linestyle=":", label="98 % of unchanged")
-left.set(xscale="log", xlabel="kilobytes", ylabel="value of an image", title="Trials")
+left.plot(
+    [t.size / 1e3 for t in result.trials],
+    [t.metric for t in result.trials],
+    ".",
+    label="trials",
+)
+left.plot(
+    [t.size / 1e3 for t in result.front],
+    [t.metric for t in result.front],
+    drawstyle="steps-post",
+    label="front",
+)
+left.plot(
+    *zip(*single, strict=True), "x", color="C2", label="pr.compress"
+)
+left.plot(
+    best.size / 1e3, best.metric, "k*", markersize=12, label="best"
+)
+left.axhline(
+    0.98 * result.unchanged.metric,
+    color="gray",
+    linestyle=":",
+    label="98 % of unchanged",
+)
+left.set(
+    xscale="log",
+    xlabel="kilobytes",
+    ylabel="value of an image",
+    title="Trials",
+)
 left.set_xticks([10, 20, 50, 100], ["10", "20", "50", "100"])
 left.minorticks_off()
 left.legend(fontsize=8)
 layers = result.report.layers
-bars = right.barh([layer.names[0] for layer in layers], [layer.bits for layer in layers])
-right.bar_label(bars, [layer.form for layer in layers], padding=3, fontsize=8)
+bars = right.barh(
+    [layer.names[0] for layer in layers],
+    [layer.bits for layer in layers],
+)
+right.bar_label(
+    bars, [layer.form for layer in layers], padding=3, fontsize=8
+)
 right.set(
-    xlabel="bits for a weight", ylabel="layer", title="The best model", xlim=(0, 1.5 * max(la.bits for la in layers))
+    xlabel="bits for a weight",
+    ylabel="layer",
+    title="The best model",
+    xlim=(0, 1.5 * max(la.bits for la in layers)),
 )
 right.invert_yaxis()
 plt.show()

@@ -17,7 +17,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # A network that removes noise
@@ -27,9 +28,17 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 # and judged by another, in decibels: 20 dB is the noisy picture, and 3 dB more are half of the mean square error.
 
 size, width, noise = 8, (128 if QUICK else 256), 0.1
-photographs = [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in load_sample_images().images]
-training = nn.functional.unfold(photographs[0][None], size, stride=2)[0].T  # (patches, 3 * 8 * 8)
-held_out = nn.functional.unfold(photographs[1][None], size, stride=size)[0].T
+photographs = [
+    torch.tensor(image).permute(2, 0, 1).float() / 255
+    for image in load_sample_images().images
+]
+# (patches, 3 * 8 * 8)
+training = nn.functional.unfold(photographs[0][None], size, stride=2)[
+    0
+].T
+held_out = nn.functional.unfold(
+    photographs[1][None], size, stride=size
+)[0].T
 held_out_noise = noise * torch.randn(held_out.shape)
 
 
@@ -37,7 +46,10 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, h):
         return h + self.down(nn.functional.gelu(self.up(self.norm(h))))
@@ -46,16 +58,25 @@ class Block(nn.Module):
 class Denoiser(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(3 * size**2, width), nn.Linear(width, 3 * size**2)
+        self.first, self.last = (
+            nn.Linear(3 * size**2, width),
+            nn.Linear(width, 3 * size**2),
+        )
         self.blocks = nn.Sequential(Block(), Block())
 
     def forward(self, x):
-        return x + self.last(self.blocks(self.first(x - x.mean(dim=1, keepdim=True))))
+        return x + self.last(
+            self.blocks(self.first(x - x.mean(dim=1, keepdim=True)))
+        )
 
 
 def quality(model):
     with torch.no_grad():
-        error = (model(held_out + held_out_noise) - held_out).square().mean()
+        error = (
+            (model(held_out + held_out_noise) - held_out)
+            .square()
+            .mean()
+        )
     return -10 * torch.log10(error).item()
 
 
@@ -71,7 +92,10 @@ for _ in range(steps):
     loss.backward()
     optimizer.step()
     schedule.step()
-print(f"noisy {quality(nn.Identity()):.2f} dB, without noise {quality(model):.2f} dB in float32")
+print(
+    f"noisy {quality(nn.Identity()):.2f} dB, without noise "
+    f"{quality(model):.2f} dB in float32"
+)
 
 # %%
 # One form for all layers
@@ -90,16 +114,29 @@ found = {}
 def compress(name, method="two_sided", **settings):
     small = copy.deepcopy(model)
     batches = calibration if method == "two_sided" else None
-    report = pr.compress(small, calibration=batches, method=method, seed=0, measure_speed=False, **settings)
+    report = pr.compress(
+        small,
+        calibration=batches,
+        method=method,
+        seed=0,
+        measure_speed=False,
+        **settings,
+    )
     bits = 32 * report.eligible_ratio
     found.setdefault(name, []).append((bits, quality(small)))
-    print(f"{name:22} {bits:5.2f} bits {report.eligible_bytes_after / 1e3:6.0f} kB {found[name][-1][1]:6.2f} dB")
+    print(
+        f"{name:22} {bits:5.2f} bits "
+        f"{report.eligible_bytes_after / 1e3:6.0f} kB "
+        f"{found[name][-1][1]:6.2f} dB"
+    )
     return small, report
 
 
 widths = ("int4", "int3") if QUICK else ("int8", "int4", "int3", "int2")
 for width_name in widths:
-    rounded, _ = compress("rounded to nearest", "svd", forms=width_name, budget=1)
+    rounded, _ = compress(
+        "rounded to nearest", "svd", forms=width_name, budget=1
+    )
     if width_name == "int3":
         nearest = rounded
 for width_name in widths:
@@ -109,7 +146,11 @@ for bits in (8,) if QUICK else (16, 8, 4):
 for bits in (4.25,) if QUICK else (8.25, 4.25, 3.25, 2.25):
     compress("low rank in 8 bits", forms="int8_low_rank", bits=bits)
 for bits in (3.25,) if QUICK else (4, 3.25, 2.75):
-    compress("codes and low rank", forms=("int4+low_rank", "int3+low_rank", "int2+low_rank"), bits=bits)
+    compress(
+        "codes and low rank",
+        forms=("int4+low_rank", "int3+low_rank", "int2+low_rank"),
+        bits=bits,
+    )
 
 # %%
 # The best form for each layer
@@ -121,13 +162,28 @@ for bits in (3.25,) if QUICK else (4.25, 3.25, 2.75, 2.25):
     chosen, report = compress("chosen by pr.compress", bits=bits)
     if bits == 3.25:
         mixed = chosen
-        print("   ", ", ".join(f"{layer.names[0]}: {layer.form}" for layer in report.layers))
+        print(
+            "   ",
+            ", ".join(
+                f"{layer.names[0]}: {layer.form}"
+                for layer in report.layers
+            ),
+        )
 
 figure, axes = plt.subplots()
 for name, points in found.items():
-    axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-axes.axhline(quality(model), color="gray", linestyle=":", label="float32")
-axes.set(xscale="log", xlabel="bits for a weight", ylabel="quality, dB", title="Quality against bytes")
+    axes.plot(
+        *zip(*sorted(points), strict=True), marker="o", label=name
+    )
+axes.axhline(
+    quality(model), color="gray", linestyle=":", label="float32"
+)
+axes.set(
+    xscale="log",
+    xlabel="bits for a weight",
+    ylabel="quality, dB",
+    title="Quality against bytes",
+)
 axes.set_xticks([2, 3, 4, 6, 8, 16], ["2", "3", "4", "6", "8", "16"])
 axes.minorticks_off()
 axes.legend(fontsize=8)
@@ -159,8 +215,13 @@ def restored(model):
     patches = nn.functional.unfold(noisy[None], size, stride=2)
     with torch.no_grad():
         clean = model(patches[0].T).T[None]
-    counts = nn.functional.fold(torch.ones_like(patches), (rows, columns), size, stride=2)
-    return (nn.functional.fold(clean, (rows, columns), size, stride=2) / counts)[0]
+    counts = nn.functional.fold(
+        torch.ones_like(patches), (rows, columns), size, stride=2
+    )
+    return (
+        nn.functional.fold(clean, (rows, columns), size, stride=2)
+        / counts
+    )[0]
 
 
 figure, grid = plt.subplots(2, 2, figsize=(7, 5))
@@ -170,7 +231,9 @@ pictures = {
     "rounded to nearest, 3.19 bits": restored(nearest),
     "chosen by pr.compress, 3.25 bits": restored(mixed),
 }
-for axes, (name, picture) in zip(grid.flat, pictures.items(), strict=True):
+for axes, (name, picture) in zip(
+    grid.flat, pictures.items(), strict=True
+):
     axes.imshow(picture.clamp(0, 1).permute(1, 2, 0).numpy())
     decibels = -10 * torch.log10((picture - part).square().mean())
     axes.set_title(f"{name}: {decibels:.1f} dB", fontsize=9)

@@ -10,6 +10,7 @@ chooses the sketch size R of :class:`~panther.nn.SKLinear`.
 
 import copy
 import os
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # A trained perceptron
@@ -36,15 +38,25 @@ width = 256 if QUICK else 512
 
 def perceptron(hidden):
     return nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), hidden(), nn.ReLU(), hidden(), nn.ReLU(), nn.Linear(width, 10)
+        nn.Linear(64, width),
+        nn.ReLU(),
+        hidden(),
+        nn.ReLU(),
+        hidden(),
+        nn.ReLU(),
+        nn.Linear(width, 10),
     )
 
 
 def train(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.1
+    )
     for _ in range(3 if QUICK else 12):
         for batch in training[torch.randperm(len(training))].split(32):
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss = nn.functional.cross_entropy(
+                model(images[batch]), labels[batch]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -53,7 +65,12 @@ def train(model):
 
 def accuracy(model):
     with torch.no_grad():
-        return (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+        return (
+            (model(images[held_out]).argmax(1) == labels[held_out])
+            .float()
+            .mean()
+            .item()
+        )
 
 
 model = train(perceptron(lambda: nn.Linear(width, width)))
@@ -75,37 +92,58 @@ for name, module in model.named_children():
         outputs[name].retain_grad()
     h = outputs[name] if name in outputs else module(h)
 h.backward(torch.randn_like(h))
-size = (h - h.mean(dim=0)).square().sum(dim=1).mean().item()  # of the output's variation
+# Of the output's variation.
+size = (h - h.mean(dim=0)).square().sum(dim=1).mean().item()
 
 
 def root(M):
     """Return a triangular L with L L^T = M, and a small ridge."""
-    return torch.linalg.cholesky(M + 1e-4 * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype))
+    return torch.linalg.cholesky(
+        M
+        + 1e-4 * M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype)
+    )
 
 
 spectra, plain = {}, {}
 for name, y in outputs.items():
-    W, X, g = model.get_submodule(name).weight.detach().double(), inputs[name].double(), y.grad.double()
+    W, X, g = (
+        model.get_submodule(name).weight.detach().double(),
+        inputs[name].double(),
+        y.grad.double(),
+    )
     L, R = root(X.T.cov(correction=0)), root(g.T @ g / len(g)).T
-    spectra[name], plain[name] = torch.linalg.svdvals(R @ W @ L), torch.linalg.svdvals(W)
+    spectra[name], plain[name] = (
+        torch.linalg.svdvals(R @ W @ L),
+        torch.linalg.svdvals(W),
+    )
 
 
 def lost(name, rank):
-    """Return the mean square that a layer of this rank loses of the output, relative to the output."""
+    """Return the share of the mean square that a rank loses."""
     return spectra[name][rank:].square().sum().item() / size
 
 
 print("ranks for an error of the output of 10 %, 3 % and 1 %:")
 for name in outputs:
-    ranks = [next(r for r in range(width) if lost(name, r) < bound**2) for bound in (0.1, 0.03, 0.01)]
+    ranks = [
+        next(r for r in range(width) if lost(name, r) < bound**2)
+        for bound in (0.1, 0.03, 0.01)
+    ]
     shape = tuple(model.get_submodule(name).weight.shape)
     print(f"layer {name} {shape!s:10}: {ranks}")
 
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 for name in outputs:
     left.semilogy(plain[name] / plain[name][0], label=f"layer {name}")
-    right.semilogy(spectra[name] / spectra[name][0], label=f"layer {name}")
-left.set(xlabel="number", ylabel="singular value, relative", title="Of the weights", ylim=(1e-4, 1.5))
+    right.semilogy(
+        spectra[name] / spectra[name][0], label=f"layer {name}"
+    )
+left.set(
+    xlabel="number",
+    ylabel="singular value, relative",
+    title="Of the weights",
+    ylim=(1e-4, 1.5),
+)
 right.set(xlabel="number", title="In the metric of the data")
 right.legend()
 plt.show()
@@ -122,19 +160,35 @@ plt.show()
 # of the report.
 
 calibration = list(images[training].split(32))
-budgets = (0.05, 0.2) if QUICK else (0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
+budgets = (
+    (0.05, 0.2) if QUICK else (0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
+)
 reports, accuracies = [], []
-print("budget  predicted  measured  the spectra   accuracy  ranks of the layers")
+print(
+    "budget  predicted  measured  the spectra   accuracy  ranks of the "
+    "layers"
+)
 for budget in budgets:
     small = copy.deepcopy(model)
     report = pr.compress(
-        small, budget, calibration, forms=("dense", "low_rank"), rank_multiple=2, seed=0, measure_speed=False
+        small,
+        budget,
+        calibration,
+        forms=("dense", "low_rank"),
+        rank_multiple=2,
+        seed=0,
+        measure_speed=False,
     )
     reports.append(report)
     accuracies.append(accuracy(small))
-    ranks = {layer.names[0]: layer.rank for layer in report.layers if layer.rank}
+    ranks = {
+        layer.names[0]: layer.rank
+        for layer in report.layers
+        if layer.rank
+    }
     ours = sum(lost(name, rank) for name, rank in ranks.items()) ** 0.5
-    errors = f"{report.predicted_error:9.3f} {report.measured_error:9.3f} {ours:12.3f}"
+    values = (report.predicted_error, report.measured_error)
+    errors = "{:9.3f} {:9.3f} {:12.3f}".format(*values, ours)
     shown = ", ".join(str(ranks.get(name, "dense")) for name in outputs)
     print(f"{budget:6.1%}  {errors}   {accuracies[-1]:8.3f}  {shown}")
 
@@ -152,7 +206,10 @@ report = pr.compress(
     seed=0,
     measure_speed=False,
 )
-print(f"max_error=0.05: a budget of {report.eligible_ratio:.1%}, accuracy {accuracy(small):.3f}")
+print(
+    f"max_error=0.05: a budget of {report.eligible_ratio:.1%}, "
+    f"accuracy {accuracy(small):.3f}"
+)
 
 # %%
 # R of a layer that is trained from scratch
@@ -166,23 +223,48 @@ print(f"max_error=0.05: a budget of {report.eligible_ratio:.1%}, accuracy {accur
 sizes = (2, 8) if QUICK else (1, 2, 4, 8, 16, 32)
 found = []
 for R in sizes:
+    hidden = partial(pr.nn.SKLinear, width, width, R)
     several = [
-        accuracy(train(perceptron(lambda: pr.nn.SKLinear(width, width, R))))  # noqa: B023
+        accuracy(train(perceptron(hidden)))
         for _ in range(1 if QUICK else 3)
     ]
     found.append(sum(several) / len(several))
-    print(f"R = {R:2}: {2 * R / width:.1%} of the numbers of a hidden layer, mean accuracy {found[-1]:.3f}")
+    print(
+        f"R = {R:2}: {2 * R / width:.1%} of the numbers of a hidden "
+        f"layer, mean accuracy {found[-1]:.3f}"
+    )
 
 figure, (left, right) = plt.subplots(1, 2)
-left.loglog([100 * b for b in budgets], [r.predicted_error for r in reports], marker="o", label="predicted")
-left.loglog([100 * b for b in budgets], [r.measured_error for r in reports], marker="o", label="measured")
-left.set(xlabel="budget, % of the bytes", ylabel="relative error of the output", title="Compressed")
+left.loglog(
+    [100 * b for b in budgets],
+    [r.predicted_error for r in reports],
+    marker="o",
+    label="predicted",
+)
+left.loglog(
+    [100 * b for b in budgets],
+    [r.measured_error for r in reports],
+    marker="o",
+    label="measured",
+)
+left.set(
+    xlabel="budget, % of the bytes",
+    ylabel="relative error of the output",
+    title="Compressed",
+)
 left.set_xticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"])
 left.minorticks_off()
 left.legend()
 right.plot(sizes, found, marker="o", label="sketched")
-right.axhline(accuracy(model), color="gray", linestyle=":", label="dense")
-right.set(xscale="log", xlabel="sketch size R", ylabel="accuracy, held out", title="Trained from scratch")
+right.axhline(
+    accuracy(model), color="gray", linestyle=":", label="dense"
+)
+right.set(
+    xscale="log",
+    xlabel="sketch size R",
+    ylabel="accuracy, held out",
+    title="Trained from scratch",
+)
 right.set_xticks(sizes, [str(R) for R in sizes])
 right.minorticks_off()
 right.legend()

@@ -18,7 +18,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The data and a dense network
@@ -35,18 +36,26 @@ training, held_out = order[:-500], order[-500:]
 
 def network():
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
 
 
 def train(model, epochs, lr):
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(epochs):
         for batch in training[torch.randperm(len(training))].split(32):
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss = nn.functional.cross_entropy(
+                model(images[batch]), labels[batch]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -55,13 +64,20 @@ def train(model, epochs, lr):
 
 def accuracy(model):
     with torch.no_grad():
-        return (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+        return (
+            (model(images[held_out]).argmax(1) == labels[held_out])
+            .float()
+            .mean()
+            .item()
+        )
 
 
 epochs = 2 if QUICK else 8
 dense = train(network(), epochs, 1e-3)
 parameters = sum(p.numel() for p in dense.parameters())
-print(f"dense: {parameters:,} parameters, accuracy {accuracy(dense):.3f}")
+print(
+    f"dense: {parameters:,} parameters, accuracy {accuracy(dense):.3f}"
+)
 
 # %%
 # Compress without training
@@ -75,9 +91,18 @@ bits = (4.25,) if QUICK else (2.25, 4.25, 8.25)
 compressed = []
 for budget in bits:
     model = copy.deepcopy(dense)
-    report = pr.compress(model, bits=budget, calibration=calibration, seed=0, measure_speed=False)
+    report = pr.compress(
+        model,
+        bits=budget,
+        calibration=calibration,
+        seed=0,
+        measure_speed=False,
+    )
     compressed.append((report.bytes_after / 1e3, accuracy(model)))
-    print(f"{budget} bits: {report.bytes_after:7,} bytes, accuracy {compressed[-1][1]:.3f}")
+    print(
+        f"{budget} bits: {report.bytes_after:7,} bytes, accuracy "
+        f"{compressed[-1][1]:.3f}"
+    )
 print(report)
 
 # %%
@@ -101,7 +126,9 @@ for rank in ranks:
     model = low_rank(rank)
     size = 4e-3 * sum(p.numel() for p in model.parameters())
     at_once.append((size, accuracy(model)))
-    trained.append((size, accuracy(train(model, 1 if QUICK else 3, 5e-4))))
+    trained.append(
+        (size, accuracy(train(model, 1 if QUICK else 3, 5e-4)))
+    )
 
 # %%
 # Sketched convolutions from scratch
@@ -111,9 +138,18 @@ for rank in ranks:
 
 for rank in ranks:
     model = network()
-    model[2] = pr.nn.SKConv2d(32, 64, 3, padding=1, low_rank=rank, seed=0)
-    model[5] = pr.nn.SKConv2d(64, 128, 3, padding=1, low_rank=rank, seed=1)
-    scratch.append((4e-3 * sum(p.numel() for p in model.parameters()), accuracy(train(model, epochs + 3, 1e-3))))
+    model[2] = pr.nn.SKConv2d(
+        32, 64, 3, padding=1, low_rank=rank, seed=0
+    )
+    model[5] = pr.nn.SKConv2d(
+        64, 128, 3, padding=1, low_rank=rank, seed=1
+    )
+    scratch.append(
+        (
+            4e-3 * sum(p.numel() for p in model.parameters()),
+            accuracy(train(model, epochs + 3, 1e-3)),
+        )
+    )
 
 figure, axes = plt.subplots()
 for name, points in (
@@ -123,9 +159,22 @@ for name, points in (
     ("SKConv2d from scratch", scratch),
 ):
     axes.plot(*zip(*points, strict=True), marker="o", label=name)
-axes.scatter(4e-3 * parameters, accuracy(dense), color="black", label="dense", zorder=3)
-axes.set(xscale="log", xlabel="kilobytes", ylabel="accuracy on 500 held-out digits", ylim=(0.8, 1))
-axes.set_xticks([30, 50, 100, 200, 400], ["30", "50", "100", "200", "400"])
+axes.scatter(
+    4e-3 * parameters,
+    accuracy(dense),
+    color="black",
+    label="dense",
+    zorder=3,
+)
+axes.set(
+    xscale="log",
+    xlabel="kilobytes",
+    ylabel="accuracy on 500 held-out digits",
+    ylim=(0.8, 1),
+)
+axes.set_xticks(
+    [30, 50, 100, 200, 400], ["30", "50", "100", "200", "400"]
+)
 axes.minorticks_off()
 axes.legend()
 plt.show()
@@ -146,5 +195,8 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     first = pr.nn.LowRankConv2d.from_conv(dense[0], 8)
 print(
-    caught[0].category.__name__, first.down.numel() + first.up.numel(), "numbers in place of", dense[0].weight.numel()
+    caught[0].category.__name__,
+    first.down.numel() + first.up.numel(),
+    "numbers in place of",
+    dense[0].weight.numel(),
 )

@@ -14,9 +14,16 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.distributed import ClusterSpec, ModelStats, choose_parallelism_strategy, launch, plan_parallelism
+from panther.distributed import (
+    ClusterSpec,
+    ModelStats,
+    choose_parallelism_strategy,
+    launch,
+    plan_parallelism,
+)
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # Rules of thumb
@@ -24,8 +31,15 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 #
 # The number of parameters, the number of GPUs, and the memory of one.
 
-for name, parameters, gpus in (("125M", 125e6, 2), ("7B", 7e9, 8), ("70B", 70e9, 16)):
-    print(f"{name:5} on {gpus:2} GPUs of 80 GB: {choose_parallelism_strategy(parameters, gpus, 80e9)}")
+for name, parameters, gpus in (
+    ("125M", 125e6, 2),
+    ("7B", 7e9, 8),
+    ("70B", 70e9, 16),
+):
+    print(
+        f"{name:5} on {gpus:2} GPUs of 80 GB: "
+        f"{choose_parallelism_strategy(parameters, gpus, 80e9)}"
+    )
 
 # %%
 # The advisor
@@ -35,12 +49,28 @@ for name, parameters, gpus in (("125M", 125e6, 2), ("7B", 7e9, 8), ("70B", 70e9,
 # that were not calibrated on the cluster; memory needs no calibration.
 
 cluster = ClusterSpec.preset("h100-80gb", gpus=8)
-sizes = {"hidden": 512, "layers": 4, "heads": 8, "vocab": 32_000, "sequence": 256}
+sizes = {
+    "hidden": 512,
+    "layers": 4,
+    "heads": 8,
+    "vocab": 32_000,
+    "sequence": 256,
+}
 if not QUICK:
-    sizes = {"hidden": 2048, "layers": 24, "heads": 32, "vocab": 50_000, "sequence": 2048}
+    sizes = {
+        "hidden": 2048,
+        "layers": 24,
+        "heads": 32,
+        "vocab": 50_000,
+        "sequence": 2048,
+    }
 plans = {
-    "dense": plan_parallelism(ModelStats.transformer(**sizes), cluster, batch=64),
-    "sketched": plan_parallelism(ModelStats.transformer(**sizes, sketch=64), cluster, batch=64),
+    "dense": plan_parallelism(
+        ModelStats.transformer(**sizes), cluster, batch=64
+    ),
+    "sketched": plan_parallelism(
+        ModelStats.transformer(**sizes, sketch=64), cluster, batch=64
+    ),
 }
 for name, plan in plans.items():
     print(f"{name}: {plan.best.reason}\n")
@@ -52,10 +82,22 @@ print(plans["sketched"])
 figure, axes = plt.subplots()
 for name, plan in plans.items():
     options = [option for option in plan.options if option.fits][:12]
-    points = [(o.estimate.memory.total / 1e9, o.estimate.step_seconds) for o in options]
+    points = [
+        (o.estimate.memory.total / 1e9, o.estimate.step_seconds)
+        for o in options
+    ]
     axes.scatter(*zip(*points, strict=True), label=name)
-    axes.annotate(str(options[0].layout), points[0], fontsize=8, xytext=(-5, 5), textcoords="offset points", ha="right")
-axes.set(ylim=0, xlabel="memory of a rank, GB", ylabel="predicted step, s")
+    axes.annotate(
+        str(options[0].layout),
+        points[0],
+        fontsize=8,
+        xytext=(-5, 5),
+        textcoords="offset points",
+        ha="right",
+    )
+axes.set(
+    ylim=0, xlabel="memory of a rank, GB", ylabel="predicted step, s"
+)
 axes.legend()
 plt.show()
 
@@ -68,20 +110,36 @@ plt.show()
 
 def train():
     torch.manual_seed(0)
-    model = nn.Sequential(pr.nn.SKLinear(64, 256, 2), nn.ReLU(), pr.nn.SKLinear(256, 64, 2))
+    model = nn.Sequential(
+        pr.nn.SKLinear(64, 256, 2),
+        nn.ReLU(),
+        pr.nn.SKLinear(256, 64, 2),
+    )
     cluster = ClusterSpec.preset("cpu", gpus=2)
-    plan = plan_parallelism(model, cluster, batch=8, sample_input=torch.ones(1, 64), schedules=())
+    plan = plan_parallelism(
+        model,
+        cluster,
+        batch=8,
+        sample_input=torch.ones(1, 64),
+        schedules=(),
+    )
     built = plan.apply(model)
     optimizer = torch.optim.Adam(built.parameters())
     for _ in range(3):
         optimizer.zero_grad()
-        loss = built(torch.ones(8 // plan.best.layout.dp, 64)).square().mean()
+        loss = (
+            built(torch.ones(8 // plan.best.layout.dp, 64))
+            .square()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
     return str(plan.best.layout), type(built).__name__, loss.item()
 
 
-for rank, (layout, kind, loss) in enumerate(launch(train, nproc=2, start_method="fork")):
+for rank, (layout, kind, loss) in enumerate(
+    launch(train, nproc=2, start_method="fork")
+):
     print(f"rank {rank}: {layout}, a {kind}, loss {loss:.6f}")
 
 # %%

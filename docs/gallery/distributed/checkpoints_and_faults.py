@@ -25,7 +25,8 @@ from panther.distributed import checkpoint, get_rank, launch
 from panther.errors import DistributedError
 from panther.train import Callback, TrainConfig, Trainer
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The run
@@ -36,13 +37,20 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 # itself after step 13.
 
 digits = load_digits()
-data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+data = TensorDataset(
+    torch.tensor(digits.data, dtype=torch.float32) / 16,
+    torch.tensor(digits.target),
+)
 width, steps, fault_at = (128, 24, 13) if QUICK else (512, 40, 13)
 
 
 class Notes(Callback):
     def __init__(self, folder, fault):
-        self.file, self.fault, self.labels = folder / f"seen-by-rank-{get_rank()}", fault, []
+        self.file, self.fault, self.labels = (
+            folder / f"seen-by-rank-{get_rank()}",
+            fault,
+            [],
+        )
 
     def loss(self, output, target):
         self.labels = target[:5].tolist()
@@ -50,34 +58,79 @@ class Notes(Callback):
 
     def on_step(self, trainer, loss):
         with self.file.open("a") as file:
-            file.write(json.dumps({"step": trainer.step, "labels": self.labels, "time": time.time()}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "step": trainer.step,
+                        "labels": self.labels,
+                        "time": time.time(),
+                    }
+                )
+                + "\n"
+            )
         if get_rank() == 1 and trainer.step == fault_at and self.fault:
             os.kill(os.getpid(), self.fault)
 
 
-def train(folder, fault=None, strategy="ddp", batch_size=32, resume="auto"):
+def train(
+    folder, fault=None, strategy="ddp", batch_size=32, resume="auto"
+):
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    layers = [nn.Linear(64, width), nn.ReLU(), pr.nn.SKLinear(width, width, 8), nn.ReLU(), nn.Linear(width, 10)]
+    layers = [
+        nn.Linear(64, width),
+        nn.ReLU(),
+        pr.nn.SKLinear(width, width, 8),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    ]
     config = TrainConfig(
-        strategy=strategy, max_steps=steps, learning_rate=3e-3, log_every_n_steps=1, checkpoint_dir=str(folder),
-        checkpoint_every_n_steps=5, checkpoint_asynchronously=False, keep_checkpoints=None, resume=resume,
-    )  # fmt: skip
+        strategy=strategy,
+        max_steps=steps,
+        learning_rate=3e-3,
+        log_every_n_steps=1,
+        checkpoint_dir=str(folder),
+        checkpoint_every_n_steps=5,
+        checkpoint_asynchronously=False,
+        keep_checkpoints=None,
+        resume=resume,
+    )
     notes = Notes(folder, fault)
-    trainer = Trainer(nn.Sequential(*layers), torch.optim.Adam, notes.loss, config, [notes])
+    trainer = Trainer(
+        nn.Sequential(*layers),
+        torch.optim.Adam,
+        notes.loss,
+        config,
+        [notes],
+    )
     history = trainer.fit(DataLoader(data, batch_size, shuffle=True))
-    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in trainer.model.parameters())
+    held = sum(
+        (p.to_local() if hasattr(p, "to_local") else p).numel()
+        for p in trainer.model.parameters()
+    )
     return history["loss"], held
 
 
 def seen(folder, rank):
-    return [json.loads(line) for line in (folder / f"seen-by-rank-{rank}").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"seen-by-rank-{rank}")
+        .read_text()
+        .splitlines()
+    ]
 
 
 temporary = tempfile.TemporaryDirectory()
 runs = Path(temporary.name)
-(whole, _), _ = launch(train, runs / "undisturbed", nproc=2, start_method="fork")
-print("undisturbed: losses", *(f"{loss:.4f}" for loss in whole[1][:5]), "...", f"{whole[1][-1]:.4f}")
+(whole, _), _ = launch(
+    train, runs / "undisturbed", nproc=2, start_method="fork"
+)
+print(
+    "undisturbed: losses",
+    *(f"{loss:.4f}" for loss in whole[1][:5]),
+    "...",
+    f"{whole[1][-1]:.4f}",
+)
 
 # %%
 # SIGKILL and SIGTERM
@@ -91,21 +144,44 @@ resumed = {}
 for name in ("SIGKILL", "SIGTERM"):
     folder = runs / name
     try:
-        launch(train, folder, getattr(signal, name), nproc=2, start_method="fork")
+        launch(
+            train,
+            folder,
+            getattr(signal, name),
+            nproc=2,
+            start_method="fork",
+        )
     except DistributedError as error:
         print(f"{name}: {str(error).splitlines()[0].partition(';')[0]}")
     before = [len(seen(folder, rank)) for rank in (0, 1)]
-    print(f"{name}: the latest checkpoint is {checkpoint.latest(folder).name}")
+    print(
+        f"{name}: the latest checkpoint is "
+        f"{checkpoint.latest(folder).name}"
+    )
     ranks = launch(train, folder, nproc=2, start_method="fork")
     resumed[name] = [losses for losses, _ in ranks]
     for rank, losses in enumerate(resumed[name]):
         notes = seen(folder, rank)
         numbers = [note["step"] for note in notes]
         last, first = numbers[before[rank] - 1], numbers[before[rank]]
-        again = [str(note["labels"]) for note in notes if note["step"] == fault_at]
-        print(f"  rank {rank} made steps 1 to {last}, then {first} to {numbers[-1]};", end=" ")
-        print(f"all losses are those of the undisturbed run: {losses == whole}")
-        print(f"  labels that it saw in step {fault_at}: {' and again '.join(again)}")
+        again = [
+            str(note["labels"])
+            for note in notes
+            if note["step"] == fault_at
+        ]
+        print(
+            f"  rank {rank} made steps 1 to {last}, then {first} to "
+            f"{numbers[-1]};",
+            end=" ",
+        )
+        print(
+            "all losses are those of the undisturbed run: "
+            f"{losses == whole}"
+        )
+        print(
+            f"  labels that it saw in step {fault_at}: "
+            f"{' and again '.join(again)}"
+        )
 
 # %%
 # The equality is exact: a checkpoint has the optimizer, the place in the order of samples and the generators of every
@@ -113,8 +189,18 @@ for name in ("SIGKILL", "SIGTERM"):
 
 figure, (left, right) = plt.subplots(1, 2)
 left.plot(*whole, color="lightgray", linewidth=6, label="undisturbed")
-left.plot(whole[0][:fault_at], resumed["SIGKILL"][0][1][:fault_at], "C0", label="until SIGKILL")
-left.plot(whole[0][10:], resumed["SIGKILL"][0][1][10:], "C1--", label="started again")
+left.plot(
+    whole[0][:fault_at],
+    resumed["SIGKILL"][0][1][:fault_at],
+    "C0",
+    label="until SIGKILL",
+)
+left.plot(
+    whole[0][10:],
+    resumed["SIGKILL"][0][1][10:],
+    "C1--",
+    label="started again",
+)
 left.plot(fault_at, whole[1][fault_at - 1], "kx", markersize=10)
 left.set(xlabel="step", ylabel="training loss", title="Losses")
 left.legend()
@@ -122,10 +208,21 @@ origin = min(seen(runs / "SIGKILL", rank)[0]["time"] for rank in (0, 1))
 for rank in (0, 1):
     notes = seen(runs / "SIGKILL", rank)
     right.plot(
-        [n["time"] - origin for n in notes], [n["step"] for n in notes], ("C0o", "C1.")[rank], label=f"rank {rank}"
+        [n["time"] - origin for n in notes],
+        [n["step"] for n in notes],
+        ("C0o", "C1.")[rank],
+        label=f"rank {rank}",
     )
-right.plot(seen(runs / "SIGKILL", 1)[fault_at - 1]["time"] - origin, fault_at, "kx", markersize=10, label="SIGKILL")
-right.set(xlabel="seconds", ylabel="step", title="Steps that each rank made")
+right.plot(
+    seen(runs / "SIGKILL", 1)[fault_at - 1]["time"] - origin,
+    fault_at,
+    "kx",
+    markersize=10,
+    label="SIGKILL",
+)
+right.set(
+    xlabel="seconds", ylabel="step", title="Steps that each rank made"
+)
 right.legend()
 plt.show()
 
@@ -138,12 +235,30 @@ plt.show()
 # agree up to rounding.
 
 start = runs / "undisturbed" / "step-00000010"
-for strategy, processes, batch_size in (("fsdp", 2, 32), ("tp", 2, 64), ("ddp", 1, 64)):
+for strategy, processes, batch_size in (
+    ("fsdp", 2, 32),
+    ("tp", 2, 64),
+    ("ddp", 1, 64),
+):
     name = f"{strategy} on {processes}"
-    ranks = launch(train, runs / name, None, strategy, batch_size, str(start), nproc=processes, start_method="fork")
+    ranks = launch(
+        train,
+        runs / name,
+        None,
+        strategy,
+        batch_size,
+        str(start),
+        nproc=processes,
+        start_method="fork",
+    )
     for rank, (losses, held) in enumerate(ranks):
-        difference = max(abs(a - b) for a, b in zip(losses[1], whole[1], strict=True))
-        print(f"{name}, rank {rank}: {held:6,} parameters here, losses differ by at most {difference:.0e}")
+        difference = max(
+            abs(a - b) for a, b in zip(losses[1], whole[1], strict=True)
+        )
+        print(
+            f"{name}, rank {rank}: {held:6,} parameters here, losses "
+            f"differ by at most {difference:.0e}"
+        )
 temporary.cleanup()
 
 # %%

@@ -15,9 +15,16 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import panther as pr
-from panther.distributed import CommunicationCounter, data_parallel, launch, sync_sketches, verify_sketches
+from panther.distributed import (
+    CommunicationCounter,
+    data_parallel,
+    launch,
+    sync_sketches,
+    verify_sketches,
+)
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # Different seeds are an error, and one call repairs them
@@ -38,10 +45,16 @@ def synchronise():
     with CommunicationCounter() as traffic:
         sync_sketches(model)
     verify_sketches(model)
-    return {"error": message, "seed": model[0].sketch_seed.tolist(), "bytes sent": traffic.bytes}
+    return {
+        "error": message,
+        "seed": model[0].sketch_seed.tolist(),
+        "bytes sent": traffic.bytes,
+    }
 
 
-for rank, seen in enumerate(launch(synchronise, nproc=2, start_method="fork")):
+for rank, seen in enumerate(
+    launch(synchronise, nproc=2, start_method="fork")
+):
     print(f"rank {rank} saw {seen}")
 
 # %%
@@ -54,46 +67,83 @@ for rank, seen in enumerate(launch(synchronise, nproc=2, start_method="fork")):
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
-order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+order = torch.randperm(
+    len(labels), generator=torch.Generator().manual_seed(0)
+)
 training, held_out = order[:1437], order[1437:]
 epochs = 3 if QUICK else 15
 
 
 def train(hidden):
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    torch.manual_seed(rank)  # different values on each rank: data_parallel sends those of rank 0
+    rank, world_size = (
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+    )
+    # Ranks have different values: data_parallel sends those of rank 0.
+    torch.manual_seed(rank)
     width = 1024
-    layer = pr.nn.SKLinear(width, width, 16) if hidden == "sketched" else nn.Linear(width, width)
-    model = data_parallel(nn.Sequential(nn.Linear(64, width), nn.ReLU(), layer, nn.ReLU(), nn.Linear(width, 10)))
+    layer = (
+        pr.nn.SKLinear(width, width, 16)
+        if hidden == "sketched"
+        else nn.Linear(width, width)
+    )
+    model = data_parallel(
+        nn.Sequential(
+            nn.Linear(64, width),
+            nn.ReLU(),
+            layer,
+            nn.ReLU(),
+            nn.Linear(width, 10),
+        )
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    shuffle = torch.Generator().manual_seed(0)  # the same order on all ranks
+    # The same order on all ranks.
+    shuffle = torch.Generator().manual_seed(0)
     seen = {"accuracy": [], "first label": None, "losses": []}
     with CommunicationCounter() as traffic:
         steps = 0
         for _ in range(epochs):
-            batches = training[torch.randperm(len(training), generator=shuffle)].split(32)
+            batches = training[
+                torch.randperm(len(training), generator=shuffle)
+            ].split(32)
             pairs = len(batches) // world_size
-            for batch in batches[rank : pairs * world_size : world_size]:
+            for batch in batches[
+                rank : pairs * world_size : world_size
+            ]:
                 if seen["first label"] is None:
                     seen["first label"] = labels[batch[0]].item()
-                loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+                loss = nn.functional.cross_entropy(
+                    model(images[batch]), labels[batch]
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 seen["losses"].append(loss.item())
                 steps += 1
             with torch.no_grad():
-                right = model.module(images[held_out]).argmax(1) == labels[held_out]
+                right = (
+                    model.module(images[held_out]).argmax(1)
+                    == labels[held_out]
+                )
             seen["accuracy"].append(right.float().mean().item())
-    return seen | {"bytes per step": traffic.bytes // steps, "weights": sum(p.sum().item() for p in model.parameters())}
+    return seen | {
+        "bytes per step": traffic.bytes // steps,
+        "weights": sum(p.sum().item() for p in model.parameters()),
+    }
 
 
-runs = {hidden: launch(train, hidden, nproc=2, start_method="fork") for hidden in ("dense", "sketched")}
+runs = {
+    hidden: launch(train, hidden, nproc=2, start_method="fork")
+    for hidden in ("dense", "sketched")
+}
 for hidden, ranks in runs.items():
     for rank, seen in enumerate(ranks):
         print(
-            f"{hidden:8} rank {rank}: first label {seen['first label']}, first loss {seen['losses'][0]:.4f}, "
-            f"{seen['bytes per step']:,} bytes a step, accuracy {seen['accuracy'][-1]:.3f}, "
+            f"{hidden:8} rank {rank}: first label "
+            f"{seen['first label']}, first loss "
+            f"{seen['losses'][0]:.4f}, "
+            f"{seen['bytes per step']:,} bytes a step, accuracy "
+            f"{seen['accuracy'][-1]:.3f}, "
             f"sum of the weights {seen['weights']:.4f}"
         )
 
@@ -103,11 +153,20 @@ for hidden, ranks in runs.items():
 
 figure, (left, right) = plt.subplots(1, 2)
 for hidden, ranks in runs.items():
-    left.plot(range(1, epochs + 1), ranks[0]["accuracy"], marker="o", label=hidden)
+    left.plot(
+        range(1, epochs + 1),
+        ranks[0]["accuracy"],
+        marker="o",
+        label=hidden,
+    )
 left.set(xlabel="epoch", ylabel="accuracy on held-out digits")
 left.legend()
 names = list(runs)
-right.bar(names, [runs[name][0]["bytes per step"] / 1e6 for name in names], color=["C0", "C1"])
+right.bar(
+    names,
+    [runs[name][0]["bytes per step"] / 1e6 for name in names],
+    color=["C0", "C1"],
+)
 right.set(ylabel="MB that a rank sends in a step")
 plt.show()
 

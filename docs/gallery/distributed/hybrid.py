@@ -23,7 +23,8 @@ from panther.distributed import (
     profile_communication_overhead,
 )
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 width = 128 if QUICK else 512
 
 # %%
@@ -36,10 +37,14 @@ width = 128 if QUICK else 512
 
 def coordinates():
     mesh = make_mesh(dp=2, tp=2)
-    return {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+    return {
+        axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names
+    }
 
 
-for rank, seen in enumerate(launch(coordinates, nproc=4, start_method="fork")):
+for rank, seen in enumerate(
+    launch(coordinates, nproc=4, start_method="fork")
+):
     print(f"rank {rank}: {seen}")
 
 # %%
@@ -57,27 +62,53 @@ def train():
         {"in_features": width, "out_features": width, "sketch_size": 4},
         {"in_features": width, "out_features": 4, "sketch_size": 1},
     ]
-    config = {"data_parallel_size": 2, "tensor_parallel_size": 2, "gradient_clipping": 1.0}
+    config = {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "gradient_clipping": 1.0,
+    }
     trainer = HybridParallelTrainer({"layers": layers}, config)
     optimizer = torch.optim.Adam(trainer.model.parameters(), lr=1e-2)
-    torch.manual_seed(trainer.dp_rank)  # equal samples along tp, different ones along dp
+    # Equal samples along tp, different ones along dp.
+    torch.manual_seed(trainer.dp_rank)
     x = torch.randn(64, width)
     target = x[:, :4].argmax(1)
     rank = pr.distributed.get_rank()
     collector = DistributedMetricsCollector(rank, 4)
     with DeviceUtilization() as utilization:
-        losses = [trainer.train_step((x, target), optimizer, nn.CrossEntropyLoss()) for _ in range(5 if QUICK else 40)]
+        losses = [
+            trainer.train_step(
+                (x, target), optimizer, nn.CrossEntropyLoss()
+            )
+            for _ in range(5 if QUICK else 40)
+        ]
     collector.update_metric("loss", losses[-1], weight=len(x))
-    collector.update_metric("first sample", x[0, 0].item(), reduce="each")
-    collector.update_metric("utilization", utilization.value, reduce="each")
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.model.parameters())
-    return trainer.dp_rank, held, losses, collector.compute_global_metrics(), str(trainer.report)
+    collector.update_metric(
+        "first sample", x[0, 0].item(), reduce="each"
+    )
+    collector.update_metric(
+        "utilization", utilization.value, reduce="each"
+    )
+    held = sum(
+        p.to_local().numel() if hasattr(p, "to_local") else p.numel()
+        for p in trainer.model.parameters()
+    )
+    return (
+        trainer.dp_rank,
+        held,
+        losses,
+        collector.compute_global_metrics(),
+        str(trainer.report),
+    )
 
 
 ranks = launch(train, nproc=4, start_method="fork")
 print(ranks[0][4])
 for rank, (dp_rank, held, losses, _, _) in enumerate(ranks):
-    print(f"rank {rank}: dp {dp_rank}, {held:,} parameters here, losses {losses[0]:.4f} to {losses[-1]:.4f}")
+    print(
+        f"rank {rank}: dp {dp_rank}, {held:,} parameters here, losses "
+        f"{losses[0]:.4f} to {losses[-1]:.4f}"
+    )
 for name, value in ranks[0][3].items():
     print(f"{name}: {value:.3f}")
 
@@ -94,17 +125,31 @@ for name, value in ranks[0][3].items():
 
 message_sizes = [2**k for k in range(10, 21, 5 if QUICK else 2)]
 profile = launch(
-    lambda: profile_communication_overhead(message_sizes, repetitions=3 if QUICK else 10, show=False),
-    nproc=2, start_method="fork",
-)[0]  # fmt: skip
+    lambda: profile_communication_overhead(
+        message_sizes, repetitions=3 if QUICK else 10, show=False
+    ),
+    nproc=2,
+    start_method="fork",
+)[0]
 print(profile)
 
 figure, (left, right) = plt.subplots(1, 2)
 left.plot(ranks[0][2])
 left.set(xlabel="step", ylabel="mean loss over all ranks")
-for operation in dict.fromkeys(timing.operation for timing in profile.timings):
-    timings = [timing for timing in profile.timings if timing.operation == operation]
-    right.plot([t.message_bytes for t in timings], [t.time_ms for t in timings], marker="o", label=operation)
+for operation in dict.fromkeys(
+    timing.operation for timing in profile.timings
+):
+    timings = [
+        timing
+        for timing in profile.timings
+        if timing.operation == operation
+    ]
+    right.plot(
+        [t.message_bytes for t in timings],
+        [t.time_ms for t in timings],
+        marker="o",
+        label=operation,
+    )
 right.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
 right.legend(fontsize=8)
 plt.show()

@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 
 from panther.distributed import launch_distributed_training
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The script
@@ -44,30 +45,46 @@ from panther.train import TrainConfig, Trainer
 def build():
     torch.manual_seed(0)
     hidden = pr.nn.SKLinear(256, 256, 8)
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), hidden, nn.ReLU(), nn.Linear(256, 10))
+    first, last = nn.Linear(64, 256), nn.Linear(256, 10)
+    return nn.Sequential(first, nn.ReLU(), hidden, nn.ReLU(), last)
 
 
 digits = load_digits()
-images = torch.tensor(digits.data[:1792], dtype=torch.float32) / 16  # so that all batches are full
+# 1792 samples, so that all batches are full.
+images = torch.tensor(digits.data[:1792], dtype=torch.float32) / 16
 data = TensorDataset(images, torch.tensor(digits.target[:1792]))
 steps, folder = int(sys.argv[1]), sys.argv[2]
 world_size = int(os.environ.get("WORLD_SIZE", 1))
-settings = {"max_steps": steps, "learning_rate": 3e-3, "log_every_n_steps": 1, "checkpoint_dir": folder}
+settings = {
+    "max_steps": steps,
+    "learning_rate": 3e-3,
+    "log_every_n_steps": 1,
+    "checkpoint_dir": folder,
+}
+optimizer, loss_fn = torch.optim.Adam, nn.CrossEntropyLoss()
 if "RAY_ADDRESS" in os.environ:  # a job of Ray
     from panther.integrations.ray import RayTrainer
     from ray.train import ScalingConfig
 
     workers = ScalingConfig(num_workers=8, use_gpu=True)
     config = TrainConfig(batch_size=8, **settings)
-    RayTrainer(build, torch.optim.Adam, nn.CrossEntropyLoss(), config, scaling_config=workers).fit(data)
+    trainer = RayTrainer(
+        build, optimizer, loss_fn, config, scaling_config=workers
+    )
+    trainer.fit(data)
 else:
-    config = TrainConfig(strategy="ddp", batch_size=64 // world_size, **settings)
-    trainer = Trainer(build(), torch.optim.Adam, nn.CrossEntropyLoss(), config)
+    batch_size = 64 // world_size
+    config = TrainConfig(
+        strategy="ddp", batch_size=batch_size, **settings
+    )
+    trainer = Trainer(build(), optimizer, loss_fn, config)
     trainer.fit(data)
     info = pr.distributed.get_distributed_info()
     print(
-        f"rank {info.rank} of {info.world_size} (local rank {info.local_rank}), {info.device}, {info.backend}, "
-        f"{config.batch_size} samples a step, loss {trainer.history['loss'][1][-1]:.6f}"
+        f"rank {info.rank} of {info.world_size} (local rank "
+        f"{info.local_rank}), {info.device}, {info.backend}, "
+        f"{config.batch_size} samples a step, loss "
+        f"{trainer.history['loss'][1][-1]:.6f}"
     )
 """
 temporary = tempfile.TemporaryDirectory()
@@ -84,9 +101,20 @@ steps = 40 if QUICK else 160
 # :func:`~panther.distributed.launch_distributed_training` is from Python. ``torchrun --nproc-per-node 2 train.py`` does
 # the same without logs for each rank.
 
-ran = subprocess.run([sys.executable, script, str(steps), folder / "one"], capture_output=True, text=True, check=True)
+ran = subprocess.run(
+    [sys.executable, script, str(steps), folder / "one"],
+    capture_output=True,
+    text=True,
+    check=True,
+)
 print(ran.stdout, end="")
-logs = launch_distributed_training(script, steps, folder / "two", nproc_per_node=2, log_dir=folder / "logs")
+logs = launch_distributed_training(
+    script,
+    steps,
+    folder / "two",
+    nproc_per_node=2,
+    log_dir=folder / "logs",
+)
 for path in sorted(logs.glob("attempt-0/rank-*.out")):
     print(f"{path.name}: {path.read_text()}", end="")
 
@@ -95,7 +123,12 @@ for path in sorted(logs.glob("attempt-0/rank-*.out")):
 
 
 def losses(name):
-    records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / name / "log.jsonl")
+        .read_text()
+        .splitlines()
+    ]
     return [record["loss"] for record in records if "loss" in record]
 
 
@@ -105,8 +138,15 @@ left.plot(one, color="lightgray", linewidth=6, label="python")
 left.plot(two, label="panther launch, 2 processes")
 left.set(xlabel="step", ylabel="training loss", title="Losses")
 left.legend()
-right.semilogy([max(abs(a - b), 1e-9) for a, b in zip(one, two, strict=True)])
-right.set(xlabel="step", ylabel="difference of the losses", title="Two processes against one", ylim=(1e-9, 1))
+right.semilogy(
+    [max(abs(a - b), 1e-9) for a, b in zip(one, two, strict=True)]
+)
+right.set(
+    xlabel="step",
+    ylabel="difference of the losses",
+    title="Two processes against one",
+    ylim=(1e-9, 1),
+)
 plt.show()
 
 # %%
@@ -118,16 +158,40 @@ plt.show()
 
 
 def init(kind, *options):
-    job = ["--nodes", "2", "--gpus-per-node", "4", "--cpus-per-node", "32", "--max-restarts", "2", *options]
-    command = [sys.executable, "-m", "panther", "init", kind, *job, "train.py", "1000", "/runs/first"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    job = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--cpus-per-node",
+        "32",
+        "--max-restarts",
+        "2",
+        *options,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "panther",
+        "init",
+        kind,
+        *job,
+        "train.py",
+        "1000",
+        "/runs/first",
+    ]
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True
+    )
     print(ran.stdout)
 
 
 def excerpt(name, begin, lines):
-    """Print so many lines of a file, from the one that contains ``begin``."""
+    """Print lines of a file, from the one that contains ``begin``."""
     text = (folder / name).read_text().splitlines()
-    start = next(number for number, line in enumerate(text) if begin in line)
+    start = next(
+        number for number, line in enumerate(text) if begin in line
+    )
     print(*text[start : start + lines], "...", sep="\n")
 
 
@@ -144,7 +208,13 @@ excerpt("slurm.sbatch", "srun --kill", 2)
 # **Kubernetes**: a pod for each node, whose number comes from the Job. The image contains Panther and the script. Files
 # of a pod are deleted with it, so checkpoints go to a volume.
 
-init("kubernetes", "--image", "registry/train:1", "--volume", "runs:/runs")
+init(
+    "kubernetes",
+    "--image",
+    "registry/train:1",
+    "--volume",
+    "runs:/runs",
+)
 excerpt("job.yaml", "completions", 3)
 excerpt("job.yaml", "image:", 12)
 

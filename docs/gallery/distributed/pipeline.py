@@ -15,9 +15,15 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.distributed import CommunicationCounter, launch, make_schedule, split_stages
+from panther.distributed import (
+    CommunicationCounter,
+    launch,
+    make_schedule,
+    split_stages,
+)
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 width, batch = (256, 32) if QUICK else (1024, 64)
 
 # %%
@@ -50,15 +56,27 @@ def train(inside):
             optimizer.zero_grad()
             _, loss = schedule.step(x, target)
             optimizer.step()
-            losses.append(None if loss is None else round(loss.item(), 5))
-    names = sorted({name.rpartition(".")[0] for name, _ in stages[0].submod.named_parameters()})
+            losses.append(
+                None if loss is None else round(loss.item(), 5)
+            )
+    names = sorted(
+        {
+            name.rpartition(".")[0]
+            for name, _ in stages[0].submod.named_parameters()
+        }
+    )
     return names, losses, traffic.bytes // 5
 
 
 for inside in (False, True):
     print("boundaries inside sketched layers:", inside)
-    for rank, (names, losses, sent) in enumerate(launch(train, inside, nproc=2, start_method="fork")):
-        print(f"  rank {rank} has layers {', '.join(names)}, sends {sent:,} bytes a step, losses {losses}")
+    for rank, (names, losses, sent) in enumerate(
+        launch(train, inside, nproc=2, start_method="fork")
+    ):
+        print(
+            f"  rank {rank} has layers {', '.join(names)}, sends "
+            f"{sent:,} bytes a step, losses {losses}"
+        )
 
 # %%
 # Only the rank of the last stage knows the loss. The same five steps in one process:
@@ -90,12 +108,18 @@ inputs, classes = torch.randn(rows, width), torch.randint(10, (rows,))
 
 def timeline(name):
     stages = split_stages(build(), 2)
-    schedule = make_schedule(name, stages, microbatches, nn.CrossEntropyLoss())
+    schedule = make_schedule(
+        name, stages, microbatches, nn.CrossEntropyLoss()
+    )
     for _ in range(2):  # first steps, which prepare buffers
         schedule.step(inputs, classes)
     spans, begun = [], []
-    stages[0].submod.register_forward_pre_hook(lambda *_: begun.append(time.time()))
-    stages[0].submod.register_forward_hook(lambda *_: spans.append((begun[-1], time.time())))
+    stages[0].submod.register_forward_pre_hook(
+        lambda *_: begun.append(time.time())
+    )
+    stages[0].submod.register_forward_hook(
+        lambda *_: spans.append((begun[-1], time.time()))
+    )
     torch.distributed.barrier()
     schedule.step(inputs, classes)
     return spans
@@ -105,16 +129,38 @@ ranks = launch(timeline, "gpipe", nproc=2, start_method="fork")
 origin = ranks[0][0][0]
 figure, (left, right) = plt.subplots(1, 2)
 for rank, spans in enumerate(ranks):
-    print(f"rank {rank} begins its forwards after", [f"{1e3 * (begin - origin):.1f} ms" for begin, _ in spans])
+    print(
+        f"rank {rank} begins its forwards after",
+        [f"{1e3 * (begin - origin):.1f} ms" for begin, _ in spans],
+    )
     for number, (begin, end) in enumerate(spans[:microbatches]):
-        left.barh(rank, 1e3 * (end - begin), left=1e3 * (begin - origin), color=f"C{number}")
-left.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlabel="ms", title="forwards of microbatches (gpipe)")
+        left.barh(
+            rank,
+            1e3 * (end - begin),
+            left=1e3 * (begin - origin),
+            color=f"C{number}",
+        )
+left.set(
+    yticks=[0, 1],
+    yticklabels=["rank 0", "rank 1"],
+    xlabel="ms",
+    title="forwards of microbatches (gpipe)",
+)
 left.invert_yaxis()
 
 counts = (1, 2, 4, 8, 16, 32)
 for p in (2, 4, 8):
-    right.plot(counts, [100 * (p - 1) / (m + p - 1) for m in counts], marker="o", label=f"{p} stages")
-right.set(xscale="log", xlabel="microbatches", ylabel="idle part of an ideal step, %")
+    right.plot(
+        counts,
+        [100 * (p - 1) / (m + p - 1) for m in counts],
+        marker="o",
+        label=f"{p} stages",
+    )
+right.set(
+    xscale="log",
+    xlabel="microbatches",
+    ylabel="idle part of an ideal step, %",
+)
 right.set_xticks(counts, [str(count) for count in counts])
 right.minorticks_off()
 right.legend()

@@ -14,9 +14,15 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.distributed import CommunicationCounter, launch, make_mesh, tensor_parallel
+from panther.distributed import (
+    CommunicationCounter,
+    launch,
+    make_mesh,
+    tensor_parallel,
+)
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 width = 256 if QUICK else 1024
 
 # %%
@@ -31,15 +37,24 @@ width = 256 if QUICK else 1024
 def pair(rank_of_sketch):
     torch.manual_seed(0)
     if rank_of_sketch is None:
-        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        return nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
     return nn.Sequential(
-        pr.nn.SKLinear(width, 4 * width, rank_of_sketch), nn.GELU(), pr.nn.SKLinear(4 * width, width, rank_of_sketch)
+        pr.nn.SKLinear(width, 4 * width, rank_of_sketch),
+        nn.GELU(),
+        pr.nn.SKLinear(4 * width, width, rank_of_sketch),
     )
 
 
 def shards():
     report = tensor_parallel(pair(8), make_mesh(tp=2)["tp"])
-    seen = {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in report.model.named_parameters()}
+    seen = {
+        name: (tuple(p.shape), tuple(p.to_local().shape))
+        for name, p in report.model.named_parameters()
+    }
     return str(report), seen
 
 
@@ -47,7 +62,10 @@ ranks = launch(shards, nproc=2, start_method="fork")
 print(ranks[0][0])
 for name in ranks[0][1]:
     shape, own = ranks[0][1][name]
-    print(f"{name:7} {shape!s:13} rank 0 has {own!s:12} rank 1 has {ranks[1][1][name][1]}")
+    print(
+        f"{name:7} {shape!s:13} rank 0 has {own!s:12} rank 1 has "
+        f"{ranks[1][1][name][1]}"
+    )
 
 # %%
 # Equal to one process
@@ -68,10 +86,19 @@ def step():
 single = pair(8)
 y = single(x)
 y.square().mean().backward()
-for rank, (output, gradient) in enumerate(launch(step, nproc=2, start_method="fork")):
+for rank, (output, gradient) in enumerate(
+    launch(step, nproc=2, start_method="fork")
+):
     difference = (output - y).abs().max().item()
-    print(f"rank {rank}: largest difference of the output {difference:.1e},", end=" ")
-    print(f"of the gradient {(gradient - single[0].S1.grad).abs().max().item():.1e}")
+    print(
+        f"rank {rank}: largest difference of the output "
+        f"{difference:.1e},",
+        end=" ",
+    )
+    print(
+        "of the gradient "
+        f"{(gradient - single[0].S1.grad).abs().max().item():.1e}"
+    )
 
 # %%
 # Bytes for each row
@@ -82,7 +109,9 @@ for rank, (output, gradient) in enumerate(launch(step, nproc=2, start_method="fo
 
 
 def traffic(rank_of_sketch, ranks):
-    model = tensor_parallel(pair(rank_of_sketch), make_mesh(tp=ranks)["tp"]).model
+    model = tensor_parallel(
+        pair(rank_of_sketch), make_mesh(tp=ranks)["tp"]
+    ).model
     inputs = x.clone().requires_grad_()
     with CommunicationCounter() as counter:
         model(inputs).sum().backward()
@@ -90,14 +119,26 @@ def traffic(rank_of_sketch, ranks):
 
 
 sketches = (None, 8, 32) if QUICK else (None, 8, 16, 32, 64)
-sent = [launch(traffic, rank, 2, nproc=2, start_method="fork")[0] for rank in sketches]
-labels = ["dense" if rank is None else f"R = {rank}" for rank in sketches]
+sent = [
+    launch(traffic, rank, 2, nproc=2, start_method="fork")[0]
+    for rank in sketches
+]
+labels = [
+    "dense" if rank is None else f"R = {rank}" for rank in sketches
+]
 for label, value in zip(labels, sent, strict=True):
-    print(f"{label:7} {value:8,.0f} bytes a row, {sent[0] / value:5.1f} times fewer")
+    print(
+        f"{label:7} {value:8,.0f} bytes a row, {sent[0] / value:5.1f} "
+        "times fewer"
+    )
 
 figure, axes = plt.subplots()
 axes.bar(labels, sent, color=["gray"] + ["C0"] * (len(sent) - 1))
-axes.set(yscale="log", ylabel="bytes that a rank sends for a row", title=f"{width} to {4 * width} to {width} features")
+axes.set(
+    yscale="log",
+    ylabel="bytes that a rank sends for a row",
+    title=f"{width} to {4 * width} to {width} features",
+)
 plt.show()
 
 # %%

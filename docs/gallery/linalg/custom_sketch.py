@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 import panther as pr
 from panther.sketch import SketchingOperator
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # Three methods
@@ -29,25 +30,41 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 
 
 class RowSampling(SketchingOperator):
-    """Choose d of m rows, with replacement, scaled so that E ||S x||^2 = ||x||^2."""
+    """Choose d of m rows, with replacement.
+
+    The rows are scaled, so that E ||S x||^2 = ||x||^2.
+    """
 
     def _rows(self):
-        generator = torch.Generator().manual_seed(self.seed + (self.stream << 32))
-        return torch.randint(self.shape[1], (self.shape[0],), generator=generator)
+        generator = torch.Generator().manual_seed(
+            self.seed + (self.stream << 32)
+        )
+        return torch.randint(
+            self.shape[1], (self.shape[0],), generator=generator
+        )
 
     def _factor(self):
-        return math.sqrt(self.shape[1] / self.shape[0]) if self.scale else 1.0
+        return (
+            math.sqrt(self.shape[1] / self.shape[0])
+            if self.scale
+            else 1.0
+        )
 
     def _block(self, rows, cols):
         chosen = self._rows()[rows.start : rows.stop, None]
-        return (chosen == torch.arange(cols.start, cols.stop)).to(self.dtype) * self._factor()
+        return (chosen == torch.arange(cols.start, cols.stop)).to(
+            self.dtype
+        ) * self._factor()
 
     def _apply(self, A):
         return A[..., self._rows(), :] * self._factor()
 
     def _apply_transposed(self, A):
         shape = (*A.shape[:-2], self.shape[1], A.shape[-1])
-        return A.new_zeros(shape).index_add_(-2, self._rows(), A) * self._factor()
+        return (
+            A.new_zeros(shape).index_add_(-2, self._rows(), A)
+            * self._factor()
+        )
 
 
 # %%
@@ -60,12 +77,37 @@ class RowSampling(SketchingOperator):
 S = RowSampling(40, 300, seed=7, dtype=torch.float64)
 A = torch.randn(300, 5, dtype=torch.float64, requires_grad=True)
 print("product:   ", torch.allclose(S @ A, S.dense() @ A))
-print("transposed:", torch.allclose(S.T @ (S @ A), S.dense().T @ S.dense() @ A))
-print("block:     ", torch.equal(S.block(range(10, 20), range(100, 200)), S.dense()[10:20, 100:200]))
-print("same seed: ", torch.equal(RowSampling(40, 300, seed=7, dtype=torch.float64).dense(), S.dense()))
+print(
+    "transposed:",
+    torch.allclose(S.T @ (S @ A), S.dense().T @ S.dense() @ A),
+)
+print(
+    "block:     ",
+    torch.equal(
+        S.block(range(10, 20), range(100, 200)),
+        S.dense()[10:20, 100:200],
+    ),
+)
+print(
+    "same seed: ",
+    torch.equal(
+        RowSampling(40, 300, seed=7, dtype=torch.float64).dense(),
+        S.dense(),
+    ),
+)
 x = torch.randn(300, dtype=torch.float64)
-norms = torch.stack([(RowSampling(40, 300, seed=s, dtype=torch.float64) @ x).square().sum() for s in range(2000)])
-print(f"mean of ||S x||^2 / ||x||^2 over 2,000 seeds: {norms.mean() / x.square().sum():.3f}")
+norms = torch.stack(
+    [
+        (RowSampling(40, 300, seed=s, dtype=torch.float64) @ x)
+        .square()
+        .sum()
+        for s in range(2000)
+    ]
+)
+print(
+    "mean of ||S x||^2 / ||x||^2 over 2,000 seeds: "
+    f"{norms.mean() / x.square().sum():.3f}"
+)
 print("gradients: ", torch.autograd.gradcheck(lambda A: S @ A, A))
 
 # %%
@@ -89,18 +131,30 @@ kinds = {
 sizes = (200, 800) if QUICK else (100, 200, 400, 800, 1600)
 seeds = 3 if QUICK else 20
 figure, panels = plt.subplots(1, 2, sharey=True)
-for axes, matrix, title in ((panels[0], X, "digits"), (panels[1], spiked, "digits, one row times 1,000")):
+for axes, matrix, title in (
+    (panels[0], X, "digits"),
+    (panels[1], spiked, "digits, one row times 1,000"),
+):
     U, _ = torch.linalg.qr(matrix)
     for name, kind in kinds.items():
         worst = []
         for d in sizes:
             found = []
             for seed in range(seeds):
-                values = torch.linalg.svdvals(kind(d, len(matrix), seed=seed, dtype=torch.float64) @ U)
-                found.append(max(values.max().item() - 1, 1 - values.min().item()))
+                values = torch.linalg.svdvals(
+                    kind(d, len(matrix), seed=seed, dtype=torch.float64)
+                    @ U
+                )
+                found.append(
+                    max(
+                        values.max().item() - 1, 1 - values.min().item()
+                    )
+                )
             worst.append(sorted(found)[seeds // 2])
         axes.plot(sizes, worst, marker="o", label=name)
-        print(f"{title:28} {name:13}", " ".join(f"{w:.2f}" for w in worst))
+        print(
+            f"{title:28} {name:13}", " ".join(f"{w:.2f}" for w in worst)
+        )
     axes.set(xscale="log", xlabel="sketch size d", title=title)
 panels[0].set_ylabel("largest distortion, median over seeds")
 panels[0].legend()

@@ -17,7 +17,8 @@ import torch
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # Monomials: a condition number of 4e9
@@ -28,8 +29,17 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 
 rows, degree = (30_000 if QUICK else 40_000), 26
 u, v = 2 * torch.rand(2, rows, dtype=torch.float64) - 1
-A = torch.stack([u**i * v**j for i in range(degree + 1) for j in range(degree + 1 - i)], dim=1)
-b = torch.sin(5 * u) * torch.exp(v) / (1 + u**2 + v**2) + 0.01 * torch.randn(rows, dtype=torch.float64)
+A = torch.stack(
+    [
+        u**i * v**j
+        for i in range(degree + 1)
+        for j in range(degree + 1 - i)
+    ],
+    dim=1,
+)
+b = torch.sin(5 * u) * torch.exp(v) / (
+    1 + u**2 + v**2
+) + 0.01 * torch.randn(rows, dtype=torch.float64)
 condition = torch.linalg.cond(torch.linalg.qr(A, mode="r").R)
 print(f"{A.shape[0]} x {A.shape[1]}, condition number {condition:.1e}")
 
@@ -47,14 +57,24 @@ def sketched(A, b):
 iterations = []
 solvers = {
     "normal equations": normal_equations,
-    "scipy gelsd": lambda A, b: torch.from_numpy(scipy.linalg.lstsq(A.numpy(), b.numpy())[0]),
-    "torch gels": lambda A, b: torch.linalg.lstsq(A, b[:, None], driver="gels").solution[:, 0],
+    "scipy gelsd": lambda A, b: torch.from_numpy(
+        scipy.linalg.lstsq(A.numpy(), b.numpy())[0]
+    ),
+    "torch gels": lambda A, b: torch.linalg.lstsq(
+        A, b[:, None], driver="gels"
+    ).solution[:, 0],
     "pr.linalg.sketch_lstsq": sketched,
 }
-residuals = {name: torch.linalg.norm(A @ solve(A, b) - b) for name, solve in solvers.items()}
+residuals = {
+    name: torch.linalg.norm(A @ solve(A, b) - b)
+    for name, solve in solvers.items()
+}
 least = min(residuals.values())
 for name, residual in residuals.items():
-    print(f"{name:24} residual {residual:.9f}, {residual / least - 1:.0e} above the smallest")
+    print(
+        f"{name:24} residual {residual:.9f}, "
+        f"{residual / least - 1:.0e} above the smallest"
+    )
 print("iterations of sketch_lstsq:", iterations[0])
 
 # %%
@@ -70,7 +90,10 @@ print("iterations of sketch_lstsq:", iterations[0])
 
 m, n = (30_000, 400) if QUICK else (40_000, 500)
 conditions = (1e0, 1e8) if QUICK else (1e0, 1e4, 1e8, 1e12)
-times, errors = {name: [] for name in solvers}, {name: [] for name in solvers}
+times, errors = (
+    {name: [] for name in solvers},
+    {name: [] for name in solvers},
+)
 U, _ = torch.linalg.qr(torch.randn(m, n, dtype=torch.float64))
 V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
 best, noise = U.sum(dim=1), 0.1 * torch.randn(m, dtype=torch.float64)
@@ -78,12 +101,21 @@ for _ in range(2):  # the second time removes what rounding left
     noise -= U @ (U.T @ noise)
 iterations.clear()
 for condition in conditions:
-    B = U * torch.logspace(0, -math.log10(condition), n, dtype=torch.float64) @ V.T
+    B = (
+        U
+        * torch.logspace(
+            0, -math.log10(condition), n, dtype=torch.float64
+        )
+        @ V.T
+    )
     for name, solve in solvers.items():
         begun = time.process_time()
         try:
             x = solve(B, best + noise)
-            error = (torch.linalg.norm(B @ x - best) / torch.linalg.norm(noise)).item()
+            error = (
+                torch.linalg.norm(B @ x - best)
+                / torch.linalg.norm(noise)
+            ).item()
         except torch.linalg.LinAlgError:  # singular in float64
             error = float("nan")
         times[name].append(time.process_time() - begun)
@@ -93,13 +125,31 @@ figure, (left, right) = plt.subplots(1, 2)
 for name in solvers:
     left.plot(conditions, errors[name], marker="o", label=name)
     right.plot(conditions, times[name], marker="o")
-    print(f"{name:24}", " ".join(f"{e:.0e} in {s:.2f} s" for e, s in zip(errors[name], times[name], strict=True)))
-left.set(xscale="log", yscale="log", xlabel="condition number", ylabel="error of the fitted values")
+    print(
+        f"{name:24}",
+        " ".join(
+            f"{e:.0e} in {s:.2f} s"
+            for e, s in zip(errors[name], times[name], strict=True)
+        ),
+    )
+left.set(
+    xscale="log",
+    yscale="log",
+    xlabel="condition number",
+    ylabel="error of the fitted values",
+)
 left.legend(fontsize=8)
-right.set(xscale="log", xlabel="condition number", ylabel="CPU time, s", ylim=(0, None))
+right.set(
+    xscale="log",
+    xlabel="condition number",
+    ylabel="CPU time, s",
+    ylim=(0, None),
+)
 plt.show()
 for condition, count in zip(conditions, iterations, strict=True):
-    print(f"condition {condition:.0e}: {count} iterations of sketch_lstsq")
+    print(
+        f"condition {condition:.0e}: {count} iterations of sketch_lstsq"
+    )
 
 # %%
 # With direct solvers and with ``sketch_lstsq`` the error grows with the condition number, because even rounding the

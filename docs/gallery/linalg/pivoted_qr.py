@@ -18,7 +18,8 @@ from sklearn.datasets import load_digits
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # Error and time
@@ -27,24 +28,42 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 # Tall matrices with singular values from 1 to 1e-10. Both factorisations satisfy ``M[:, P] = Q @ R`` up to rounding,
 # with orthonormal Q; the decreasing diagonal of R shows the rank.
 
-shapes = ((4096, 64), (8192, 128)) if QUICK else ((8192, 64), (16384, 128), (16384, 256), (32768, 512))
+shapes = (
+    ((4096, 64), (8192, 128))
+    if QUICK
+    else ((8192, 64), (16384, 128), (16384, 256), (32768, 512))
+)
 times = {"scipy.linalg.qr(pivoting=True)": [], "pr.linalg.cqrrpt": []}
 for m, n in shapes:
-    M = torch.randn(m, n, dtype=torch.float64) * torch.logspace(0, -10, n, dtype=torch.float64)
+    M = torch.randn(m, n, dtype=torch.float64) * torch.logspace(
+        0, -10, n, dtype=torch.float64
+    )
     begun = time.process_time()
     Q, R, P = scipy.linalg.qr(M.numpy(), mode="economic", pivoting=True)
-    times["scipy.linalg.qr(pivoting=True)"].append(time.process_time() - begun)
+    times["scipy.linalg.qr(pivoting=True)"].append(
+        time.process_time() - begun
+    )
     theirs = np.linalg.norm(M.numpy()[:, P] - Q @ R) / np.linalg.norm(M)
     begun = time.process_time()
     Q, R, P = pr.linalg.cqrrpt(M, seed=0)
     times["pr.linalg.cqrrpt"].append(time.process_time() - begun)
-    ours = (torch.linalg.norm(M[:, P] - Q @ R) / torch.linalg.norm(M)).item()
+    ours = (
+        torch.linalg.norm(M[:, P] - Q @ R) / torch.linalg.norm(M)
+    ).item()
     loss = torch.linalg.norm(Q.T @ Q - torch.eye(Q.shape[1])).item()
-    print(f"{m:6} x {n:3}: error {theirs:.0e} and {ours:.0e}, loss of orthogonality {loss:.0e}, rank {Q.shape[1]}")
+    print(
+        f"{m:6} x {n:3}: error {theirs:.0e} and {ours:.0e}, loss of "
+        f"orthogonality {loss:.0e}, rank {Q.shape[1]}"
+    )
 
 figure, axes = plt.subplots()
 for name, values in times.items():
-    axes.plot([f"{m} x {n}" for m, n in shapes], values, marker="o", label=name)
+    axes.plot(
+        [f"{m} x {n}" for m, n in shapes],
+        values,
+        marker="o",
+        label=name,
+    )
 axes.set(yscale="log", ylabel="CPU time, s")
 axes.legend()
 plt.show()
@@ -61,28 +80,64 @@ digits = load_digits()
 X = torch.tensor(digits.data)
 X = X - X.mean(dim=0)
 Q, R, P = pr.linalg.cqrrpt(X, seed=0)
-print("rank:", Q.shape[1], "of", X.shape[1], "pixels: the others are constant")
+print(
+    "rank:",
+    Q.shape[1],
+    "of",
+    X.shape[1],
+    "pixels: the others are constant",
+)
 
 
 def unexplained(columns):
     C = X[:, columns]
-    return (torch.linalg.norm(X - C @ torch.linalg.lstsq(C, X).solution) / torch.linalg.norm(X)).item()
+    return (
+        torch.linalg.norm(X - C @ torch.linalg.lstsq(C, X).solution)
+        / torch.linalg.norm(X)
+    ).item()
 
 
 counts = range(2, 42, 8 if QUICK else 3)
 by_variance = X.var(dim=0).argsort(descending=True)
 singular = torch.linalg.svdvals(X).square()
 figure, (left, right) = plt.subplots(1, 2, width_ratios=(2, 1))
-left.plot(counts, [unexplained(P[:k]) for k in counts], marker="o", label="pivots of cqrrpt")
-left.plot(counts, [unexplained(by_variance[:k]) for k in counts], marker="o", label="pixels of largest variance")
-left.plot(counts, [(singular[k:].sum() / singular.sum()).sqrt() for k in counts], ":", label="best combinations (SVD)")
-left.set(xlabel="pixels", ylabel="part of the images that is not explained", ylim=(0, 1))
+left.plot(
+    counts,
+    [unexplained(P[:k]) for k in counts],
+    marker="o",
+    label="pivots of cqrrpt",
+)
+left.plot(
+    counts,
+    [unexplained(by_variance[:k]) for k in counts],
+    marker="o",
+    label="pixels of largest variance",
+)
+left.plot(
+    counts,
+    [(singular[k:].sum() / singular.sum()).sqrt() for k in counts],
+    ":",
+    label="best combinations (SVD)",
+)
+left.set(
+    xlabel="pixels",
+    ylabel="part of the images that is not explained",
+    ylim=(0, 1),
+)
 left.legend(fontsize=8)
 order = torch.full((64,), float("nan"))
 order[P[:20]] = torch.arange(1.0, 21)
 right.imshow(digits.images.mean(axis=0), cmap="gray_r")
 for position in P[:20].tolist():
-    right.text(position % 8, position // 8, int(order[position]), ha="center", va="center", color="C3", fontsize=8)
+    right.text(
+        position % 8,
+        position // 8,
+        int(order[position]),
+        ha="center",
+        va="center",
+        color="C3",
+        fontsize=8,
+    )
 right.set(title="the first 20 pivots", xticks=[], yticks=[])
 plt.show()
 

@@ -19,7 +19,8 @@ from sklearn.utils.extmath import randomized_svd as sklearn_svd
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The data
@@ -33,8 +34,11 @@ patches = []
 for image in load_sample_images().images:
     tensor = torch.tensor(image).permute(2, 0, 1).float() / 255
     step = 16 if QUICK else 6
-    windows = tensor.unfold(1, size, step).unfold(2, size, step)  # (3, rows, columns, 16, 16)
-    patches.append(windows.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1))
+    # (3, rows, columns, 16, 16)
+    windows = tensor.unfold(1, size, step).unfold(2, size, step)
+    patches.append(
+        windows.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+    )
 X = torch.cat(patches)
 mean = X.mean(dim=0)
 X = X - mean
@@ -61,10 +65,14 @@ def product(U, S, V):
 
 
 methods = {
-    "torch.svd_lowrank, niter=2": lambda: (lambda U, S, V: (U, S, V.T))(*torch.svd_lowrank(X, k + 10, niter=2)),
+    "torch.svd_lowrank, niter=2": lambda: (lambda U, S, V: (U, S, V.T))(
+        *torch.svd_lowrank(X, k + 10, niter=2)
+    ),
     "scikit-learn": lambda: sklearn_svd(A, k, random_state=0),
     "scipy svds (ARPACK)": lambda: svds(A, k, rng=0),
-    "pr.linalg.randomized_svd": lambda: (lambda U, S, V: (U, S, V.T))(*pr.linalg.randomized_svd(X, k, seed=0)),
+    "pr.linalg.randomized_svd": lambda: (lambda U, S, V: (U, S, V.T))(
+        *pr.linalg.randomized_svd(X, k, seed=0)
+    ),
 }
 times, errors = {name: [] for name in methods}, {}
 for _ in range(2 if QUICK else 5):
@@ -72,12 +80,20 @@ for _ in range(2 if QUICK else 5):
         begun = time.perf_counter()
         U, S, V = method()
         times[name].append(time.perf_counter() - begun)
-        order = np.argsort(-np.asarray(S))[:k].copy()  # the largest k, in descending order
-        low_rank = product(np.asarray(U)[:, order], np.asarray(S)[order], np.asarray(V)[order])
+        # The largest k, in descending order.
+        order = np.argsort(-np.asarray(S))[:k].copy()
+        low_rank = product(
+            np.asarray(U)[:, order],
+            np.asarray(S)[order],
+            np.asarray(V)[order],
+        )
         errors[name] = (X - low_rank).double().norm().item() / optimum
 
 for name in methods:
-    print(f"{name:28} {1e3 * np.median(times[name]):6.1f} ms   error {errors[name]:.4f} of the optimum")
+    print(
+        f"{name:28} {1e3 * np.median(times[name]):6.1f} ms   error "
+        f"{errors[name]:.4f} of the optimum"
+    )
 
 # %%
 # The default of Panther stops its power iterations when another one would reduce the error by less than about 0.7 %.
@@ -85,8 +101,18 @@ for name in methods:
 
 figure, axes = plt.subplots()
 for name in methods:
-    axes.scatter(1e3 * np.median(times[name]), 100 * (errors[name] - 1), s=60, label=name)
-axes.set(xscale="log", xlabel="time, ms", ylabel="error above the optimum, %", title=f"{tuple(X.shape)}, rank {k}")
+    axes.scatter(
+        1e3 * np.median(times[name]),
+        100 * (errors[name] - 1),
+        s=60,
+        label=name,
+    )
+axes.set(
+    xscale="log",
+    xlabel="time, ms",
+    ylabel="error above the optimum, %",
+    title=f"{tuple(X.shape)}, rank {k}",
+)
 axes.legend()
 plt.show()
 
@@ -98,10 +124,13 @@ plt.show()
 # with, so this is how you know whether k is large enough.
 
 for rank in (8, 32, 128):
-    U, S, V, error = pr.linalg.randomized_svd(X, rank, seed=0, return_error=True)
+    U, S, V, error = pr.linalg.randomized_svd(
+        X, rank, seed=0, return_error=True
+    )
     true = (X - U * S @ V.T).double().norm()
     print(
-        f"k = {rank:3}: estimated {error.frobenius:.2f}, true {true:.2f}, at most {error.upper:.2f} (probability 0.999)"
+        f"k = {rank:3}: estimated {error.frobenius:.2f}, true "
+        f"{true:.2f}, at most {error.upper:.2f} (probability 0.999)"
     )
 
 # %%
@@ -116,7 +145,9 @@ U, S, V = pr.linalg.randomized_svd(X, k, seed=0)
 
 def show(axes, patch, title=""):
     patch = patch.reshape(3, size, size).permute(1, 2, 0)
-    axes.imshow(((patch - patch.min()) / (patch.max() - patch.min())).numpy())
+    axes.imshow(
+        ((patch - patch.min()) / (patch.max() - patch.min())).numpy()
+    )
     axes.set_title(title, fontsize=9)
     axes.axis("off")
 
@@ -126,7 +157,9 @@ for i in range(8):
     show(grid[0, i], V[:, i], f"component {i + 1}")
 chosen = torch.linspace(0, len(X) - 1, 8).long()
 restored = (X[chosen] @ V) @ V.T
-for column, (before, after) in enumerate(zip(X[chosen] + mean, restored + mean, strict=True)):
+for column, (before, after) in enumerate(
+    zip(X[chosen] + mean, restored + mean, strict=True)
+):
     show(grid[1, column], before, "768 numbers")
     show(grid[2, column], after, "32 numbers")
 plt.show()

@@ -20,7 +20,8 @@ from torch import nn
 
 import panther as pr
 
-QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+# Smaller sizes, with which the documentation is checked.
+QUICK = "PANTHER_DOCS_QUICK" in os.environ
 
 # %%
 # The task
@@ -30,21 +31,39 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the docu
 # character. Every tenth file is held out; half of it is to choose learning rates by, half to report.
 
 context, embedding, width, characters = 16, 16, 256, 128
-paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[: 40 if QUICK else 160]
-texts = [torch.tensor([min(byte, 127) for byte in path.read_bytes()], dtype=torch.uint8) for path in paths]
-training = torch.cat([text for number, text in enumerate(texts) if number % 10])
+paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[
+    : 40 if QUICK else 160
+]
+texts = [
+    torch.tensor(
+        [min(byte, 127) for byte in path.read_bytes()],
+        dtype=torch.uint8,
+    )
+    for path in paths
+]
+training = torch.cat(
+    [text for number, text in enumerate(texts) if number % 10]
+)
 held_out = torch.cat(texts[::10])
 
 
 def passages(text, number, seed):
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - context, (number,), generator=generator)
+    starts = torch.randint(
+        len(text) - context, (number,), generator=generator
+    )
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, -1]
 
 
-choosing, reporting = passages(held_out, 4096, 1), passages(held_out, 4096, 2)
-print(f"{len(training):,} characters to train with, {len(held_out):,} held out")
+choosing, reporting = (
+    passages(held_out, 4096, 1),
+    passages(held_out, 4096, 2),
+)
+print(
+    f"{len(training):,} characters to train with, {len(held_out):,} "
+    "held out"
+)
 
 # %%
 # Networks of equal bytes
@@ -57,15 +76,21 @@ R, narrow = width // 8, 129
 
 
 def low_rank(inputs, outputs):
-    first, second = nn.Linear(inputs, R, bias=False), nn.Linear(R, outputs)
+    first, second = (
+        nn.Linear(inputs, R, bias=False),
+        nn.Linear(R, outputs),
+    )
     with torch.no_grad():
-        second.weight.mul_(math.sqrt(3))  # then the product has the variance of nn.Linear's weight
+        # Then the product has the variance of nn.Linear's weight.
+        second.weight.mul_(math.sqrt(3))
     return nn.Sequential(first, second)
 
 
 def network(form):
     hidden = {
-        "sketched": lambda inputs, outputs: pr.nn.SKLinear(inputs, outputs, R),
+        "sketched": lambda inputs, outputs: pr.nn.SKLinear(
+            inputs, outputs, R
+        ),
         "low rank": low_rank,
         "dense, narrower": nn.Linear,
         "dense": nn.Linear,
@@ -80,7 +105,11 @@ def network(form):
 
 forms = ("sketched", "low rank", "dense, narrower", "dense")
 for form in forms:
-    print(f"{form:16} {4 * sum(p.numel() for p in network(form).parameters()):9,} bytes")
+    print(
+        f"{form:16} "
+        f"{4 * sum(p.numel() for p in network(form).parameters()):9,} "
+        "bytes"
+    )
 
 # %%
 # Training
@@ -95,22 +124,34 @@ torch.set_num_threads(1)
 
 def loss_on(model, samples):
     with torch.no_grad():
-        return nn.functional.cross_entropy(model(samples[0]), samples[1]).item()
+        return nn.functional.cross_entropy(
+            model(samples[0]), samples[1]
+        ).item()
 
 
 def train(form, optimizer_name, lr, seed):
     torch.manual_seed(seed)
     model = network(form)
     if optimizer_name == "AdamW":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=lr, weight_decay=0.1
+        )
     else:
         hidden, head = (pr.nn.SKLinear, nn.Linear), str(len(model) - 1)
         groups = pr.optim.param_groups(
-            model, lr=lr, include=lambda name, layer: isinstance(layer, hidden) and name != head
+            model,
+            lr=lr,
+            include=lambda name, layer: (
+                isinstance(layer, hidden) and name != head
+            ),
         )
         optimizer = pr.optim.MuonAdamW(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 20) * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+        optimizer,
+        lambda step: (
+            min(1, (step + 1) / 20)
+            * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+        ),
     )
     curve, begun = [], time.process_time()
     for step in range(steps):
@@ -122,24 +163,49 @@ def train(form, optimizer_name, lr, seed):
         schedule.step()
         if (step + 1) % (steps // 10) == 0:
             curve.append(loss_on(model, reporting))
-    return {"curve": curve, "seconds": time.process_time() - begun, "choice": loss_on(model, choosing)}
+    return {
+        "curve": curve,
+        "seconds": time.process_time() - begun,
+        "choice": loss_on(model, choosing),
+    }
 
 
-rates = {"AdamW": (8e-3, 1.6e-2, 3.2e-2), "MuonAdamW": (2e-3, 4e-3, 8e-3)}
+rates = {
+    "AdamW": (8e-3, 1.6e-2, 3.2e-2),
+    "MuonAdamW": (2e-3, 4e-3, 8e-3),
+}
 if QUICK:
     rates = {"AdamW": (8e-3,), "MuonAdamW": (4e-3,)}
 found = {}
-print("optimizer form               rate   loss over the seeds      CPU time")
+print(
+    "optimizer form               rate   loss over the seeds      CPU "
+    "time"
+)
 for optimizer_name, candidates in rates.items():
     for form in forms if optimizer_name == "AdamW" else forms[:3]:
-        first = {lr: train(form, optimizer_name, lr, seeds[0]) for lr in candidates}
+        first = {
+            lr: train(form, optimizer_name, lr, seeds[0])
+            for lr in candidates
+        }
         lr = min(first, key=lambda lr: first[lr]["choice"])
-        runs = [first[lr], *(train(form, optimizer_name, lr, seed) for seed in seeds[1:])]
+        runs = [
+            first[lr],
+            *(
+                train(form, optimizer_name, lr, seed)
+                for seed in seeds[1:]
+            ),
+        ]
         found[optimizer_name, form] = runs
         last = [run["curve"][-1] for run in runs]
         seconds = min(run["seconds"] for run in runs)
-        mean, spread = sum(last) / len(last), f"({min(last):.3f} to {max(last):.3f})"
-        print(f"{optimizer_name:9} {form:15} {lr:7.1e}   {mean:.3f} {spread}   {seconds:5.1f} s")
+        mean, spread = (
+            sum(last) / len(last),
+            f"({min(last):.3f} to {max(last):.3f})",
+        )
+        print(
+            f"{optimizer_name:9} {form:15} {lr:7.1e}   {mean:.3f} "
+            f"{spread}   {seconds:5.1f} s"
+        )
 
 # %%
 # The mean loss over the seeds, and at the end each seed.
@@ -149,10 +215,26 @@ marks = [(i + 1) * (steps // 10) for i in range(10)]
 for (optimizer_name, form), runs in found.items():
     color, muon = f"C{forms.index(form)}", optimizer_name == "MuonAdamW"
     mean = torch.tensor([run["curve"] for run in runs]).mean(dim=0)
-    left.plot(marks, mean, color=color, linestyle="-" if muon else ":", label=f"{form}, {optimizer_name}")
+    left.plot(
+        marks,
+        mean,
+        color=color,
+        linestyle="-" if muon else ":",
+        label=f"{form}, {optimizer_name}",
+    )
     last = [run["curve"][-1] for run in runs]
-    right.plot([form.replace(", ", "\n")] * len(runs), last, "o", color=color, fillstyle="full" if muon else "none")
-left.set(xlabel="step", ylabel="held-out loss, nats", title="Loss over training")
+    right.plot(
+        [form.replace(", ", "\n")] * len(runs),
+        last,
+        "o",
+        color=color,
+        fillstyle="full" if muon else "none",
+    )
+left.set(
+    xlabel="step",
+    ylabel="held-out loss, nats",
+    title="Loss over training",
+)
 left.legend(fontsize=7)
 right.set(title="Last loss\n(filled: MuonAdamW)")
 right.tick_params(axis="x", labelsize=8)

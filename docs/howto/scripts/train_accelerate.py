@@ -1,4 +1,7 @@
-"""Train a sketched model with Accelerate, and go on from its checkpoint: python ..., or torchrun ..."""
+"""Train a sketched model with Accelerate, and continue a checkpoint.
+
+Run it with python, or with torchrun.
+"""
 
 import os
 import tempfile
@@ -13,30 +16,48 @@ import panther as pr
 
 def prepared(accelerator: Accelerator) -> tuple:
     torch.manual_seed(0)
-    model = nn.Sequential(pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2))
+    model = nn.Sequential(
+        pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 32), torch.randint(2, (64,)))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, 8))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 32), torch.randint(2, (64,))
+    )
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(data, 8)
+    )
     if accelerator.num_processes > 1:
-        pr.distributed.verify_sketches(model)  # the same sketches on every process, or an error that names the layer
+        # All processes have the same sketches, or this is an error.
+        pr.distributed.verify_sketches(model)
     return model, optimizer, loader
 
 
-def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loader: object) -> None:
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: object,
+) -> None:
     for x, y in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            accelerator.backward(
+                nn.functional.cross_entropy(model(x), y)
+            )
             optimizer.step()
             optimizer.zero_grad()
 
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-(folder,) = broadcast_object_list([os.environ.get("OUT") or tempfile.mkdtemp()])
+(folder,) = broadcast_object_list(
+    [os.environ.get("OUT") or tempfile.mkdtemp()]
+)
 model, optimizer, loader = prepared(accelerator)
 train(accelerator, model, optimizer, loader)
 accelerator.save_state(f"{folder}/state")
 train(accelerator, model, optimizer, loader)
-trained = [parameter.detach().clone() for parameter in model.parameters()]
+trained = [
+    parameter.detach().clone() for parameter in model.parameters()
+]
 
 accelerator.load_state(f"{folder}/state")
 train(accelerator, model, optimizer, loader)
@@ -46,8 +67,12 @@ for parameter, before in zip(model.parameters(), trained, strict=True):
 if accelerator.is_main_process:
     layers = accelerator.unwrap_model(model)
     pr.save_compressed(layers, f"{folder}/model")
-    plain = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2))
+    plain = nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
     x = torch.randn(3, 32)
-    assert torch.equal(pr.load_compressed(f"{folder}/model", plain)(x), layers(x))
+    assert torch.equal(
+        pr.load_compressed(f"{folder}/model", plain)(x), layers(x)
+    )
     print(f"saved and resumed on {accelerator.num_processes} processes")
 accelerator.end_training()

@@ -1,4 +1,7 @@
-"""Train a sketched model with Lightning Fabric, and go on from its checkpoint: python ..., or torchrun ..."""
+"""Train a sketched model with Fabric, and continue a checkpoint.
+
+Run it with python, or with torchrun.
+"""
 
 import os
 import tempfile
@@ -10,22 +13,38 @@ from torch import nn
 import panther as pr
 
 processes = int(os.environ.get("WORLD_SIZE", 1))
-fabric = lightning.Fabric(accelerator="cpu", devices=processes, strategy="ddp" if processes > 1 else "auto")
+fabric = lightning.Fabric(
+    accelerator="cpu",
+    devices=processes,
+    strategy="ddp" if processes > 1 else "auto",
+)
 fabric.launch()
 folder = fabric.broadcast(os.environ.get("OUT") or tempfile.mkdtemp())
 
 
 def prepared() -> tuple:
     torch.manual_seed(0)
-    model = nn.Sequential(pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2))
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model = nn.Sequential(
+        pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2)
+    )
+    model, optimizer = fabric.setup(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    )
     if fabric.world_size > 1:
         pr.distributed.verify_sketches(model)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 32), torch.randint(2, (64,)))
-    return model, optimizer, fabric.setup_dataloaders(torch.utils.data.DataLoader(data, 8))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 32), torch.randint(2, (64,))
+    )
+    return (
+        model,
+        optimizer,
+        fabric.setup_dataloaders(torch.utils.data.DataLoader(data, 8)),
+    )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: object) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: object
+) -> None:
     for x, y in loader:
         fabric.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
@@ -34,12 +53,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: object) ->
 
 first = prepared()
 train(*first)
-fabric.save(f"{folder}/state.ckpt", {"model": first[0], "optimizer": first[1]})
+fabric.save(
+    f"{folder}/state.ckpt", {"model": first[0], "optimizer": first[1]}
+)
 train(*first)
 
 second = prepared()
-fabric.load(f"{folder}/state.ckpt", {"model": second[0], "optimizer": second[1]})
+fabric.load(
+    f"{folder}/state.ckpt", {"model": second[0], "optimizer": second[1]}
+)
 train(*second)
-for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
+for a, b in zip(
+    first[0].parameters(), second[0].parameters(), strict=True
+):
     assert torch.equal(a, b)
 fabric.print(f"saved and resumed on {processes} processes")

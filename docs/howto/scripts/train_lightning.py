@@ -1,4 +1,7 @@
-"""Train, resume and compress with Lightning's Trainer: python train_lightning.py, or torchrun --nproc-per-node 2 ..."""
+"""Train, resume and compress with Lightning's Trainer.
+
+Run it with python, or with torchrun --nproc-per-node 2.
+"""
 
 import os
 import tempfile
@@ -15,10 +18,16 @@ class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(
-            pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+            pr.nn.SKLinear(32, 64, 4, seed=1),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 2),
         )
 
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+    def training_step(
+        self, batch: list[torch.Tensor], index: int
+    ) -> torch.Tensor:
         x, y = batch
         return nn.functional.cross_entropy(self.model(x), y)
 
@@ -29,27 +38,53 @@ class Net(lightning.LightningModule):
 processes = int(os.environ.get("WORLD_SIZE", 1))
 folder = os.environ.get("OUT") or tempfile.mkdtemp()
 options = {
-    "accelerator": "cpu", "devices": processes, "strategy": "ddp" if processes > 1 else "auto", "logger": False,
-    "enable_progress_bar": False, "enable_model_summary": False,
-}  # fmt: skip
+    "accelerator": "cpu",
+    "devices": processes,
+    "strategy": "ddp" if processes > 1 else "auto",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 lightning.seed_everything(0)
-data = torch.utils.data.TensorDataset(torch.randn(64, 32), torch.randint(2, (64,)))
+data = torch.utils.data.TensorDataset(
+    torch.randn(64, 32), torch.randint(2, (64,))
+)
 batches = list(torch.randn(10, 16, 32))
 
-saved = lightning.pytorch.callbacks.ModelCheckpoint(folder, filename="checkpoint", save_last=False)
-lightning.Trainer(max_steps=4, callbacks=[saved], **options).fit(Net(), torch.utils.data.DataLoader(data, 8))
+saved = lightning.pytorch.callbacks.ModelCheckpoint(
+    folder, filename="checkpoint", save_last=False
+)
+lightning.Trainer(max_steps=4, callbacks=[saved], **options).fit(
+    Net(), torch.utils.data.DataLoader(data, 8)
+)
 
 net = Net()
 compress = CompressCallback(
-    "model", bits=8, calibration=batches, forms=("int8", "low_rank"), measure_speed=False,
+    "model",
+    bits=8,
+    calibration=batches,
+    forms=("int8", "low_rank"),
+    measure_speed=False,
     heal=pr.HealConfig(max_steps=5, learning_rate=1e-4),
-)  # fmt: skip
-trainer = lightning.Trainer(max_steps=8, callbacks=[compress], enable_checkpointing=False, **options)
-trainer.fit(net, torch.utils.data.DataLoader(data, 8), ckpt_path=f"{folder}/checkpoint.ckpt")
+)
+trainer = lightning.Trainer(
+    max_steps=8,
+    callbacks=[compress],
+    enable_checkpointing=False,
+    **options,
+)
+trainer.fit(
+    net,
+    torch.utils.data.DataLoader(data, 8),
+    ckpt_path=f"{folder}/checkpoint.ckpt",
+)
 assert trainer.global_step == 8
 if trainer.is_global_zero:
     print(compress.report)
     pr.save_compressed(net.model, f"{folder}/model")
     x = torch.randn(3, 32)
-    assert torch.equal(pr.load_compressed(f"{folder}/model", Net().model).eval()(x), net.model.eval()(x))
+    assert torch.equal(
+        pr.load_compressed(f"{folder}/model", Net().model).eval()(x),
+        net.model.eval()(x),
+    )
     print(f"saved, resumed and compressed on {processes} processes")
