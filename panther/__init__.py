@@ -1,7 +1,9 @@
 """Panther: sketched layers for PyTorch, on one device or on many.
 
 >>> import panther as pr
->>> layer = pr.nn.SKLinear(1024, 1024, num_terms=1, low_rank=16)  # drop-in for nn.Linear
+>>> layer = pr.nn.SKLinear(
+...     1024, 1024, num_terms=1, low_rank=16
+... )  # drop-in for nn.Linear
 """
 
 from importlib import import_module

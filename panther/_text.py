@@ -13,7 +13,9 @@ def format_table(rows: Sequence[Sequence[str]], align: str = "<") -> str:
         align: For each column ``"<"`` (left) or ``">"`` (right); the last character is for all further columns.
 
     Example:
-        >>> print(format_table([("layer", "bytes"), ("head", "12")], align="<>"))
+        >>> print(
+        ...     format_table([("layer", "bytes"), ("head", "12")], align="<>")
+        ... )
         layer  bytes
         head      12
     """

@@ -44,7 +44,10 @@ class PantherMLAttention(RandMultiHeadAttention):
 
     Example:
         >>> import torch
-        >>> attention, x = PantherMLAttention(64, 4, num_random_features=32), torch.randn(2, 100, 64)
+        >>> attention, x = (
+        ...     PantherMLAttention(64, 4, num_random_features=32),
+        ...     torch.randn(2, 100, 64),
+        ... )
         >>> attention(x, x, x)[0].shape
         torch.Size([2, 100, 64])
     """
@@ -109,12 +112,19 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Example:
         >>> import torch, panther as pr
-        >>> old = {"fc.S1s": torch.randn(1, 64, 8), "fc.U1s": torch.randn(1, 8, 32),
-        ...        "fc.S2s": torch.randn(1, 8, 32), "fc.U2s": torch.randn(1, 64, 8), "fc.bias": torch.randn(32)}
+        >>> old = {
+        ...     "fc.S1s": torch.randn(1, 64, 8),
+        ...     "fc.U1s": torch.randn(1, 8, 32),
+        ...     "fc.S2s": torch.randn(1, 8, 32),
+        ...     "fc.U2s": torch.randn(1, 64, 8),
+        ...     "fc.bias": torch.randn(32),
+        ... }
         >>> state = load_panther_ml(old)
         >>> sorted(state)
         ['fc.S1', 'fc.S2', 'fc.U1', 'fc.U2', 'fc.bias', 'fc.sketch_seed']
-        >>> model = torch.nn.ModuleDict({"fc": pr.nn.SKLinear(64, 32, num_terms=1, low_rank=8)})
+        >>> model = torch.nn.ModuleDict(
+        ...     {"fc": pr.nn.SKLinear(64, 32, num_terms=1, low_rank=8)}
+        ... )
         >>> model.load_state_dict(state)
         <All keys matched successfully>
     """

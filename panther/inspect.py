@@ -78,8 +78,12 @@ class ModuleTree:
         """Return what is different in another tree, such as the tree of the compressed model.
 
         Example:
-            >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-            >>> small = nn.Sequential(model[0], nn.ReLU(), nn.Linear(64, 8, bias=False))
+            >>> model = nn.Sequential(
+            ...     nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+            ... )
+            >>> small = nn.Sequential(
+            ...     model[0], nn.ReLU(), nn.Linear(64, 8, bias=False)
+            ... )
             >>> print(tree(model).compare(tree(small)))
             module       class       parameters      trained  bytes               form
             (the model)  Sequential  4,680 -> 4,672  yes      18.7 kB
@@ -148,7 +152,11 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
 
     Example:
         >>> import panther as pr
-        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), pr.nn.SKLinear(64, 8, 1, 2, seed=0))
+        >>> model = nn.Sequential(
+        ...     nn.Linear(64, 64),
+        ...     nn.ReLU(),
+        ...     pr.nn.SKLinear(64, 8, 1, 2, seed=0),
+        ... )
         >>> _ = model[0].requires_grad_(False)
         >>> print(tree(model))
         module       class       shapes                   parameters  trained    bytes  form

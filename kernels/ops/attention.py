@@ -66,7 +66,9 @@ def causal_linear_attention(
         >>> v = torch.tensor([[0.0], [1.0], [2.0]])
         >>> causal_linear_attention(q, k, v).squeeze(-1)
         tensor([0.0000, 0.5000, 1.0000])
-        >>> causal_linear_attention(q, k, v, torch.tensor([-torch.inf, 0.0, 0.0])).squeeze(-1)
+        >>> causal_linear_attention(
+        ...     q, k, v, torch.tensor([-torch.inf, 0.0, 0.0])
+        ... ).squeeze(-1)
         tensor([0.0000, 1.0000, 1.5000])
     """
     if _reaches_kernel(q, v):
@@ -111,8 +113,12 @@ def continued_attention(
 
     Example:
         >>> q = k = torch.ones(1, 2)
-        >>> y, state, _ = continued_attention(q, k, torch.tensor([[3.0]]), None, torch.zeros(2, 2), None)
-        >>> continued_attention(q, k, torch.tensor([[5.0]]), None, state, None)[0]
+        >>> y, state, _ = continued_attention(
+        ...     q, k, torch.tensor([[3.0]]), None, torch.zeros(2, 2), None
+        ... )
+        >>> continued_attention(q, k, torch.tensor([[5.0]]), None, state, None)[
+        ...     0
+        ... ]
         tensor([[4.]])
     """
     if q.dim() < 2 or q.shape[-2] != 1 or not _reaches_kernel(q, v):

@@ -40,7 +40,9 @@ def sign_block(
     Cost: one Philox call for each row and each 128 columns touched.
 
     Example:
-        >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
+        >>> sign_block(
+        ...     0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu"
+        ... ).abs().sum().item()
         6.0
     """
     if rows.step != 1 or cols.step != 1 or min(rows.start, cols.start) < 0:
@@ -110,7 +112,9 @@ def uniform_block(
     Cost: one Philox call for each row and each 4 columns touched.
 
     Example:
-        >>> uniform_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
+        >>> uniform_block(
+        ...     0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu"
+        ... )
         tensor([[-0.2019,  0.7610]])
     """
     return _draw("uniform", seed, stream, tag, rows, cols, scale, dtype, device)
@@ -150,7 +154,9 @@ def normal_block(
     Cost: one Philox call for each row and each 4 columns touched, and logarithms, sines and cosines in float64.
 
     Example:
-        >>> normal_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
+        >>> normal_block(
+        ...     0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu"
+        ... )
         tensor([[ 0.9911, -0.9247]])
     """
     return _draw("normal", seed, stream, tag, rows, cols, scale, dtype, device)

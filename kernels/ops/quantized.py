@@ -78,9 +78,19 @@ def quantized_matmul(
 
     Example:
         >>> from panther.kernels import QuantizedCodes, QuantizedOperands
-        >>> packed = torch.tensor([[0x31]], dtype=torch.uint8)  # the codes 1 and 3
-        >>> codes = QuantizedCodes(packed, 4, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.uint8), group_size=2)
-        >>> quantized_matmul(torch.tensor([[10.0, 1.0]]), QuantizedOperands(2, codes))
+        >>> packed = torch.tensor(
+        ...     [[0x31]], dtype=torch.uint8
+        ... )  # the codes 1 and 3
+        >>> codes = QuantizedCodes(
+        ...     packed,
+        ...     4,
+        ...     torch.ones(1, 1),
+        ...     torch.zeros(1, 1, dtype=torch.uint8),
+        ...     group_size=2,
+        ... )
+        >>> quantized_matmul(
+        ...     torch.tensor([[10.0, 1.0]]), QuantizedOperands(2, codes)
+        ... )
         tensor([[13.]])
     """
     if _is_plain(x):
@@ -108,8 +118,13 @@ def quantized_weight(
 
     Example:
         >>> from panther.kernels import QuantizedFactors, QuantizedOperands
-        >>> left, right = torch.tensor([[2]], dtype=torch.int8), torch.tensor([[1, 3]], dtype=torch.int8)
-        >>> weight = QuantizedOperands(2, None, QuantizedFactors(left, right, torch.ones(1)))
+        >>> left, right = (
+        ...     torch.tensor([[2]], dtype=torch.int8),
+        ...     torch.tensor([[1, 3]], dtype=torch.int8),
+        ... )
+        >>> weight = QuantizedOperands(
+        ...     2, None, QuantizedFactors(left, right, torch.ones(1))
+        ... )
         >>> quantized_weight(torch.zeros(1, 2), weight)
         tensor([[2., 6.]])
     """

@@ -28,7 +28,9 @@ def reduced_copy(sketch: Tensor, dtype: torch.dtype) -> Tensor:
 
     Example:
         >>> signs = torch.ones(2, 3)
-        >>> reduced_copy(signs, torch.bfloat16) is reduced_copy(signs, torch.bfloat16)
+        >>> reduced_copy(signs, torch.bfloat16) is reduced_copy(
+        ...     signs, torch.bfloat16
+        ... )
         True
     """
     if sketch.dtype is dtype:

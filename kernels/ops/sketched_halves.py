@@ -84,7 +84,9 @@ def sketched_outer(
     Cost: ``4 R out`` flops a row, and 1.5 times that backward when U1 is fixed.
 
     Example:
-        >>> sketched_outer(torch.ones(3, 4), torch.ones(2, 5), torch.ones(2, 5))[0]
+        >>> sketched_outer(
+        ...     torch.ones(3, 4), torch.ones(2, 5), torch.ones(2, 5)
+        ... )[0]
         tensor([4., 4., 4., 4., 4.])
     """
     compiling = torch.compiler.is_compiling()

@@ -56,7 +56,12 @@ def csr_matmul(
 
     Example:
         >>> starts, index = torch.tensor([0, 2, 2]), torch.tensor([0, 2])
-        >>> csr_matmul(starts, index, torch.tensor([1.0, -1.0]), torch.tensor([[5.0], [6.0], [7.0]]))
+        >>> csr_matmul(
+        ...     starts,
+        ...     index,
+        ...     torch.tensor([1.0, -1.0]),
+        ...     torch.tensor([[5.0], [6.0], [7.0]]),
+        ... )
         tensor([[-2.],
                 [ 0.]])
     """

@@ -80,10 +80,16 @@ def windowed_linear_attention(
         >>> q = k = torch.zeros(4, 2)
         >>> v = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
         >>> phi = torch.ones(4, 1)
-        >>> windowed_linear_attention(q, k, v, phi, phi, window=1, is_causal=True).squeeze(-1)
+        >>> windowed_linear_attention(
+        ...     q, k, v, phi, phi, window=1, is_causal=True
+        ... ).squeeze(-1)
         tensor([0.0000, 0.5000, 1.0000, 1.5000])
-        >>> log_k = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])  # without the first position
-        >>> windowed_linear_attention(q, k, v, phi, phi, log_k=log_k, window=1, is_causal=True).squeeze(-1)
+        >>> log_k = torch.tensor(
+        ...     [-torch.inf, 0.0, 0.0, 0.0]
+        ... )  # without the first position
+        >>> windowed_linear_attention(
+        ...     q, k, v, phi, phi, log_k=log_k, window=1, is_causal=True
+        ... ).squeeze(-1)
         tensor([0.0000, 1.0000, 1.5000, 2.0000])
     """
     if key_mask is None and _reaches_kernel(q, v, phi_q):

@@ -53,7 +53,9 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         ValueError: If ``words`` is not int32 of that shape.
 
     Example:
-        >>> unpack_signs(torch.tensor([[6]], dtype=torch.int32), 3, torch.float32)
+        >>> unpack_signs(
+        ...     torch.tensor([[6]], dtype=torch.int32), 3, torch.float32
+        ... )
         tensor([[ 1., -1., -1.]])
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # no views of another dtype

@@ -52,7 +52,10 @@ def philox_4x32(
 
     Example:
         >>> zero = torch.zeros((), dtype=torch.int64)
-        >>> [hex(word.item()) for word in philox_4x32((zero, zero, zero, zero), seed=0)]
+        >>> [
+        ...     hex(word.item())
+        ...     for word in philox_4x32((zero, zero, zero, zero), seed=0)
+        ... ]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     c0, c1, c2, c3 = counter

@@ -152,16 +152,28 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     Example:
         >>> import torch, panther as pr
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 256),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(256, 64),
+        ... )
         >>> batches = list(torch.randn(512, 64).split(64))
-        >>> options = {"calibration": batches, "seed": 0, "measure_speed": False}
+        >>> options = {
+        ...     "calibration": batches,
+        ...     "seed": 0,
+        ...     "measure_speed": False,
+        ... }
         >>> report = pr.compress(model, budget=0.5, forms="low_rank", **options)
         >>> report.eligible_ratio <= 0.5, type(model[0]).__name__
         (True, 'LowRankLinear')
 
         In at most 4.5 bits a weight, each layer in the form that suits it:
 
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 256),
+        ...     torch.nn.GELU(),
+        ...     torch.nn.Linear(256, 64),
+        ... )
         >>> report = pr.compress(model, bits=4.5, **options)
         >>> [layer.form for layer in report.layers], type(model[0]).__name__
         (['int4', 'int4'], 'QuantizedLinear')
@@ -249,8 +261,14 @@ def sketch_layers_(
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
-        >>> report = pr.sketch_layers_(model, pr.SketchConfig(num_terms=1, low_rank=16))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(256, 256),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 2),
+        ... )
+        >>> report = pr.sketch_layers_(
+        ...     model, pr.SketchConfig(num_terms=1, low_rank=16)
+        ... )
         >>> type(model[0]).__name__, report.skipped[0].name
         ('LowRankLinear', '2')
     """

@@ -32,14 +32,28 @@ def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLi
         >>> import tempfile, torch, transformers, panther as pr
         >>> from panther.integrations.transformers import write_model_card
         >>> config = transformers.BertConfig(
-        ...     vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128
+        ...     vocab_size=50,
+        ...     hidden_size=64,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     intermediate_size=128,
         ... )
         >>> model = transformers.BertModel(config).eval()
-        >>> batches = [{"input_ids": torch.randint(50, (16, 12))} for _ in range(8)]
-        >>> report = pr.compress(model, bits=5, calibration=batches, forms=("int8", "int4"), measure_speed=False)
+        >>> batches = [
+        ...     {"input_ids": torch.randint(50, (16, 12))} for _ in range(8)
+        ... ]
+        >>> report = pr.compress(
+        ...     model,
+        ...     bits=5,
+        ...     calibration=batches,
+        ...     forms=("int8", "int4"),
+        ...     measure_speed=False,
+        ... )
         >>> folder = tempfile.mkdtemp()
         >>> model.save_pretrained(folder)
-        >>> "# BertModel, compressed" in write_model_card(model, report, folder).read_text()
+        >>> "# BertModel, compressed" in write_model_card(
+        ...     model, report, folder
+        ... ).read_text()
         True
     """
     base = getattr(model.config, "_name_or_path", "")

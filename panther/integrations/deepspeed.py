@@ -79,7 +79,9 @@ def initialize(
         >>> import panther as pr
         >>> from panther.integrations.deepspeed import initialize
         >>> model = pr.nn.SKLinear(64, 64, 2)
-        >>> engine, *_ = initialize(model, pr.train.TrainConfig(batch_size=8))  # doctest: +SKIP
+        >>> engine, *_ = initialize(
+        ...     model, pr.train.TrainConfig(batch_size=8)
+        ... )  # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {type(model).__name__}: build it first")

@@ -109,7 +109,9 @@ def DistributedOptimizer(
         >>> import torch, panther as pr
         >>> from panther.integrations.horovod import DistributedOptimizer
         >>> model = pr.nn.SKLinear(64, 64, 2)
-        >>> optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, compression="fp16")
+        >>> optimizer = DistributedOptimizer(
+        ...     torch.optim.AdamW(model.parameters()), model, compression="fp16"
+        ... )
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch optimizer, not a {type(optimizer).__name__}: make it first")

@@ -39,7 +39,9 @@ class CompressCallback(lightning.Callback):
 
     Example:
         >>> from panther.integrations.lightning import CompressCallback
-        >>> callback = CompressCallback("model", bits=4.25, calibration=[], forms=("int8", "int4"))
+        >>> callback = CompressCallback(
+        ...     "model", bits=4.25, calibration=[], forms=("int8", "int4")
+        ... )
     """
 
     def __init__(self, module: str | None = None, **options: Any) -> None:

@@ -55,12 +55,18 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     Example:
         >>> import tempfile, transformers, panther as pr
         >>> config = transformers.BertConfig(
-        ...     vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128
+        ...     vocab_size=50,
+        ...     hidden_size=64,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     intermediate_size=128,
         ... )
         >>> model = transformers.BertModel(config)
         >>> report = pr.sketch_layers_(model, pr.SketchConfig(low_rank=4))
         >>> folder = pr.save_compressed(model, tempfile.mkdtemp())
-        >>> type(pr.from_pretrained(folder).encoder.layer[0].intermediate.dense).__name__
+        >>> type(
+        ...     pr.from_pretrained(folder).encoder.layer[0].intermediate.dense
+        ... ).__name__
         'LowRankLinear'
     """
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"

@@ -65,7 +65,10 @@ class RayTrainer:
         >>> import torch
         >>> from panther.integrations.ray import RayTrainer
         >>> from panther.nn import SKLinear
-        >>> trainer = RayTrainer(lambda: SKLinear(256, 256, 8, seed=0), loss_fn=torch.nn.MSELoss())
+        >>> trainer = RayTrainer(
+        ...     lambda: SKLinear(256, 256, 8, seed=0),
+        ...     loss_fn=torch.nn.MSELoss(),
+        ... )
         >>> result = trainer.fit(data)  # doctest: +SKIP
     """
 

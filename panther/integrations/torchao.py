@@ -44,7 +44,11 @@ def quantize_(
     Example:
         >>> import torch, panther as pr
         >>> from torchao.quantization import Int8WeightOnlyConfig
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 16), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 128, 16),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(128, 64),
+        ... )
         >>> print(quantize_(model, Int8WeightOnlyConfig()))
         replaced 3 layers, skipped 0
         layer  kind    became      bytes before  bytes after

@@ -341,7 +341,9 @@ class CompressCallback(transformers.TrainerCallback):
 
     Example:
         >>> from panther.integrations.transformers import CompressCallback
-        >>> callback = CompressCallback(bits=4.25, calibration=[], forms=("int8", "int4"))
+        >>> callback = CompressCallback(
+        ...     bits=4.25, calibration=[], forms=("int8", "int4")
+        ... )
     """
 
     def __init__(self, **options: Any) -> None:

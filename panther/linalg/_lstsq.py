@@ -136,7 +136,12 @@ def sketch_lstsq(
     dense otherwise. The sketch of a matrix-free A multiplies A.T by as many vectors as the sketch has rows.
 
     Example:
-        >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> A = torch.randn(
+        ...     2000,
+        ...     20,
+        ...     generator=torch.Generator().manual_seed(0),
+        ...     dtype=torch.float64,
+        ... )
         >>> b = A @ torch.ones(20, dtype=torch.float64)
         >>> x, residual_norm, iterations = sketch_lstsq(A, b, seed=0)
         >>> bool((x - 1).abs().max() < 1e-14), bool(residual_norm < 1e-12)

@@ -83,7 +83,9 @@ def estimate_error(
     Example:
         >>> import panther as pr
         >>> A = torch.diag(0.5 ** torch.arange(30.0))
-        >>> error = estimate_error(A, pr.linalg.randomized_svd(A, 8, seed=0), seed=1)
+        >>> error = estimate_error(
+        ...     A, pr.linalg.randomized_svd(A, 8, seed=0), seed=1
+        ... )
         >>> bool(0 < error.frobenius < error.upper < 4 * 2**-8)
         True
     """

@@ -135,7 +135,11 @@ def sketched_conv(
 
     Example:
         >>> import torch
-        >>> x, S, U = torch.ones(5, 3, 8, 8), torch.ones(4, 3, 3, 3), torch.ones(4, 6)
+        >>> x, S, U = (
+        ...     torch.ones(5, 3, 8, 8),
+        ...     torch.ones(4, 3, 3, 3),
+        ...     torch.ones(4, 6),
+        ... )
         >>> sketched_conv(x, S, U, padding="same").shape
         torch.Size([5, 6, 8, 8])
     """
@@ -193,7 +197,9 @@ def linear_attention(
     Example:
         >>> import torch
         >>> q = k = torch.ones(3, 2)
-        >>> linear_attention(q, k, torch.tensor([[0.0], [1.0], [2.0]])).squeeze(-1)
+        >>> linear_attention(q, k, torch.tensor([[0.0], [1.0], [2.0]])).squeeze(
+        ...     -1
+        ... )
         tensor([1., 1., 1.])
     """
     _check_attention(q, k, v, log_scale)
@@ -267,7 +273,9 @@ def windowed_linear_attention(
     Example:
         >>> import torch
         >>> q, k, v = torch.randn(3, 2, 8, 100, 16).unbind()
-        >>> windowed_linear_attention(q, k, v, q.exp(), k.exp(), window=32, is_causal=True).shape
+        >>> windowed_linear_attention(
+        ...     q, k, v, q.exp(), k.exp(), window=32, is_causal=True
+        ... ).shape
         torch.Size([2, 8, 100, 16])
     """
     window = check_size("window", window, least=1)

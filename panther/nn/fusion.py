@@ -36,7 +36,9 @@ def fuse_(model: nn.Module) -> nn.Module:
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU()
+        ... )
         >>> pr.fuse_(model)[0]
         LowRankLinear(in_features=256, out_features=128, rank=8, bias=True)
     """

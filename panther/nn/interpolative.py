@@ -313,7 +313,9 @@ def stored_bytes(in_features: int, out_features: int, low_rank: int, dtype: torc
     Example:
         >>> import torch
         >>> layer = InterpolativeLinear(100, 60, 12, bias=False)
-        >>> stored_bytes(100, 60, 12, torch.float32) == sum(t.nbytes for t in layer.state_dict().values())
+        >>> stored_bytes(100, 60, 12, torch.float32) == sum(
+        ...     t.nbytes for t in layer.state_dict().values()
+        ... )
         True
     """
     columns = check_size("in_features", in_features, least=1)

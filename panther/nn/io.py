@@ -76,10 +76,14 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
 
     Example:
         >>> import tempfile, torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 64, 2), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 64, 2), torch.nn.ReLU()
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pr.save_compressed(model, folder)
-        ...     plain = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.ReLU())
+        ...     plain = torch.nn.Sequential(
+        ...         torch.nn.Linear(256, 64), torch.nn.ReLU()
+        ...     )
         ...     restored = pr.load_compressed(path, plain)
         >>> x = torch.randn(2, 256)
         >>> torch.equal(model(x), restored(x))

@@ -134,7 +134,9 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU()
+        ... )
         >>> x = torch.randn(2, 256)
         >>> before = model(x)
         >>> print(pr.to_linears_(model))

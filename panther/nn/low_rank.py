@@ -220,7 +220,9 @@ class LowRankLinear(_LowRank):
 
         Example:
             >>> import torch
-            >>> layer = LowRankLinear.from_factors(torch.ones(64, 2), torch.ones(2, 48))
+            >>> layer = LowRankLinear.from_factors(
+            ...     torch.ones(64, 2), torch.ones(2, 48)
+            ... )
             >>> layer
             LowRankLinear(in_features=64, out_features=48, rank=2, bias=False)
         """
@@ -447,7 +449,10 @@ class LowRankConv2d(ConvGeometry, _LowRank):
 
         Example:
             >>> import torch
-            >>> layer, x = LowRankConv2d(64, 128, 3, padding=1, rank=8), torch.randn(2, 64, 8, 8)
+            >>> layer, x = (
+            ...     LowRankConv2d(64, 128, 3, padding=1, rank=8),
+            ...     torch.randn(2, 64, 8, 8),
+            ... )
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """

@@ -61,8 +61,14 @@ class MuonAdamW(CheckedGroups):
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 256, 8), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-        >>> optimizer = pr.optim.MuonAdamW(pr.optim.param_groups(model, lr=1e-3))
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 256, 8),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 10),
+        ... )
+        >>> optimizer = pr.optim.MuonAdamW(
+        ...     pr.optim.param_groups(model, lr=1e-3)
+        ... )
         >>> model(torch.randn(4, 256)).square().mean().backward()
         >>> optimizer.step()
     """

@@ -41,8 +41,15 @@ def param_groups(
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 256, 8), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-        >>> [(group["orthogonalize"], len(group["params"])) for group in param_groups(model)]
+        >>> model = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 256, 8),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 10),
+        ... )
+        >>> [
+        ...     (group["orthogonalize"], len(group["params"]))
+        ...     for group in param_groups(model)
+        ... ]
         [(True, 2), (False, 1), (False, 2)]
     """
     factor_lr = 4 * lr if factor_lr is None else factor_lr
@@ -103,8 +110,15 @@ def sketched_param_groups(
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-        >>> [(group["rank"], [name for name, _ in group["params"]]) for group in sketched_param_groups(model, rank=4)]
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 256),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 10),
+        ... )
+        >>> [
+        ...     (group["rank"], [name for name, _ in group["params"]])
+        ...     for group in sketched_param_groups(model, rank=4)
+        ... ]
         [(4, ['0.weight']), (None, ['2.weight']), (None, ['0.bias', '2.bias'])]
     """
     layers = dict(model.named_modules())

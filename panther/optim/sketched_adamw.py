@@ -78,8 +78,14 @@ class SketchedAdamW(CheckedGroups):
 
     Example:
         >>> import torch, panther as pr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-        >>> optimizer = pr.optim.SketchedAdamW(model.named_parameters(), rank=4, seed=0)
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 256),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 10),
+        ... )
+        >>> optimizer = pr.optim.SketchedAdamW(
+        ...     model.named_parameters(), rank=4, seed=0
+        ... )
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
         >>> optimizer.state[model[0].weight]["sketch_avg"].shape
@@ -186,7 +192,9 @@ class SketchedAdamW(CheckedGroups):
         Example:
             >>> import torch, panther as pr
             >>> model = torch.nn.Linear(64, 256)
-            >>> optimizer = pr.optim.SketchedAdamW(model.named_parameters(), rank=4, seed=0).step_in_backward_()
+            >>> optimizer = pr.optim.SketchedAdamW(
+            ...     model.named_parameters(), rank=4, seed=0
+            ... ).step_in_backward_()
             >>> model(torch.randn(8, 64)).square().mean().backward()
             >>> model.weight.grad is None
             True

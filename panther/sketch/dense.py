@@ -135,7 +135,9 @@ class SignSketch(_DenseSketch):
 
     Example:
         >>> S = SignSketch(4, 1000, seed=0)
-        >>> torch.equal(S.block(slice(1, 3), slice(500, 700)), S.dense()[1:3, 500:700])
+        >>> torch.equal(
+        ...     S.block(slice(1, 3), slice(500, 700)), S.dense()[1:3, 500:700]
+        ... )
         True
     """
 

@@ -103,7 +103,9 @@ def dense_sketch_operator(
         ValueError: If ``distribution`` is neither.
 
     Example:
-        >>> S = dense_sketch_operator(100, 50, DistributionFamily.Uniform, seed=0)
+        >>> S = dense_sketch_operator(
+        ...     100, 50, DistributionFamily.Uniform, seed=0
+        ... )
         >>> bool(S.abs().max() <= 0.03**0.5)
         True
     """

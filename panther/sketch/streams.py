@@ -117,7 +117,12 @@ def signs(
 
     Example:
         >>> whole = signs(0, 0, range(4), range(300))
-        >>> bool((signs(0, 0, range(1, 3), range(200, 300)) == whole[1:3, 200:]).all())
+        >>> bool(
+        ...     (
+        ...         signs(0, 0, range(1, 3), range(200, 300))
+        ...         == whole[1:3, 200:]
+        ...     ).all()
+        ... )
         True
     """
     check_floating("dtype", dtype)

@@ -39,7 +39,9 @@ class History:
         records: The first records.
 
     Example:
-        >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}])
+        >>> history = History(
+        ...     [{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
+        ... )
         >>> history.best
         {'step': 2, 'validation_loss': 1.5}
         >>> history["loss"]

@@ -94,8 +94,14 @@ class Trainer:
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> x = torch.randn(64, 256)
         >>> data = DataLoader(TensorDataset(x, x[:, :2]), 16, shuffle=True)
-        >>> model = nn.Sequential(pr.nn.SKLinear(256, 64, 4), nn.ReLU(), nn.Linear(64, 2))
-        >>> trainer = pr.train.Trainer(model, loss_fn=nn.MSELoss(), config=pr.train.TrainConfig(epochs=2))
+        >>> model = nn.Sequential(
+        ...     pr.nn.SKLinear(256, 64, 4), nn.ReLU(), nn.Linear(64, 2)
+        ... )
+        >>> trainer = pr.train.Trainer(
+        ...     model,
+        ...     loss_fn=nn.MSELoss(),
+        ...     config=pr.train.TrainConfig(epochs=2),
+        ... )
         >>> trainer.fit(data).last["step"]
         8
     """

@@ -127,14 +127,30 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
     Example:
         >>> import torch, panther as pr
         >>> _ = torch.manual_seed(0)
-        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> net = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 256),
+        ...     torch.nn.ReLU(),
+        ...     torch.nn.Linear(256, 8),
+        ... )
         >>> x = torch.randn(512, 64)
         >>> labels = net(x).argmax(-1)
         >>> def accuracy(net):
         ...     with torch.no_grad():
-        ...         return (net(x[256:]).argmax(-1) == labels[256:]).float().mean()
-        >>> result = pr.tune(net, accuracy, list(x[:256].split(32)), constraint=">= 0.9", trials=10, seed=0)
-        >>> result.best.metric >= 0.9, result.best.size < result.unchanged.size / 4
+        ...         return (
+        ...             (net(x[256:]).argmax(-1) == labels[256:]).float().mean()
+        ...         )
+        >>> result = pr.tune(
+        ...     net,
+        ...     accuracy,
+        ...     list(x[:256].split(32)),
+        ...     constraint=">= 0.9",
+        ...     trials=10,
+        ...     seed=0,
+        ... )
+        >>> (
+        ...     result.best.metric >= 0.9,
+        ...     result.best.size < result.unchanged.size / 4,
+        ... )
         (True, True)
 
     References: J. Bergstra et al., "Algorithms for hyper-parameter optimization", NeurIPS 2011 (TPE); T. Akiba et al.,

@@ -99,10 +99,22 @@ def linearize_(
     Example:
         >>> import torch, panther as pr
         >>> _ = torch.manual_seed(0)
-        >>> layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> layer = torch.nn.TransformerEncoderLayer(
+        ...     32, 4, 64, dropout=0.0, batch_first=True
+        ... )
+        >>> model = torch.nn.TransformerEncoder(
+        ...     layer, 2, enable_nested_tensor=False
+        ... ).eval()
         >>> batches = list(torch.randn(8, 64, 32).split(2))
-        >>> report = pr.linearize_(model, batches, num_features=8, window=8, steps=20, seed=0, measure_speed=False)
+        >>> report = pr.linearize_(
+        ...     model,
+        ...     batches,
+        ...     num_features=8,
+        ...     window=8,
+        ...     steps=20,
+        ...     seed=0,
+        ...     measure_speed=False,
+        ... )
         >>> len(report.layers), report.measured_error < 0.1
         (2, True)
 

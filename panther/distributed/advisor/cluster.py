@@ -233,7 +233,9 @@ class ClusterSpec:
         """Return the slowdown of products with this smallest size, relative to :meth:`flops`; 0 is an unknown size.
 
         Example:
-            >>> ClusterSpec.preset("cpu", 1, narrow_products=((4, 3.0), (16, 1.5), (64, 1.0))).slowdown(16)
+            >>> ClusterSpec.preset(
+            ...     "cpu", 1, narrow_products=((4, 3.0), (16, 1.5), (64, 1.0))
+            ... ).slowdown(16)
             1.5
         """
         if not self.narrow_products or narrowest == 0:

@@ -267,9 +267,13 @@ def plan_parallelism(
     Example:
         >>> import torch, panther as pr
         >>> from torch import nn
-        >>> model = nn.Sequential(pr.nn.SKLinear(1024, 1024, 16), nn.ReLU(), nn.Linear(1024, 10))
+        >>> model = nn.Sequential(
+        ...     pr.nn.SKLinear(1024, 1024, 16), nn.ReLU(), nn.Linear(1024, 10)
+        ... )
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=4)
-        >>> plan = plan_parallelism(model, cluster, batch=512, sample_input=torch.ones(1, 1024))
+        >>> plan = plan_parallelism(
+        ...     model, cluster, batch=512, sample_input=torch.ones(1, 1024)
+        ... )
         >>> print(plan.best.layout)
         dp=4 ddp
     """

@@ -52,8 +52,15 @@ class TrainingRun:
 
     Example:
         >>> run = TrainingRun(tokens=1e9, price_per_device_hour=2.5, budget=100)
-        >>> cost = run.cost(step_seconds=0.5, devices=8, batch=64, tokens_per_sample=2048)
-        >>> cost.steps, round(cost.device_hours, 2), round(cost.price, 2), cost.within_budget
+        >>> cost = run.cost(
+        ...     step_seconds=0.5, devices=8, batch=64, tokens_per_sample=2048
+        ... )
+        >>> (
+        ...     cost.steps,
+        ...     round(cost.device_hours, 2),
+        ...     round(cost.price, 2),
+        ...     cost.within_budget,
+        ... )
         (7630, 8.48, 21.19, True)
     """
 

@@ -207,7 +207,9 @@ def export(
         >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 64, 2))
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = export(model, directory)
-        ...     restored = pr.load_compressed(path, torch.nn.Sequential(torch.nn.Linear(256, 64)))
+        ...     restored = pr.load_compressed(
+        ...         path, torch.nn.Sequential(torch.nn.Linear(256, 64))
+        ...     )
         >>> torch.equal(model[0].S1, restored[0].S1)
         True
     """
@@ -301,12 +303,20 @@ def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callab
 
     Example:
         >>> import tempfile, torch, panther as pr
-        >>> compressed = torch.nn.Sequential(pr.nn.SKLinear.from_linear(torch.nn.Linear(256, 64), 1, 4))
+        >>> compressed = torch.nn.Sequential(
+        ...     pr.nn.SKLinear.from_linear(torch.nn.Linear(256, 64), 1, 4)
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model = restore_architecture(
-        ...         pr.save_compressed(compressed, folder), lambda: torch.nn.Sequential(torch.nn.Linear(256, 64))
+        ...         pr.save_compressed(compressed, folder),
+        ...         lambda: torch.nn.Sequential(torch.nn.Linear(256, 64)),
         ...     )
-        ...     model[0].U1.is_meta, type(pr.distributed.materialize_(model, folder)[0]).__name__
+        ...     (
+        ...         model[0].U1.is_meta,
+        ...         type(
+        ...             pr.distributed.materialize_(model, folder)[0]
+        ...         ).__name__,
+        ...     )
         (True, 'SKLinear')
     """
     return with_saved_layers(built(model), saved_modules(Path(path)))

@@ -108,7 +108,9 @@ def save(
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = checkpoint.save(directory, model, optimizer, step=100, extra={"epoch": 3})
+        ...     path = checkpoint.save(
+        ...         directory, model, optimizer, step=100, extra={"epoch": 3}
+        ...     )
         ...     restored = checkpoint.load(directory, model, optimizer)
         >>> path.name, restored.step, restored.extra
         ('step-00000100', 100, {'epoch': 3})

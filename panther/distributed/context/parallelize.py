@@ -78,13 +78,18 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | No
     Example:
         >>> import panther as pr, torch
         >>> pr.distributed.init()
-        >>> model = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> model = torch.nn.TransformerEncoderLayer(
+        ...     32, 4, 64, batch_first=True
+        ... )
         >>> model.self_attn = pr.nn.RandMultiHeadAttention(32, 4, 40, seed=0)
         >>> print(context_parallel(model))
         1 attention layers over 1 ranks
         attention  kind
         self_attn  RandMultiHeadAttention
-        >>> x, mask = torch.randn(2, 10, 32), torch.nn.Transformer.generate_square_subsequent_mask(10)
+        >>> x, mask = (
+        ...     torch.randn(2, 10, 32),
+        ...     torch.nn.Transformer.generate_square_subsequent_mask(10),
+        ... )
         >>> model(x, mask, is_causal=True).shape
         torch.Size([2, 10, 32])
         >>> pr.distributed.shutdown()

@@ -41,10 +41,16 @@ class AdvancedDistributedTrainer:
     Example:
         >>> import panther as pr
         >>> pr.distributed.init()
-        >>> trainer = AdvancedDistributedTrainer(pr.nn.SKLinear(256, 4, 1), 0, 1)
-        >>> batches = [(torch.randn(8, 256), torch.randint(4, (8,))) for _ in range(3)]
+        >>> trainer = AdvancedDistributedTrainer(
+        ...     pr.nn.SKLinear(256, 4, 1), 0, 1
+        ... )
+        >>> batches = [
+        ...     (torch.randn(8, 256), torch.randint(4, (8,))) for _ in range(3)
+        ... ]
         >>> optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), lr=0.1)
-        >>> loss = trainer.train_epoch(batches, optimizer, nn.CrossEntropyLoss())
+        >>> loss = trainer.train_epoch(
+        ...     batches, optimizer, nn.CrossEntropyLoss()
+        ... )
         >>> pr.distributed.shutdown()
     """
 

@@ -78,8 +78,13 @@ class HybridParallelTrainer:
         >>> import panther as pr
         >>> pr.distributed.init()
         >>> sizes = [(256, 256), (256, 4)]
-        >>> layers = [{"in_features": n, "out_features": m, "sketch_size": 1} for n, m in sizes]
-        >>> trainer = HybridParallelTrainer({"layers": layers}, {"gradient_clipping": 1.0})
+        >>> layers = [
+        ...     {"in_features": n, "out_features": m, "sketch_size": 1}
+        ...     for n, m in sizes
+        ... ]
+        >>> trainer = HybridParallelTrainer(
+        ...     {"layers": layers}, {"gradient_clipping": 1.0}
+        ... )
         >>> optimizer = torch.optim.Adam(trainer.model.parameters())
         >>> batch = torch.randn(8, 256), torch.randint(4, (8,))
         >>> loss = trainer.train_step(batch, optimizer, nn.CrossEntropyLoss())

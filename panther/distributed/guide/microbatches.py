@@ -36,9 +36,15 @@ class PipelineParallelSketchedModel(nn.Module):
 
     Example:
         >>> sizes = [(256, 256), (256, 256), (256, 64)]
-        >>> configs = [{"in_features": n, "out_features": m, "sketch_size": 4} for n, m in sizes]
+        >>> configs = [
+        ...     {"in_features": n, "out_features": m, "sketch_size": 4}
+        ...     for n, m in sizes
+        ... ]
         >>> model = PipelineParallelSketchedModel(configs, ["cpu", "cpu"])
-        >>> [len(stage) for stage in model.stages], model(torch.randn(3, 256)).shape
+        >>> (
+        ...     [len(stage) for stage in model.stages],
+        ...     model(torch.randn(3, 256)).shape,
+        ... )
         ([2, 3], torch.Size([3, 64]))
     """
 
@@ -83,7 +89,9 @@ class MicrobatchPipelineTrainer:
         >>> trainer = MicrobatchPipelineTrainer(model, num_microbatches=4)
         >>> x, y = torch.randn(10, 8), torch.randint(2, (10,))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> loss = trainer.forward_backward_pipeline(x, y, nn.CrossEntropyLoss(), optimizer)
+        >>> loss = trainer.forward_backward_pipeline(
+        ...     x, y, nn.CrossEntropyLoss(), optimizer
+        ... )
     """
 
     def __init__(self, model: nn.Module, num_microbatches: int = 4) -> None:

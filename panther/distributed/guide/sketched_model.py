@@ -38,7 +38,9 @@ class DistributedSketchedModel(nn.Module):
         PerformanceWarning: Once, if layers have at least as many numbers as dense layers would.
 
     Example:
-        >>> model = DistributedSketchedModel(1024, [512, 256], 10, [0.02, 0.02, 0.01])
+        >>> model = DistributedSketchedModel(
+        ...     1024, [512, 256], 10, [0.02, 0.02, 0.01]
+        ... )
         >>> [layer.low_rank for layer in model.model[::2]]
         [20, 10, 2]
     """

@@ -42,7 +42,9 @@ class TensorParallelSKLinear(nn.Module):
     Example:
         >>> import panther as pr
         >>> pr.distributed.init()
-        >>> layer = TensorParallelSKLinear(256, 128, 4, torch.distributed.group.WORLD)
+        >>> layer = TensorParallelSKLinear(
+        ...     256, 128, 4, torch.distributed.group.WORLD
+        ... )
         >>> layer(torch.randn(3, 256)).shape
         torch.Size([3, 128])
         >>> pr.distributed.shutdown()
@@ -97,8 +99,13 @@ class TensorParallelModel(nn.Module):
         >>> import panther as pr
         >>> pr.distributed.init()
         >>> sizes = [(256, 512), (512, 64)]
-        >>> configs = [{"in_features": n, "out_features": m, "sketch_size": 4} for n, m in sizes]
-        >>> TensorParallelModel(configs, torch.distributed.group.WORLD)(torch.randn(3, 256)).shape
+        >>> configs = [
+        ...     {"in_features": n, "out_features": m, "sketch_size": 4}
+        ...     for n, m in sizes
+        ... ]
+        >>> TensorParallelModel(configs, torch.distributed.group.WORLD)(
+        ...     torch.randn(3, 256)
+        ... ).shape
         torch.Size([3, 64])
         >>> pr.distributed.shutdown()
     """

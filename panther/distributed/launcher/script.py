@@ -46,8 +46,12 @@ def launch_distributed_training(
         >>> import tempfile, pathlib
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     script = pathlib.Path(folder, "hello.py")
-        ...     _ = script.write_text("import os; print('rank', os.environ['RANK'])")
-        ...     logs = launch_distributed_training(script, nproc_per_node=2, log_dir=folder)
+        ...     _ = script.write_text(
+        ...         "import os; print('rank', os.environ['RANK'])"
+        ...     )
+        ...     logs = launch_distributed_training(
+        ...         script, nproc_per_node=2, log_dir=folder
+        ...     )
         ...     print((logs / "attempt-0" / "rank-1.out").read_text())
         rank 0
         rank 1

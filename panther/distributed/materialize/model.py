@@ -66,7 +66,9 @@ def materialize_(
 
     Example:
         >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        ...     model = nn.Sequential(
+        ...         nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)
+        ...     )
         >>> materialize_(model, seed=1)[2].weight.shape
         torch.Size([2, 3])
     """

@@ -152,7 +152,9 @@ def make_schedule(
     Example:
         >>> import panther as pr
         >>> pr.distributed.init()
-        >>> stages = pr.distributed.split_stages(nn.Sequential(nn.Linear(8, 2)), 1)
+        >>> stages = pr.distributed.split_stages(
+        ...     nn.Sequential(nn.Linear(8, 2)), 1
+        ... )
         >>> schedule = make_schedule("gpipe", stages, 2, nn.MSELoss())
         >>> output, loss = schedule.step(torch.randn(6, 8), torch.zeros(6, 2))
         >>> output.shape

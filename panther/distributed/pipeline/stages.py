@@ -97,8 +97,12 @@ def split_stages(
         >>> [stage] = split_stages(model, 1)
         >>> sorted(name for name, _ in stage.submod.named_parameters())
         ['0.bias', '0.weight', '2.bias', '2.weight']
-        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4)
-        >>> first, second = split_stages(encoder, 2, layers="layers", sample_input=torch.randn(1, 5, 8))
+        >>> encoder = nn.TransformerEncoder(
+        ...     nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4
+        ... )
+        >>> first, second = split_stages(
+        ...     encoder, 2, layers="layers", sample_input=torch.randn(1, 5, 8)
+        ... )
         >>> sorted(name for name, _ in second.submod.layers.named_children())
         ['2', '3']
         >>> pr.distributed.shutdown()

@@ -57,11 +57,25 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
 
     Example:
         >>> import functools, panther as pr
-        >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-        >>> block = nn.Sequential(pr.nn.SKLinear(64, 256, 2), nn.GELU(), pr.nn.SKLinear(256, 64, 2))
+        >>> from torch.utils.checkpoint import (
+        ...     checkpoint,
+        ...     create_selective_checkpoint_contexts,
+        ... )
+        >>> block = nn.Sequential(
+        ...     pr.nn.SKLinear(64, 256, 2),
+        ...     nn.GELU(),
+        ...     pr.nn.SKLinear(256, 64, 2),
+        ... )
         >>> policy = inner_product_policy(block)
-        >>> contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        >>> y = checkpoint(block, torch.randn(8, 64), use_reentrant=False, context_fn=contexts)
+        >>> contexts = functools.partial(
+        ...     create_selective_checkpoint_contexts, policy
+        ... )
+        >>> y = checkpoint(
+        ...     block,
+        ...     torch.randn(8, 64),
+        ...     use_reentrant=False,
+        ...     context_fn=contexts,
+        ... )
         >>> y.sum().backward()
     """
     shapes_of_model: list[_Shapes] = []

@@ -118,9 +118,16 @@ def tensor_parallel(
     Example:
         >>> import panther as pr, torch
         >>> pr.distributed.init()
-        >>> layers = [pr.nn.SKLinear(256, 512, 4), nn.ReLU(), pr.nn.SKLinear(512, 256, 4), nn.LayerNorm(256)]
+        >>> layers = [
+        ...     pr.nn.SKLinear(256, 512, 4),
+        ...     nn.ReLU(),
+        ...     pr.nn.SKLinear(512, 256, 4),
+        ...     nn.LayerNorm(256),
+        ... ]
         >>> model = nn.Sequential(*layers)
-        >>> report = tensor_parallel(model, pr.distributed.make_mesh(tp=1)["tp"])
+        >>> report = tensor_parallel(
+        ...     model, pr.distributed.make_mesh(tp=1)["tp"]
+        ... )
         >>> [(entry.name, entry.action) for entry in report.placements]
         [('0', 'outputs sharded'), ('2', 'inputs sharded'), ('3', 'replicated')]
         >>> pr.distributed.shutdown()

@@ -86,7 +86,9 @@ class ColwiseSKParallel(PantherStyle):
         >>> from torch.distributed.tensor.parallel import parallelize_module
         >>> pr.distributed.init()
         >>> mesh = pr.distributed.make_mesh(tp=1)
-        >>> layer = parallelize_module(pr.nn.SKLinear(256, 128, 4), mesh["tp"], ColwiseSKParallel())
+        >>> layer = parallelize_module(
+        ...     pr.nn.SKLinear(256, 128, 4), mesh["tp"], ColwiseSKParallel()
+        ... )
         >>> layer(torch.randn(3, 256)).shape
         torch.Size([3, 128])
         >>> pr.distributed.shutdown()
@@ -149,9 +151,15 @@ class RowwiseSKParallel(ColwiseSKParallel):
         >>> import torch, panther as pr
         >>> from torch.distributed.tensor.parallel import parallelize_module
         >>> pr.distributed.init()
-        >>> pair = torch.nn.Sequential(pr.nn.SKLinear(256, 512, 4), torch.nn.ReLU(), pr.nn.SKLinear(512, 64, 4))
+        >>> pair = torch.nn.Sequential(
+        ...     pr.nn.SKLinear(256, 512, 4),
+        ...     torch.nn.ReLU(),
+        ...     pr.nn.SKLinear(512, 64, 4),
+        ... )
         >>> plan = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
-        >>> pair = parallelize_module(pair, pr.distributed.make_mesh(tp=1)["tp"], plan)
+        >>> pair = parallelize_module(
+        ...     pair, pr.distributed.make_mesh(tp=1)["tp"], plan
+        ... )
         >>> pair(torch.randn(3, 256)).shape
         torch.Size([3, 64])
         >>> pr.distributed.shutdown()
@@ -186,8 +194,14 @@ class HeadwiseParallel(PantherStyle):
         >>> import torch, panther as pr
         >>> from torch.distributed.tensor.parallel import parallelize_module
         >>> pr.distributed.init()
-        >>> attention = pr.nn.RandMultiHeadAttention(64, 4, num_random_features=32)
-        >>> attention = parallelize_module(attention, pr.distributed.make_mesh(tp=1)["tp"], HeadwiseParallel())
+        >>> attention = pr.nn.RandMultiHeadAttention(
+        ...     64, 4, num_random_features=32
+        ... )
+        >>> attention = parallelize_module(
+        ...     attention,
+        ...     pr.distributed.make_mesh(tp=1)["tp"],
+        ...     HeadwiseParallel(),
+        ... )
         >>> x = torch.randn(2, 10, 64)
         >>> attention(x, x, x)[0].shape
         torch.Size([2, 10, 64])

@@ -49,8 +49,14 @@ def unshard_module(module: nn.Module) -> nn.Module:
     Example:
         >>> import panther as pr, torch
         >>> pr.distributed.init()
-        >>> model = nn.Sequential(pr.nn.SKLinear(256, 512, 4), nn.ReLU(), pr.nn.SKLinear(512, 256, 4))
-        >>> report = pr.distributed.tensor_parallel(model, pr.distributed.make_mesh(tp=1)["tp"])
+        >>> model = nn.Sequential(
+        ...     pr.nn.SKLinear(256, 512, 4),
+        ...     nn.ReLU(),
+        ...     pr.nn.SKLinear(512, 256, 4),
+        ... )
+        >>> report = pr.distributed.tensor_parallel(
+        ...     model, pr.distributed.make_mesh(tp=1)["tp"]
+        ... )
         >>> type(model[0]).__name__, type(unshard_module(model)[0]).__name__
         ('ColwiseSKLinear', 'SKLinear')
         >>> pr.distributed.shutdown()

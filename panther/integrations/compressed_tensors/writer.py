@@ -68,12 +68,25 @@ def write_compressed_tensors(
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
-        >>> from panther.integrations.compressed_tensors import write_compressed_tensors
+        >>> from panther.integrations.compressed_tensors import (
+        ...     write_compressed_tensors,
+        ... )
         >>> config = transformers.LlamaConfig(
-        ...     vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128
+        ...     vocab_size=100,
+        ...     hidden_size=64,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     intermediate_size=128,
         ... )
         >>> model = transformers.LlamaForCausalLM(config)
-        >>> report = pr.compress(model, budget=0.4, method="svd", forms="int4", symmetric=True, exclude="*embed*")
+        >>> report = pr.compress(
+        ...     model,
+        ...     budget=0.4,
+        ...     method="svd",
+        ...     forms="int4",
+        ...     symmetric=True,
+        ...     exclude="*embed*",
+        ... )
         >>> schemes = write_compressed_tensors(model, tempfile.mkdtemp())
         >>> schemes["model.layers.0.mlp.up_proj"]
         Scheme(bits=4, group_size=0)

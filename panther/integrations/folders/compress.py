@@ -108,13 +108,28 @@ def compress_folder(
     Example:
         >>> import tempfile, torch, transformers, panther as pr
         >>> config = transformers.LlamaConfig(
-        ...     vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+        ...     vocab_size=100,
+        ...     hidden_size=64,
+        ...     num_hidden_layers=2,
+        ...     num_attention_heads=4,
+        ...     intermediate_size=128,
         ... )
         >>> source, target = tempfile.mkdtemp(), tempfile.mkdtemp()
         >>> transformers.LlamaForCausalLM(config).save_pretrained(source)
-        >>> batches = [{"input_ids": torch.randint(100, (4, 32))} for _ in range(5)]
-        >>> report = pr.compress_folder(source, target, bits=4.5, calibration=batches, forms="int4", seed=0)
-        >>> type(pr.from_pretrained(target).model.layers[0].mlp.up_proj).__name__
+        >>> batches = [
+        ...     {"input_ids": torch.randint(100, (4, 32))} for _ in range(5)
+        ... ]
+        >>> report = pr.compress_folder(
+        ...     source,
+        ...     target,
+        ...     bits=4.5,
+        ...     calibration=batches,
+        ...     forms="int4",
+        ...     seed=0,
+        ... )
+        >>> type(
+        ...     pr.from_pretrained(target).model.layers[0].mlp.up_proj
+        ... ).__name__
         'QuantizedLinear'
     """
     transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")

@@ -64,7 +64,9 @@ class SKConv2D(SketchedLayer):
 
     Example:
         >>> import keras, numpy as np
-        >>> layer = SKConv2D(64, 3, 1, 4, padding="same", data_format="channels_last", seed=0)
+        >>> layer = SKConv2D(
+        ...     64, 3, 1, 4, padding="same", data_format="channels_last", seed=0
+        ... )
         >>> layer(np.ones((2, 16, 16, 32), "float32")).shape == (2, 16, 16, 64)
         True
     """

@@ -61,7 +61,9 @@ class SKDense(SketchedLayer):
         >>> layer = SKDense(256, 1, 16, activation="relu", seed=0)
         >>> layer(np.ones((8, 512), "float32")).shape == (8, 256)
         True
-        >>> sum(int(np.prod(weight.shape)) for weight in layer.trainable_weights)
+        >>> sum(
+        ...     int(np.prod(weight.shape)) for weight in layer.trainable_weights
+        ... )
         12544
     """
 

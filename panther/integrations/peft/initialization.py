@@ -96,7 +96,9 @@ def init_pissa_(
         init_pissa_(model)
         model.save_pretrained("start")
         ...  # train
-        model.save_pretrained("adapter", path_initial_model_for_weight_conversion="start")
+        model.save_pretrained(
+            "adapter", path_initial_model_for_weight_conversion="start"
+        )
 
     Args:
         model: A model with a new LoRA adapter, as ``peft.get_peft_model`` returns it; changed in place.
@@ -118,7 +120,9 @@ def init_pissa_(
         >>> dense = torch.nn.Sequential(torch.nn.Linear(64, 48))
         >>> x = torch.randn(2, 64)
         >>> before = dense(x)
-        >>> model = peft.get_peft_model(dense, peft.LoraConfig(r=4, target_modules=["0"]))
+        >>> model = peft.get_peft_model(
+        ...     dense, peft.LoraConfig(r=4, target_modules=["0"])
+        ... )
         >>> report = init_pissa_(model, seed=0)
         >>> report.layers[0].rank, torch.allclose(model(x), before, atol=1e-5)
         (4, True)
@@ -185,7 +189,9 @@ def init_corda_(
         >>> dense = torch.nn.Sequential(torch.nn.Linear(64, 48))
         >>> batches = list(torch.randn(4, 32, 64))
         >>> before = dense(batches[0])
-        >>> model = peft.get_peft_model(dense, peft.LoraConfig(r=4, target_modules=["0"]))
+        >>> model = peft.get_peft_model(
+        ...     dense, peft.LoraConfig(r=4, target_modules=["0"])
+        ... )
         >>> report = init_corda_(model, batches, "knowledge_preserved", seed=0)
         >>> torch.allclose(model(batches[0]), before, atol=1e-5)
         True

@@ -77,7 +77,9 @@ class LearnedLinearAttention(nn.Module):
 
     Example:
         >>> import torch
-        >>> attention = LearnedLinearAttention(4, 16, num_features=32, window=32)
+        >>> attention = LearnedLinearAttention(
+        ...     4, 16, num_features=32, window=32
+        ... )
         >>> q, k, v = torch.randn(3, 2, 4, 200, 16).unbind()
         >>> attention(q, k, v, is_causal=True).shape
         torch.Size([2, 4, 200, 16])
@@ -329,10 +331,14 @@ class LearnedLinearAttention(nn.Module):
         reading tensors, except while masked tokens precede a first key.
 
         Example:
-            >>> attention = LearnedLinearAttention(4, 16, num_features=32, window=32)
+            >>> attention = LearnedLinearAttention(
+            ...     4, 16, num_features=32, window=32
+            ... )
             >>> q, k, v = torch.randn(3, 2, 4, 200, 16).unbind()
             >>> output, state = attention.step(q, k, v, attention.init_state(2))
-            >>> output, state = attention.step(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], state)
+            >>> output, state = attention.step(
+            ...     q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], state
+            ... )
             >>> output.shape, state.length
             (torch.Size([2, 4, 1, 16]), 201)
         """

@@ -115,7 +115,9 @@ class RandMultiHeadAttention(FeatureMap):
 
     Example:
         >>> import torch
-        >>> attention = RandMultiHeadAttention(64, 4, num_random_features=32, seed=0)
+        >>> attention = RandMultiHeadAttention(
+        ...     64, 4, num_random_features=32, seed=0
+        ... )
         >>> x = torch.randn(2, 100, 64)
         >>> output, weights = attention(x, x, x)
         >>> output.shape, weights
@@ -496,7 +498,9 @@ class RandMultiHeadAttention(FeatureMap):
         Example:
             >>> import torch
             >>> mha = torch.nn.MultiheadAttention(64, 4, batch_first=True)
-            >>> RandMultiHeadAttention.from_mha(mha, 32, kernel_fn="taylor").batch_first
+            >>> RandMultiHeadAttention.from_mha(
+            ...     mha, 32, kernel_fn="taylor"
+            ... ).batch_first
             True
         """
         if not isinstance(mha, nn.MultiheadAttention):

@@ -41,7 +41,9 @@ class PaddedConv2d(_PaddedConv, nn.Conv2d):
 
     Example:
         >>> import torch
-        >>> PaddedConv2d(3, 8, 3, stride=2, padding="same_upper")(torch.randn(1, 3, 7, 8)).shape
+        >>> PaddedConv2d(3, 8, 3, stride=2, padding="same_upper")(
+        ...     torch.randn(1, 3, 7, 8)
+        ... ).shape
         torch.Size([1, 8, 4, 4])
     """
 

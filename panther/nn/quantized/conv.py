@@ -78,7 +78,10 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         >>> layer = QuantizedConv2d(64, 128, kernel_size=3, padding=1, bits=4)
         >>> layer(torch.randn(8, 64, 32, 32)).shape
         torch.Size([8, 128, 32, 32])
-        >>> sum(t.nbytes for t in layer.state_dict().values()), 4 * 128 * (64 * 9 + 1)
+        >>> (
+        ...     sum(t.nbytes for t in layer.state_dict().values()),
+        ...     4 * 128 * (64 * 9 + 1),
+        ... )
         (39320, 295424)
     """
 
@@ -156,7 +159,9 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             >>> import torch
             >>> dense = torch.nn.Conv2d(32, 64, 3, padding=1)
             >>> layer = QuantizedConv2d.from_conv(dense, bits=4, group_size=48)
-            >>> bool((layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm())
+            >>> bool(
+            ...     (layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm()
+            ... )
             True
         """
         if not isinstance(conv, nn.Conv2d):
@@ -170,7 +175,10 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
         Example:
             >>> import torch
-            >>> layer, x = QuantizedConv2d(64, 128, 3, padding="same"), torch.randn(2, 64, 8, 8)
+            >>> layer, x = (
+            ...     QuantizedConv2d(64, 128, 3, padding="same"),
+            ...     torch.randn(2, 64, 8, 8),
+            ... )
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """

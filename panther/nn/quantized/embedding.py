@@ -172,7 +172,13 @@ class QuantizedEmbedding(QuantizedTable):
             >>> import torch
             >>> dense = torch.nn.Embedding(100, 64, padding_idx=0)
             >>> layer = QuantizedEmbedding.from_embedding(dense, bits=6)
-            >>> bool((layer.weight - dense.weight).norm() < 0.03 * dense.weight.norm()), bool(layer.weight[0].any())
+            >>> (
+            ...     bool(
+            ...         (layer.weight - dense.weight).norm()
+            ...         < 0.03 * dense.weight.norm()
+            ...     ),
+            ...     bool(layer.weight[0].any()),
+            ... )
             (True, False)
         """
         return cls._from_table(embedding, bits, group_size)

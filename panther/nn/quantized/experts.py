@@ -61,8 +61,13 @@ class QuantizedExperts(QuantizedMatrix):
         >>> layer = QuantizedExperts(8, 64, 32, bits=4, group_size=32)
         >>> layer.shape, layer[3].shape, layer(torch.randn(5, 64), 3).shape
         (torch.Size([8, 32, 64]), torch.Size([32, 64]), torch.Size([5, 32]))
-        >>> x, ends = torch.randn(6, 64), torch.tensor([0, 4, 4, 4, 6, 6, 6, 6], dtype=torch.int32)
-        >>> torch.nn.functional.grouped_mm(x, layer.transpose(-2, -1), offs=ends).shape  # experts 1 and 4
+        >>> x, ends = (
+        ...     torch.randn(6, 64),
+        ...     torch.tensor([0, 4, 4, 4, 6, 6, 6, 6], dtype=torch.int32),
+        ... )
+        >>> torch.nn.functional.grouped_mm(
+        ...     x, layer.transpose(-2, -1), offs=ends
+        ... ).shape  # experts 1 and 4
         torch.Size([6, 32])
     """
 

@@ -80,10 +80,14 @@ class QuantizedLinear(QuantizedMatrix):
     Example:
         >>> import torch
         >>> from panther.nn.quantized import stored_bytes
-        >>> layer = QuantizedLinear(1024, 1024, bits=4, group_size=128, low_rank=16)
+        >>> layer = QuantizedLinear(
+        ...     1024, 1024, bits=4, group_size=128, low_rank=16
+        ... )
         >>> layer(torch.randn(8, 1024)).shape
         torch.Size([8, 1024])
-        >>> 8 * stored_bytes(1024, 1024, bits=4, group_size=128, low_rank=16) / 1024**2
+        >>> 8 * stored_bytes(
+        ...     1024, 1024, bits=4, group_size=128, low_rank=16
+        ... ) / 1024**2
         4.437835693359375
 
     Reference: a low-rank correction of a quantized weight: Z. Yao et al., "ZeroQuant-V2", 2023, arXiv:2303.08302.
@@ -138,7 +142,9 @@ class QuantizedLinear(QuantizedMatrix):
 
         Example:
             >>> import torch
-            >>> layer = QuantizedLinear(256, 128, dtype=torch.bfloat16).hold_packed_()
+            >>> layer = QuantizedLinear(
+            ...     256, 128, dtype=torch.bfloat16
+            ... ).hold_packed_()
             >>> x = torch.randn(1, 256, dtype=torch.bfloat16)
             >>> with torch.no_grad():
             ...     torch.allclose(layer(x), layer.to_linear()(x), atol=0.05)
@@ -203,7 +209,9 @@ class QuantizedLinear(QuantizedMatrix):
             >>> import torch
             >>> dense = torch.nn.Linear(256, 128)
             >>> layer = QuantizedLinear.from_linear(dense, bits=4, group_size=64)
-            >>> bool((layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm())
+            >>> bool(
+            ...     (layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm()
+            ... )
             True
         """
         if not isinstance(linear, nn.Linear):

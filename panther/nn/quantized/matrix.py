@@ -232,8 +232,12 @@ def stored_bytes(
 
     Example:
         >>> from panther.nn import QuantizedLinear
-        >>> layer = QuantizedLinear(100, 60, 3, group_size=32, low_rank=2, bias=False)
-        >>> stored_bytes(100, 60, 3, group_size=32, low_rank=2) == sum(t.nbytes for t in layer.state_dict().values())
+        >>> layer = QuantizedLinear(
+        ...     100, 60, 3, group_size=32, low_rank=2, bias=False
+        ... )
+        >>> stored_bytes(100, 60, 3, group_size=32, low_rank=2) == sum(
+        ...     t.nbytes for t in layer.state_dict().values()
+        ... )
         True
     """
     columns = check_size("in_features", in_features, least=1)

@@ -27,7 +27,9 @@ class Group:
         joint: Whether all layers have the same values. Otherwise each layer has its values.
 
     Example:
-        >>> Group("encoder.*", type="Linear", indices=range(0, 6, 2), joint=True).label
+        >>> Group(
+        ...     "encoder.*", type="Linear", indices=range(0, 6, 2), joint=True
+        ... ).label
         'encoder.* Linear [0:6:2]'
     """
 

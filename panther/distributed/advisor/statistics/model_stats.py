@@ -28,7 +28,9 @@ class ModelStats:
         >>> import torch
         >>> from torch import nn
         >>> from panther.nn import SKLinear
-        >>> model = nn.Sequential(SKLinear(256, 256, 4), nn.ReLU(), nn.Linear(256, 2))
+        >>> model = nn.Sequential(
+        ...     SKLinear(256, 256, 4), nn.ReLU(), nn.Linear(256, 2)
+        ... )
         >>> stats = ModelStats.of(model, torch.ones(8, 256))
         >>> stats.num_parameters, stats.num_sketch_entries
         (2818, 2048)
