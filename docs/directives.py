@@ -10,7 +10,7 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-_WIDTH = "90"
+_WIDTH = "74"  # argparse leaves two columns free
 
 
 class CommandHelp(Directive):

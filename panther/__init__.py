@@ -1,9 +1,8 @@
 """Panther: sketched layers for PyTorch, on one device or on many.
 
 >>> import panther as pr
->>> layer = pr.nn.SKLinear(
-...     1024, 1024, num_terms=1, low_rank=16
-... )  # drop-in for nn.Linear
+>>> # A drop-in for nn.Linear.
+>>> layer = pr.nn.SKLinear(1024, 1024, num_terms=1, low_rank=16)
 """
 
 from importlib import import_module

@@ -78,9 +78,8 @@ def quantized_matmul(
 
     Example:
         >>> from panther.kernels import QuantizedCodes, QuantizedOperands
-        >>> packed = torch.tensor(
-        ...     [[0x31]], dtype=torch.uint8
-        ... )  # the codes 1 and 3
+        >>> # The codes 1 and 3.
+        >>> packed = torch.tensor([[0x31]], dtype=torch.uint8)
         >>> codes = QuantizedCodes(
         ...     packed,
         ...     4,

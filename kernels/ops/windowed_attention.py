@@ -84,9 +84,8 @@ def windowed_linear_attention(
         ...     q, k, v, phi, phi, window=1, is_causal=True
         ... ).squeeze(-1)
         tensor([0.0000, 0.5000, 1.0000, 1.5000])
-        >>> log_k = torch.tensor(
-        ...     [-torch.inf, 0.0, 0.0, 0.0]
-        ... )  # without the first position
+        >>> # Without the first position.
+        >>> log_k = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])
         >>> windowed_linear_attention(
         ...     q, k, v, phi, phi, log_k=log_k, window=1, is_causal=True
         ... ).squeeze(-1)

@@ -72,9 +72,8 @@ def orthonormalize(
     Cost: ``6 m n^2 + 8 m n d`` flops in matrix products; Householder's method on (m, d + n) where Cholesky's fails.
 
     Example:
-        >>> Q = orthonormalize(
-        ...     torch.ones(3, 2)
-        ... )  # rank one: the second column is another direction
+        >>> # Rank one: the second column is another direction.
+        >>> Q = orthonormalize(torch.ones(3, 2))
         >>> torch.allclose(Q.T @ Q, torch.eye(2), atol=1e-6)
         True
     """

@@ -22,9 +22,12 @@ PAGES = [
     "index",
     "start/quickstart",
     "start/which-tool",
+    "start/comparison",
     "howto/compress",
+    "howto/what-does-it-cost",
     "howto/distributed",
     "concepts/sklinear",
+    "concepts/glossary",
     "benchmarks/linalg",
     "reference/errors",
     "reference/api/generated/panther.compress",
@@ -154,6 +157,23 @@ def test_no_page_scrolls_sideways(visit, width, theme):
         if needed > width:
             wider.append(f"{name} needs {needed} pixels")
     assert not wider
+
+
+def test_a_line_of_72_columns_fits(visit):
+    page = visit("howto/compress", 1280)
+    room, needed = page.evaluate(
+        """() => {
+            const block = document.querySelector('.bd-article pre'), line = document.createElement('span');
+            line.textContent = 'x'.repeat(72);
+            block.append(line);
+            const style = getComputedStyle(block);
+            return [
+                block.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight),
+                line.getBoundingClientRect().width,
+            ];
+        }"""
+    )
+    assert room >= needed
 
 
 def test_mathematics_is_drawn_by_the_browser(visit):
