@@ -19,14 +19,21 @@ _FUNCTIONS = ("model", "data", "loss_fn", "loss_weight", "optimizer", "metrics")
 _PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
 _LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 _HELP = """\
-settings are key=value: model, data, loss_fn, loss_weight, optimizer, metrics, and those of panther.train.TrainConfig.
+settings are key=value: model, data, loss_fn, loss_weight, optimizer, metrics,
+and those of panther.train.TrainConfig.
 
-  model=module:function      returns an nn.Module; also without model=, as panther train module:function data=...
-  data=module:function       returns a DataLoader or Dataset to train on, or a pair of it and one to validate on
-  loss_fn=cross_entropy      a function of torch.nn.functional, or module:function; none if the model returns the loss
-  loss_weight=mask           a key or index of the batch whose sum a batch counts, or module:function of the batch
-  optimizer=AdamW            a class of torch.optim, or module:function of the parameters
-  metrics=module:function    returns a mapping of names to functions of output and target
+  model=module:function    returns an nn.Module; also without model=, as
+                           panther train module:function data=...
+  data=module:function     returns a DataLoader or Dataset to train on, or a
+                           pair of it and one to validate on
+  loss_fn=cross_entropy    a function of torch.nn.functional, or
+                           module:function; none if the model returns the loss
+  loss_weight=mask         a key or index of the batch whose sum a batch
+                           counts, or module:function of the batch
+  optimizer=AdamW          a class of torch.optim, or module:function of the
+                           parameters
+  metrics=module:function  returns a mapping of names to functions of output
+                           and target
 """
 
 

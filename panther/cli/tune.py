@@ -22,21 +22,27 @@ _FUNCTIONS = ("model", "evaluate", "calibration", "train")
 _HELP = """\
 The file is TOML or JSON. Its settings are:
 
-  model = "module:function"        returns an nn.Module, or a pair of one and batches; or a folder of transformers
-  evaluate = "module:function"     a function of a model that returns its metric
-  calibration = "module:function"  returns batches, unless the model's function does
-  train = "module:function"        trains a model by a TrainConfig; the model's function is then called for each trial
+  model = "module:function"        returns an nn.Module, or a pair of one and
+                                   batches; or a folder of transformers
+  evaluate = "module:function"     a function of a model that returns its
+                                   metric
+  calibration = "module:function"  returns batches, unless the model's
+                                   function does
+  train = "module:function"        trains a model by a TrainConfig; the
+                                   model's function is called for each trial
 
-objective and constraint can be functions too, in the same form, and catch names exceptions in it
-("torch:OutOfMemoryError"). The other settings are the arguments of panther.tune:
-trials, forms, seed, parallel, storage, ... The table [space] has a table of settings for each glob of names, or the
-text "auto":
+objective and constraint can be functions too, in the same form, and catch
+names exceptions in it ("torch:OutOfMemoryError"). The other settings are the
+arguments of panther.tune: trials, forms, seed, parallel, storage, ... The
+table [space] has a table of settings for each glob of names, or the text
+"auto":
 
   [space]
   "encoder.*" = "auto"
   "head" = { bits = [8, 4] }
   "proj" = { rank = { int = [8, 64], step = 8 } }
-  "joint:type:Linear" = { share = { float = [0.1, 0.9] } }   # all layers of a class, with the same settings
+  # all layers of a class, with the same settings
+  "joint:type:Linear" = { share = { float = [0.1, 0.9] } }
 """
 
 

@@ -25,6 +25,7 @@ PAGES = [
     "start/comparison",
     "howto/compress",
     "howto/what-does-it-cost",
+    "howto/migrate-ddp",
     "howto/distributed",
     "concepts/sklinear",
     "concepts/glossary",
