@@ -62,9 +62,21 @@ autosummary_generate = sorted(
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"  # the names of methods fit into the list beside the page
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Shape"]
+
+# Every reference to a name of Panther has a target. Names of other libraries have none, because intersphinx would need
+# the network. Neither have classes that are shown with the path of their module, as base classes and types of fields,
+# because the reference does not list them: its names have at most one package, or are in the exceptions below.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|transformers|collections|concurrent|enum|functools|multiprocessing|os|pathlib|abc)(\..*)?"),
+    (r"py:.*", r"pybind11_builtins\..*|nn\.Module|Tensor|Module|Sequential|CancelledError|optional"),
+    (r"py:class", r"panther\._settings\.Settings"),
+    (r"py:class", r"panther\.(?!integrations\.)\w+\.(?!checkpoint\.|functional\.)(\w+\.)+\w+"),
+]
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

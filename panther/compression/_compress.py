@@ -116,7 +116,7 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
             ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where
             a batch has them. One or two forwards of a shorter batch show which layers have which positions.
-        heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
+        heal: Distil the original into the compressed model afterwards; see :class:`~panther.compression.HealConfig`.
         statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
             of the free memory of the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
         group: Ranks that each hold the same model and different batches; moments and errors are summed over the ranks.

@@ -35,7 +35,7 @@ _KNOWN = (*_CONVOLUTIONS, *_TABLES, SKLinear, LowRankLinear, QuantizedLinear, Qu
 
 
 class ReplacedLayer(NamedTuple):
-    """A layer that :func:`to_linears_` replaced."""
+    """A layer that :func:`panther.to_linears_` replaced."""
 
     name: str
     """The name in the model. A layer with more than one name is listed under each name."""
@@ -51,7 +51,7 @@ class ReplacedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearsReport:
-    """The result of :func:`to_linears_`, as a table if printed."""
+    """The result of :func:`panther.to_linears_`, as a table if printed."""
 
     replaced: tuple[ReplacedLayer, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -183,7 +183,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
 
 
 def expanded(model: nn.Module) -> nn.Module:
-    """Return a model after :func:`to_linears_`, or the plain layers of a model that is itself a compressed layer."""
+    """Return a model after ``to_linears_``, or the plain layers of a model that is itself a compressed layer."""
     if not isinstance(model, CompressedModule):
         to_linears_(model)
         return model

@@ -54,8 +54,9 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
             function's arguments. Batches, forms and healing cannot be combined with it.
         space: ``"auto"`` is a budget and a weight of each group of layers, from which ranks and forms follow by the
             layers' spectra. Otherwise a dict: keys select layers, by a glob of names, a class, a function of the module
-            and its name, or a :class:`Group`; values are dicts of settings, each an :class:`Int`, a :class:`Float`, a
-            :class:`Choice`, a list, a range, or a value:
+            and its name, or a :class:`panther.tuning.Group`; values are dicts of settings, each an
+            :class:`~panther.tuning.Int`, a :class:`~panther.tuning.Float`, a :class:`~panther.tuning.Choice`, a list,
+            a range, or a value:
 
             - ``"form"``: a form of :func:`panther.compress`, ``"low_rank"`` if it is left out; or ``"bits"``, a width.
             - ``"rank"``: the matrix's rank, or ``"share"``, a share of the layer's bytes, for forms that have a rank.
@@ -93,8 +94,8 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
             for as many as the cluster of Ray has cores. A trial whose process died runs again. With more
             than one process, later trials depend on the order in which trials end.
-        heal: How each trial's model is healed before ``evaluate``: a :class:`panther.HealConfig`, or a dict of
-            settings and their values, as in ``space``. With ``max_steps`` 0 nothing is healed.
+        heal: How each trial's model is healed before ``evaluate``: a :class:`~panther.compression.HealConfig`, or a
+            dict of settings and their values, as in ``space``. With ``max_steps`` 0 nothing is healed.
         forms: The forms that layers may have in the space ``"auto"``, as for :func:`panther.compress`.
         rank_multiple: As for :func:`panther.compress`, like all arguments up to ``statistics_memory_bytes``.
         group_size: Columns of a quantized weight that share a scale.

@@ -30,7 +30,7 @@ class Plan:
         layers: ``form``, ``rank`` and ``bits`` by the names of layers. Other layers do not change.
         attention: ``kernel_fn`` and ``num_random_features`` by the names of attention modules. Other modules stay
             exact.
-        heal: Settings of a :class:`panther.HealConfig`. If it is empty, nothing is healed.
+        heal: Settings of a :class:`~panther.compression.HealConfig`. If it is empty, nothing is healed.
         train: Settings of a :class:`panther.train.TrainConfig` for a model that is trained from scratch.
         model: Arguments of the function that makes a model that is trained from scratch.
     """

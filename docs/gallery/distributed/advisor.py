@@ -3,7 +3,7 @@ Choose a parallelism
 ====================
 
 :func:`~panther.distributed.choose_parallelism_strategy` applies rules of thumb to three numbers.
-:func:`panther.plan_parallelism`, the advisor, compares every layout of a model on a cluster by memory, bytes and time.
+:func:`panther.distributed.plan_parallelism`, the advisor, compares every layout of a model on a cluster by memory, bytes and time.
 This example asks both, and then builds the advisor's choice on two processes.
 """
 

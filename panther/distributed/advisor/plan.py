@@ -226,7 +226,7 @@ def plan_parallelism(
 
     It considers all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node; ``"ddp"``,
     ``"fsdp"``, ``"replicate"`` and HSDP where they can be combined; and pipelines with one to four microbatches per
-    rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost.model`.
+    rank. The assumptions are documented in ``panther/distributed/advisor/cost/model.py``.
 
     Args:
         model: A module, whose values are not read, or its :class:`ModelStats`.

@@ -2,7 +2,7 @@
 
 ``layout`` has the names, the packing and the entry of config.json, ``writer`` writes a model and compares the files
 with it, and ``adapter`` writes corrections of low rank. What a reader holds is the table
-:data:`panther.compression.readers.READERS`.
+``panther.compression.readers.READERS``.
 """
 
 from .layout import Scheme

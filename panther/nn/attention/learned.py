@@ -60,8 +60,10 @@ class LearnedLinearAttention(nn.Module):
         dtype: Floating dtype; None is torch's default.
 
     Attributes:
-        query_weight, key_weight: The rows u and w, (heads, m, head width).
-        query_bias, key_bias: The numbers c and b, (heads, m).
+        query_weight: The rows u, (heads, m, head width).
+        key_weight: The rows w, (heads, m, head width).
+        query_bias: The numbers c, (heads, m).
+        key_bias: The numbers b, (heads, m).
         key_scale: g, (heads, head width).
         key_offset: h, (heads,).
         record: The window, as a buffer in the state_dict: ``load_state_dict`` refuses weights of another window. A

@@ -97,8 +97,14 @@ class RandMultiHeadAttention(FeatureMap):
         dtype: Floating dtype; None is torch's default.
 
     Attributes:
-        Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
-        bq, bk, bv, b0: Their biases, or None.
+        Wq: Projection of queries in nn.Linear's layout, (out, in).
+        Wk: Projection of keys.
+        Wv: Projection of values.
+        W0: Projection of the heads' results.
+        bq: Bias of the projection of queries, or None.
+        bk: Bias of the projection of keys, or None.
+        bv: Bias of the projection of values, or None.
+        b0: Bias of the projection of the heads' results, or None.
         directions: Random directions (num_heads, features, width of a head or of the results of ``SRPE``), in the
             state_dict; None for ``"taylor"``. For ``"hermite"`` r directions of queries, then r of keys.
         center: For ``"hermite"``, vectors (num_heads, 2, width) subtracted from scaled queries and keys, 0 until
@@ -264,9 +270,9 @@ class RandMultiHeadAttention(FeatureMap):
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
-            Relative errors of the heads' outputs: ``layer`` is the error of this layer, and ``mean_of_values`` is the
-            error of giving all keys the same weight. A layer with a larger error than the mean is worse than no
-            attention.
+            The relative errors of the outputs of the heads. ``layer`` is the error of this layer, and
+            ``mean_of_values`` is the error of giving all keys the same weight. A layer with a larger error than the
+            mean is worse than no attention.
 
         Cost: softmax attention of 256 positions.
 
@@ -380,9 +386,9 @@ class RandMultiHeadAttention(FeatureMap):
             batch_size: Sequences that are read side by side.
 
         Returns:
-            Sums over keys: for each sequence and head, D (E + 1) numbers in float32, or float64 for layers in float64,
-            with D features and heads of width E. Layers whose map has exponents, ``"softmax"`` and ``"oprf"``, also
-            keep the largest exponent so far, and ``"hermite"`` keeps the sum of the keys' squared norms.
+            The sums over keys. For each sequence and head, D (E + 1) numbers in float32, or float64 for layers in
+            float64, with D features and heads of width E. Layers whose map has exponents, ``"softmax"`` and ``"oprf"``,
+            also keep the largest exponent so far, and ``"hermite"`` keeps the sum of the keys' squared norms.
 
         Example:
             >>> layer = RandMultiHeadAttention(64, 4, 32, seed=0)
