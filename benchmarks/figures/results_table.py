@@ -8,16 +8,16 @@ __all__ = ["LINES", "Line", "results_table"]
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.inc"
-HEAD = ("", "Ours", "Best other", "Times better", "Quality: ours", "other", "Page")
+HEAD = ("", "Ours", "Best other", "Times better", "Quality of both")
 _AMD = "-cpu-amd-epyc-threads-1"
 _XEON = "-cpu-intel-xeon-2.50ghz-threads-1"
-Row = Mapping[str, str]
+Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -53,35 +53,30 @@ class Line:
     def cells(self) -> list[str]:
         """Return the cells of the line."""
         rows = [
-            _row(name, wanted | self.where) for name, wanted in zip(self.files, (self.ours, self.other), strict=True)
+            _rows(name, wanted | self.where) for name, wanted in zip(self.files, (self.ours, self.other), strict=True)
         ]
         figures = [_mean(each, self.column) / self.scale for each in rows]
         ratio = figures[1] / figures[0] if self.ratio is None else _mean(rows[0], self.ratio)
-        kept = ["", ""]
+        quality = ""
         if self.quality is not None:
             column, name = self.quality
-            values = [each[0].get(column) and _mean(each, column) for each in rows]
-            kept = [f"{name} {_text(value)}" if index == 0 else _text(value) for index, value in enumerate(values)]
+            quality = f"{name} " + ", ".join(_text(_mean(each, column)) for each in rows)
         return [
-            self.subject,
+            f":doc:`{self.subject} <{self.page}>`",
             _text(figures[0]),
             f"{_text(figures[1])} ({self.other_name})",
             f"{ratio:.2g}",
-            *kept,
-            f":doc:`{self.page}`",
+            quality,
         ]
 
 
-def _text(value: float | str | None) -> str:
-    if value in (None, ""):
-        return ""
-    number = float(value)  # type: ignore[arg-type]
+def _text(number: float) -> str:
     if number >= 1000:
         return f"{number:,.0f}"
     return f"{number:.1e}" if number and abs(number) < 1e-3 else f"{number:.4g}"
 
 
-def _row(name: str, wanted: Row) -> list[Row]:
+def _rows(name: str, wanted: Row) -> list[Row]:
     with open(RESULTS / f"{name}.csv", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
     if not rows:
@@ -241,6 +236,7 @@ def results_table() -> str:
         "",
         ".. csv-table::",
         "   :header-rows: 1",
+        "   :widths: 36 10 24 10 20",
         "   :class: lookup",
         "",
     ]

@@ -19,7 +19,7 @@ class CheckedGroups(torch.optim.Optimizer):
     def exchanged_bytes(self, parameter: Tensor, parts: Sequence[tuple[range, range]]) -> float:
         """Return the bytes that a rank sends in a step for a matrix that is sharded, in the mean over the ranks.
 
-        :func:`panther.plan_parallelism` calls it, on a copy of the model without values.
+        ``panther.plan_parallelism`` calls it, on a copy of the model without values.
 
         Args:
             parameter: The matrix, of this optimizer or not.
