@@ -3,10 +3,12 @@
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
 
-__all__ = ["empty_model", "load_model", "quietly", "sample_inputs", "text_batches"]
+__all__ = [
+    "empty_model", "has_tokenizer", "load_model", "load_tokenizer", "quietly", "sample_inputs", "text_batches",
+]  # fmt: skip
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,19 @@ def empty_model(folder: Path) -> Any:
     return model
 
 
-def sample_inputs(model: Any, batch: int, length: int, fix: str) -> dict[str, Tensor]:
-    """Return inputs by name, tokens or an image of the config's sizes; ``fix`` ends the error if neither is known."""
+def sample_inputs(
+    model: Any, batch: int, length: int, fix: str, names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Return inputs by name: tokens, or an image of the sizes in the config.
+
+    Args:
+        model: A model of transformers.
+        batch: Number of samples.
+        length: Number of tokens of a sample.
+        fix: The end of the error if the inputs of the model are not known.
+        names: What the tokenizer makes, in its order; inputs that the forward does not take are left out. None is
+            tokens and their mask.
+    """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or main not in ("input_ids", "pixel_values"):
         raise PantherError(f"the inputs of a {type(model).__name__} are not known: {fix}")
@@ -105,8 +118,26 @@ def sample_inputs(model: Any, batch: int, length: int, fix: str) -> dict[str, Te
         return {"pixel_values": pixels.expand(-1, getattr(config, "num_channels", 3), -1, -1).contiguous()}
     tokens = torch.arange(batch * length).view(batch, length) % (getattr(config, "vocab_size", None) or 2)
     sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if names is not None:
+        accepted = inspect.signature(model.forward).parameters
+        sample |= {"token_type_ids": torch.zeros_like(tokens)}
+        sample = {name: sample[name] for name in names if name in sample and name in accepted}
     decoder = {"decoder_input_ids": tokens[:, : max(1, length - 2)].clone()}
     return sample | (decoder if config.is_encoder_decoder else {})
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds a vocabulary. Without one, transformers creates a tokenizer that knows no word."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder; None if it holds none."""
+    if not has_tokenizer(folder):
+        return None
+    transformers = require_extra("transformers", "transformers")
+    with quietly(f"the tokenizer in {folder} cannot be loaded"):
+        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
 def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_size: int) -> list[dict[str, Tensor]]:
@@ -130,15 +161,12 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
             f"{type(model).__name__} has an encoder and a decoder, and a text is input for the encoder only: "
             "give --calibration module:function, which returns batches with both"
         )
-    # If the folder has no tokenizer, transformers creates an empty one, to which every word is unknown.
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
         raise PantherError(
             f"{folder} holds no tokenizer, which text needs: save it there with tokenizer.save_pretrained, or give "
             "--calibration module:function"
         )
-    transformers = require_extra("transformers", "transformers")
-    with quietly(f"the tokenizer in {folder} cannot be loaded"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     lines = _lines(text)
     positions = getattr(model.config, "max_position_embeddings", None) or max_length
     length = min(max_length, tokenizer.model_max_length, positions)

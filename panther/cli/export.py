@@ -3,7 +3,6 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import logging
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from panther.files import new_file, write_json
 if TYPE_CHECKING:
     from torch import nn
 
-_MAX_ERROR = 1e-4  # relative error of a file in float32
-_MAX_ERROR_RATIO = 4.0  # error of a file in float16, divided by the error of the model itself in float16
 # What a file without config.json beside it says about a folder, and what to do about it.
 _FOREIGN_FOLDERS = {
     "adapter_config.json": "an adapter of PEFT: load it with its base, call merge_and_unload(), and save the model",
@@ -58,6 +55,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--sample", metavar="FUNCTION", help=text)
     text = "dtype of the weights (default: as they were saved)"
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=text)
+    text = (
+        "int8: onnxruntime rounds the inputs of quantized layers to 8 bits, which is faster and changes outputs by "
+        "some percent (default: as the layers do)"
+    )
+    parser.add_argument("--activations", choices=("int8",), help=text)
     parser.set_defaults(run=run)
 
 
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
+    elif args.activations is not None:
+        raise PantherError(f"--activations is for --to onnx, not for --to {args.to}: leave it out")
     with current_folder_importable(), _empty_after_an_error(out):
         model = _model_of(args.model_path) if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
@@ -107,6 +111,8 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     """Write the model in the format ``args.to``."""
     import torch
 
+    from panther.cli._transformers import sample_inputs
+
     if args.dtype is not None:
         model = model.to(getattr(torch, args.dtype))
     if args.to == "linears":
@@ -115,7 +121,10 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     if args.to == "compressed-tensors":
         _write_compressed_tensors(model, Path(args.model_path), out, args.reader)
         return
-    sample = _sample(model, args.sample)
+    names = None
+    if args.sample is None:
+        names = _input_names(Path(args.model_path), model, args.to)
+    sample = _sample(model, args.sample, names)
     inputs = f"which --sample {args.sample} returns" if args.sample else "tokens or an image of its sizes"
     with explained(f"{type(model).__name__} does not run on its inputs, {inputs}"), torch.no_grad():
         model(**sample)
@@ -123,10 +132,14 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False  # other programs cannot pass the cache back to the model
-    with explained(f"{type(model).__name__} cannot be exported"):
-        _write_program(model, sample, args.to, out)
-    if args.to == "onnx":
-        _compare(model, sample, out / "model.onnx")
+    if args.to == "torch":
+        with explained(f"{type(model).__name__} cannot be exported"):
+            _write_program(model, sample, out)
+        return
+    samples = [sample, {name: x[:1] for name, x in sample.items()}]
+    if args.sample is None:
+        samples[1] = _cast(sample_inputs(model, 1, 5, _SAMPLE, names), model)
+    _write_onnx(args, model, samples, out)
 
 
 def _model_of(function: str) -> "nn.Module":
@@ -158,23 +171,44 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
         return pr.from_pretrained(folder)
 
 
-def _sample(model: Any, function: str | None) -> dict[str, Any]:
+def _input_names(folder: Path, model: Any, target: str) -> list[str] | None:
+    """Return the inputs that the folder's tokenizer makes, in its order; None if they are not known."""
+    from panther.cli._transformers import load_tokenizer
+
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return None
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is not None:
+        return list(tokenizer.model_input_names)
+    if target == "onnx" and folder.is_dir():
+        print(
+            f"{folder} holds no tokenizer, so the inputs are input_ids and attention_mask: save the tokenizer there "
+            "with tokenizer.save_pretrained, or give --sample, for others"
+        )
+    return None
+
+
+def _sample(model: Any, function: str | None, names: list[str] | None) -> dict[str, Any]:
     """Return inputs by name: from a function, or else tokens or an image of the sizes in the model's config."""
     import torch
 
     from panther.cli._transformers import sample_inputs
 
     if function is None:
-        sample = sample_inputs(model, 2, 7, _SAMPLE)
-        dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
-        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
+        return _cast(sample_inputs(model, 2, 7, _SAMPLE, names), model)
     inputs = call(function)
     if not isinstance(inputs, dict) or not all(isinstance(value, torch.Tensor) for value in inputs.values()):
         raise wrong_return(function, inputs, "a mapping of the forward's arguments to tensors")
     return inputs
 
 
-def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> None:
+def _cast(sample: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return inputs with floating numbers in the dtype of the model."""
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
+
+
+def _write_program(model: Any, sample: dict[str, Any], out: Path) -> None:
     """Export the model with a batch size that may change; the second size of an integer matrix may change as well."""
     import torch
 
@@ -187,85 +221,58 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own modules warn
         program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
-        if kind == "torch":
-            with new_file(out / "model.pt2") as file:
-                torch.export.save(program, file)
-        else:
-            _check_operators(type(model).__name__, program)
-            before = logging.root.manager.disable
-            logging.disable(logging.WARNING)  # torch would list its optional packages that are missing
-            try:
-                torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
-            finally:
-                logging.disable(before)
+        with new_file(out / "model.pt2") as file:
+            torch.export.save(program, file)
 
 
-def _check_operators(kind: str, program: Any) -> None:
-    """Raise if a program contains operators of Panther, which ONNX lacks. Linear attention uses such operators."""
-    import torch
+def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, Any]], out: Path) -> None:
+    """Write model.onnx, compare it with the model, and copy the tokenizer."""
+    import panther as pr
+    from panther.cli._transformers import has_tokenizer
+    from panther.integrations.folders.beside import copy_beside
+    from panther.integrations.onnx import compare_onnx, write_onnx
 
-    graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
-    targets = (node.target for graph in graphs for node in graph.nodes)
-    names = sorted({str(target) for target in targets if getattr(target, "namespace", "") == "panther"})
-    if names:
-        raise PantherError(
-            f"{kind} contains {', '.join(names)}, of linear attention, and ONNX has no such operator: use --to torch, "
-            "or export the model with softmax attention"
-        )
-
-
-def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:
-    """Run the file with onnxruntime, if it is installed, and print how much its first output differs from the model's.
-
-    A file in half precision is compared with the model in float32. The limit is then a multiple of the rounding error
-    that the model's own output has in half precision. The model is in float32 afterwards.
-    """
-    import torch
-
+    if args.activations is not None:
+        layers = [module for module in model.modules() if isinstance(module, pr.nn.QuantizedLinear) and module.bits]
+        if not layers:
+            raise PantherError(
+                f"{args.model_path} holds no quantized linear layer whose inputs could be rounded: leave --activations "
+                "out"
+            )
+        for layer in layers:
+            layer.activations = args.activations
+    path = out / "model.onnx"
+    with explained(f"{type(model).__name__} cannot be exported"):
+        write_onnx(model, path, samples[0])
     if find_spec("onnxruntime") is None:
         print("not run: onnxruntime is not installed (pip install onnxruntime), so nothing was compared")
-        return
-    with torch.no_grad():
-        own_output = _first_output(model(**sample))
-    if own_output.dtype is torch.bfloat16:
-        print(
-            "not compared: onnxruntime has no kernels for bfloat16 on CPUs (--dtype float32 writes a file that is "
-            "compared)"
-        )
-        return
-    runtime: Any = require_extra("onnxruntime", "onnx")
-    arrays = {name: tensor.numpy() for name, tensor in sample.items()}
-    with explained(f"onnxruntime does not run {path}"):
-        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        (file_output, *_) = session.run(None, {entry.name: arrays[entry.name] for entry in session.get_inputs()})
-    reference, limit = own_output, _MAX_ERROR
-    if own_output.dtype is torch.float16:
-        wide = {name: x.float() if x.is_floating_point() else x for name, x in sample.items()}
-        with torch.no_grad():
-            reference = _first_output(model.float()(**wide))
-        own_error = _distance(own_output, reference)
-        limit = max(_MAX_ERROR_RATIO * own_error, _MAX_ERROR_RATIO * torch.finfo(torch.float16).eps)
-    error = _distance(torch.from_numpy(file_output), reference)
-    if not error <= limit:
-        raise PantherError(
-            f"{path} gives a different output than the model, with a relative difference of {error:.1e}, more than "
-            f"{limit:.1e}, and was removed: use --to torch"
-        )
-    compared = "the model's output" if reference is own_output else "the output of the model in float32"
-    print(f"onnxruntime gives {compared}, with a relative difference of {error:.1e}")
+    else:
+        with explained(f"onnxruntime does not run {path}"):
+            agreement = compare_onnx(model, path, samples)
+        if agreement is None:
+            print(
+                "not compared: onnxruntime has no kernels for bfloat16 on CPUs (--dtype float32 writes a file that is "
+                "compared)"
+            )
+        elif not agreement.is_close:
+            raise PantherError(
+                f"{path} gives different outputs than the model, with a relative difference of {agreement.error:.1e}, "
+                f"more than {agreement.limit:.1e}, and was removed: use --to torch"
+            )
+        else:
+            print(
+                f"onnxruntime gives {agreement.reference}, with a relative difference of {agreement.error:.1e}, at "
+                f"batch sizes {' and '.join(str(len(next(iter(sample.values())))) for sample in samples)}"
+            )
+    if has_tokenizer(Path(args.model_path)):
+        copy_beside(Path(args.model_path), out)
+        _remove_descriptions(out)
 
 
-def _first_output(output: Any) -> Any:
-    import torch
-
-    return output if isinstance(output, torch.Tensor) else next(iter(getattr(output, "values", lambda: output)()))
-
-
-def _distance(output: Any, reference: Any) -> float:
-    import torch
-
-    difference = torch.linalg.vector_norm(output.double() - reference.double())
-    return float(difference / torch.linalg.vector_norm(reference.double()))
+def _remove_descriptions(out: Path) -> None:
+    """Remove copies of files that describe the folder with Panther's layers."""
+    for name in ("panther.json", "README.md"):
+        (out / name).unlink(missing_ok=True)
 
 
 def _write_linears(model: "nn.Module", out: Path) -> None:
@@ -303,8 +310,7 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
         schemes = write_compressed_tensors(model, out, reader=reader)
     if folder.is_dir():
         copy_beside(folder, out)
-    for name in ("panther.json", "README.md"):  # they describe the folder with Panther's layers
-        (out / name).unlink(missing_ok=True)
+    _remove_descriptions(out)
     for scheme, count in sorted(Counter(schemes.values()).items(), reverse=True):
         groups = f"groups of {scheme.group_size}" if scheme.group_size else "entire rows"
         print(f"{counted(count, 'layer')} of {scheme.bits} bits in {groups}, equal to the model's number by number")

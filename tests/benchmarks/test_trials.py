@@ -126,6 +126,19 @@ def test_files_of_other_tools_are_measured_where_the_tools_are_installed(capsys)
     assert ("hqq, 4 bits" in rows) is ("hqq" not in missing)
 
 
+@pytest.mark.extra
+@pytest.mark.slow
+def test_onnx_files_are_smaller_than_those_of_onnxruntime(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    from benchmarks.compress import trial_onnx
+
+    rows = {row["method"]: row for row in trial_onnx.run(True, tmp_path)}
+    assert len(rows) == 9
+    assert rows["Panther, int4"]["file_mb"] < rows["Panther, int8"]["file_mb"] < 0.4 * rows["float32"]["file_mb"]
+    assert float(rows["Panther, int4"]["error"]) < 1e-5 < float(rows["Panther, int4, rounded"]["error"]) < 0.05
+
+
 @pytest.mark.parametrize("task", ["digits", "retrieval"])
 def test_a_search_finds_what_is_good_enough(task):
     for module in ("sklearn", "optuna", *(["transformers"] if task == "retrieval" else [])):

@@ -1,10 +1,14 @@
 """panther export: what other programs get of a compressed folder."""
 
+import errno
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import waits
 from safetensors.torch import load_file
 
 import panther as pr
@@ -134,8 +138,36 @@ TRANSFORMERS = {
     "Qwen2": ("Qwen2ForCausalLM", WORDS | SIZES | {"num_key_value_heads": 2}),
     "GPT2": ("GPT2LMHeadModel", WORDS | {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}),
     "T5": ("T5EncoderModel", WORDS | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),
+    "T5 with a decoder": (
+        "T5ForConditionalGeneration",
+        WORDS
+        | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+        | {"tie_word_embeddings": False, "decoder_start_token_id": 0},
+    ),
     "ViT": ("ViTForImageClassification", SIZES | IMAGE),
 }
+
+
+OUTPUTS = {
+    "Bert": ["last_hidden_state", "pooler_output"],
+    "Llama": ["last_hidden_state"],
+    "Qwen2": ["logits"],
+    "GPT2": ["logits"],
+    "T5": ["last_hidden_state"],
+    "T5 with a decoder": ["logits", "encoder_last_hidden_state"],
+    "ViT": ["logits"],
+}
+
+
+def made(transformers, name):
+    make, sizes = TRANSFORMERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name.split()[0]}Config")(**sizes)
+    return getattr(transformers, make)(config).eval()
+
+
+def sizes_of(values):
+    return {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
 
 
 @pytest.mark.extra
@@ -144,35 +176,179 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_model_of_transformers_to_onnx(name, form, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    make, sizes = TRANSFORMERS[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, make)(getattr(transformers, f"{name}Config")(**sizes)).eval()
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    model = made(transformers, name)
     if form == "low_rank":
         pr.sketch_layers_(model, pr.SketchConfig(low_rank=3))
     else:
         pr.compress(model, bits=9, method="svd", forms=form, measure_speed=False, seed=0)
         assert any(isinstance(module, pr.nn.QuantizedLinear) for module in model.modules())
-    small = tmp_path / "small"
+    small, out = tmp_path / "small", tmp_path / "out"
     if name in ("Llama", "GPT2"):
         model.save_pretrained(small)
     else:
         pr.save_compressed(model, small)
-    assert main(["export", str(small), "--to", "onnx", "--out", str(tmp_path / "out")]) == 0
+    assert main(["export", str(small), "--to", "onnx", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert "onnxruntime gives the model's output, with a relative difference of" in printed.out
+    assert (name == "ViT") or "holds no tokenizer, so the inputs are input_ids and attention_mask" in printed.out
     assert "Loading weights" not in printed.err
     assert "not installed" not in printed.err
-    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    for batch, length in ((2, 7), (3, 12)):
+    graph = onnx.load(out / "model.onnx").graph
+    assert {"low_rank": 0, "int8": "DequantizeLinear", "int4": "MatMulNBits"}[form] in {
+        0, *(node.op_type for node in graph.node)
+    }  # fmt: skip
+    assert [value.name for value in graph.output] == OUTPUTS[name]
+    symbols = {"batch", "decoder_length", "length"} if "decoder" in name else {"batch", "length"}
+    sizes = sizes_of((*graph.input, *graph.output))
+    assert {size for shape in sizes.values() for size in shape if isinstance(size, str)} == (
+        {"batch"} if name == "ViT" else symbols
+    )
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
+    for batch, length in ((2, 7), (3, 12), (1, 1)):
         tokens = torch.randint(1, 61, (batch, length))
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if name == "ViT":
             inputs = {"pixel_values": torch.randn(batch, 3, 16, 16)}
+        if "decoder" in name:
+            inputs["decoder_input_ids"] = torch.randint(1, 61, (batch, length + 2))
+        assert [value.name for value in graph.input] == list(inputs)
         with torch.no_grad():
-            expected = model(**inputs)[0]
-        found = session.run(None, {entry.name: inputs[entry.name].numpy() for entry in session.get_inputs()})[0]
-        torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-5)
+            expected = model(**inputs)
+        outputs = session.run(None, {entry.name: inputs[entry.name].numpy() for entry in session.get_inputs()})
+        for key, output in zip(OUTPUTS[name], outputs, strict=True):
+            assert (torch.as_tensor(output) - expected[key]).norm() < 1e-5 * expected[key].norm()
+
+
+READER = """
+import sys
+import numpy as np, onnxruntime, transformers
+folder, file = sys.argv[1:]
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+session = onnxruntime.InferenceSession(folder + "/model.onnx", providers=["CPUExecutionProvider"])
+for number, texts in enumerate((["a b"], ["c", "a b c d", "d d d"])):
+    encoded = tokenizer(texts, padding=True, return_tensors="np")
+    (states, pooled) = session.run(["last_hidden_state", "pooler_output"], dict(encoded))
+    np.savez(f"{file}-{number}.npz", states=states, pooled=pooled, **encoded)
+assert not [name for name in sys.modules if name.split(".")[0] == "panther"]
+print([value.name for value in session.get_inputs()])
+"""
+
+
+@pytest.mark.extra
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_the_tokenizer_beside_the_file_makes_its_inputs_in_a_process_without_panther(activations, tmp_path, capsys):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    pytest.importorskip("onnxruntime")
+    model = made(transformers, "Bert")
+    pr.compress(model, bits=9, method="svd", forms=["int4", "int8"], measure_speed=False, seed=0)
+    pr.save_compressed(model, tmp_path / "small")
+    save_tokenizer(transformers, tokenizers, tmp_path / "small")
+    out = tmp_path / "out"
+    command = ["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(out)]
+    assert main(command if activations is None else [*command, "--activations", activations]) == 0
+    printed = capsys.readouterr().out
+    assert "at batch sizes 2 and 1" in printed
+    assert ("with the inputs of layers not rounded" in printed) == (activations is not None)
+    assert {path.name for path in out.iterdir()} == {"model.onnx", "tokenizer.json", "tokenizer_config.json"}
+    result = waits.run([sys.executable, "-c", READER, str(out), str(tmp_path / "outputs")], check=True)
+    assert result.stdout.strip() == "['input_ids', 'token_type_ids', 'attention_mask']"
+    tolerance = 1e-5 if activations is None else 0.05
+    for number in range(2):
+        saved = {name: torch.as_tensor(x) for name, x in np.load(tmp_path / f"outputs-{number}.npz").items()}
+        states, pooled = saved.pop("states"), saved.pop("pooled")
+        with torch.no_grad():
+            expected = model(**saved)
+        for output, reference in ((states, expected.last_hidden_state), (pooled, expected.pooler_output)):
+            assert (output - reference).norm() < tolerance * reference.norm()
+
+
+def save_tokenizer(transformers, tokenizers, folder):
+    words = {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4, "d": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", model_input_names=names
+    ).save_pretrained(folder)
+
+
+@pytest.mark.extra
+def test_inputs_are_those_that_the_model_takes(tmp_path, monkeypatch):
+    """A tokenizer of BERT also makes token_type_ids for models that do not take them."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    from panther.cli import export
+
+    save_tokenizer(transformers, tokenizers, tmp_path)
+    for name, expected in (
+        ("Bert", ["input_ids", "token_type_ids", "attention_mask"]),
+        ("T5", ["input_ids", "attention_mask"]),
+        ("T5 with a decoder", ["input_ids", "attention_mask", "decoder_input_ids"]),
+        ("ViT", ["pixel_values"]),
+    ):
+        model = made(transformers, name)
+        assert list(export._sample(model, None, export._input_names(tmp_path, model, "onnx"))) == expected
+
+
+@pytest.mark.extra
+def test_nothing_is_left_after_a_full_disk_or_an_interruption(tmp_path, monkeypatch, capsys):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    pytest.importorskip("onnxscript")
+    made(transformers, "Bert").save_pretrained(tmp_path / "model")
+    save_tokenizer(transformers, tokenizers, tmp_path / "model")
+    out = tmp_path / "out"
+    command = ["export", str(tmp_path / "model"), "--to", "onnx", "--out", str(out)]
+    capsys.readouterr()  # the progress of save_pretrained
+
+    def written(model, path, sample):
+        path.parent.mkdir()
+        path.write_bytes(b"half")
+
+    monkeypatch.setattr("panther.integrations.onnx.write_onnx", written)
+    for error in (OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()):
+
+        def fail(*args, error=error):
+            raise error
+
+        monkeypatch.setattr("panther.integrations.onnx.compare_onnx", fail)
+        if isinstance(error, OSError):
+            assert main(command) == 2
+            message = capsys.readouterr().err
+            assert "No space left on device" in message
+            assert message.count("\n") == 1
+        else:
+            assert main(command) == 130
+        assert not out.exists()
+
+
+@pytest.mark.extra
+def test_what_onnx_cannot_take_is_one_sentence(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnxscript")
+    made(transformers, "Bert").save_pretrained(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--to"]
+    capsys.readouterr()  # the progress of save_pretrained
+
+    def message(*options):
+        assert main([*command, *options]) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1
+        return text
+
+    assert "holds no quantized linear layer whose inputs could be rounded: leave --activations out" in message(
+        "onnx", "--activations", "int8"
+    )
+    assert "--activations is for --to onnx, not for --to torch: leave it out" in message(
+        "torch", "--activations", "int8"
+    )
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert f"the tokenizer in {tmp_path / 'model'} cannot be loaded" in message("onnx")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.onnx").write_bytes(b"mine")
+    assert "is not empty, and might hold another model: give a new folder, or clear it" in message("onnx")
+    assert (tmp_path / "out" / "model.onnx").read_bytes() == b"mine"
 
 
 @pytest.mark.extra
@@ -224,9 +400,9 @@ def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxruntime")
     model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
     pr.save_compressed(model, tmp_path / "small")
-    monkeypatch.setattr("panther.cli.export._MAX_ERROR", -1.0)
+    monkeypatch.setattr("panther.integrations.onnx.comparison._MAX_ERROR", -1.0)
     assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
-    assert "gives a different output than the model" in capsys.readouterr().err
+    assert "gives different outputs than the model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # so that the next try is not refused for what is left
 
 

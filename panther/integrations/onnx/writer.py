@@ -1,0 +1,154 @@
+"""Write a model as an ONNX file: trace it by torch.export, translate it by torch.onnx, and name its sizes."""
+
+__all__ = ["check_operators", "write_onnx"]
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther.errors import PantherError, require_extra
+from panther.files import new_file
+from panther.integrations.onnx.layers import FOUR_BITS, onnx_layers
+from panther.integrations.onnx.signature import dynamic_shapes, named_tensors, size_names
+
+_OPSET = 21  # the first one with types of 4 bits, and with scales of groups
+_LARGEST_FILE = 2_000_000_000  # bytes of weights in one file; protobuf reads no more than 2^31
+
+
+@torch.no_grad()
+def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[str, Tensor]) -> None:
+    """Write a model as an ONNX file, whose batch size and length may change.
+
+    Weights of :class:`~panther.nn.QuantizedLinear`, :class:`~panther.nn.QuantizedConv2d` and
+    :class:`~panther.nn.QuantizedEmbedding` are stored in ONNX's types of 4 and 8 bits; 2 and 3 bits take 4, and 5 to 7
+    bits take 8. Codes up to 4 bits in groups that a power of two from 16 divides become ``MatMulNBits`` of onnxruntime,
+    and other codes ``DequantizeLinear``. Layers with ``activations="int8"`` become a ``MatMulNBits`` that rounds its
+    input to 8 bits, with one step for each block of columns instead of one for each row.
+
+    Args:
+        model: The model, in eval mode. It is not changed.
+        path: The file. More than 2 GB of weights are written beside it, to a file whose name ends with ``.data``.
+        sample: Inputs by the names of the forward's arguments, in the order that the file's inputs will have. The first
+            dimension is the batch, and the second dimension of an integer matrix the length; both must be at least 2.
+
+    Raises:
+        PantherError: If the model contains operators that ONNX does not have.
+        MissingExtraError: Without onnx or onnxscript.
+        OSError: If the file cannot be written.
+
+    Cost: a trace of the model, and twice the memory of the file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from panther.integrations.onnx import compare_onnx, write_onnx
+        >>> from panther.nn import QuantizedLinear
+        >>> layers = (
+        ...     QuantizedLinear(64, 32),
+        ...     torch.nn.ReLU(),
+        ...     QuantizedLinear(32, 4),
+        ... )
+        >>> model = torch.nn.Sequential(*layers).eval()
+        >>> path = tempfile.mkdtemp() + "/model.onnx"
+        >>> sample = {"input": torch.randn(3, 64)}
+        >>> write_onnx(model, path, sample)
+        >>> compare_onnx(model, path, [sample]).error < 1e-5
+        True
+    """
+    for module in ("onnx", "onnxscript"):
+        require_extra(module, "onnx")
+    passes: Any = require_extra("onnx_ir.passes.common", "onnx")
+    output_names = list(named_tensors(model(**sample)))
+    with warnings.catch_warnings(), _quiet_loggers(), onnx_layers(model):
+        warnings.simplefilter("ignore")  # torch's own modules warn
+        program = torch.export.export(model, (), dict(sample), dynamic_shapes=dynamic_shapes(sample))
+        check_operators(type(model).__name__, program)
+        names = output_names if len(program.graph_signature.user_outputs) == len(output_names) else None
+        onnx_program: Any = torch.onnx.export(
+            program, (), dynamo=True, verbose=False, opset_version=_OPSET, output_names=names
+        )
+    onnx_model = onnx_program.model
+    passes.ClearMetadataAndDocStringPass()(onnx_model)  # a stack trace for each operator
+    _narrow_types_(onnx_model.graph)
+    _name_sizes_(onnx_model.graph, sample)
+    _write(onnx_model, Path(path))
+
+
+def check_operators(kind: str, program: Any) -> None:
+    """Raise if a program contains operators of Panther, which ONNX lacks. Linear attention uses such operators."""
+    graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    names = sorted({str(target) for target in targets if getattr(target, "namespace", "") == "panther"})
+    if names:
+        raise PantherError(
+            f"{kind} contains {', '.join(names)}, of linear attention, and ONNX has no such operator: use --to torch, "
+            "or export the model with softmax attention"
+        )
+
+
+@contextmanager
+def _quiet_loggers() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # torch would list its optional packages that are missing
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _narrow_types_(graph: Any) -> None:
+    """Change the type of weights of 4 bits, which torch has no type for, from UINT8 to UINT4."""
+    ml_dtypes: Any = require_extra("ml_dtypes", "onnx")
+    onnx_ir: Any = require_extra("onnx_ir", "onnx")
+    for name, value in graph.initializers.items():
+        if name.endswith(FOUR_BITS):
+            numbers = value.const_value.numpy().astype(ml_dtypes.uint4)
+            value.const_value = onnx_ir.Tensor(numbers, name=name)
+            value.dtype = onnx_ir.DataType.UINT4
+
+
+def _name_sizes_(graph: Any, sample: Mapping[str, Tensor]) -> None:
+    """Put the inputs in the order of the sample, and give the symbols of their sizes one name each."""
+    onnx_ir: Any = require_extra("onnx_ir", "onnx")
+    inputs = {value.name: value for value in graph.inputs}
+    graph.inputs[:] = [inputs[name] for name in sample if name in inputs]
+    symbols: dict[str, str] = {}
+    for name, sizes in size_names(sample).items():
+        for dimension, size_name in sizes.items():
+            size = inputs[name].shape[dimension] if name in inputs else None
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
+                symbols.setdefault(str(size.value), size_name)
+    if not symbols:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, symbols)) + r")\b")
+    for value in _values(graph):
+        for dimension, size in enumerate(value.shape or ()):
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
+                text = pattern.sub(lambda match: symbols[match[0]], str(size.value))
+                value.shape[dimension] = onnx_ir.SymbolicDim(text)
+
+
+def _values(graph: Any) -> Iterable[Any]:
+    onnx_ir: Any = require_extra("onnx_ir", "onnx")
+    yield from graph.inputs
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        yield from node.outputs
+
+
+def _write(onnx_model: Any, path: Path) -> None:
+    onnx_ir: Any = require_extra("onnx_ir", "onnx")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = (value.const_value for value in onnx_model.graph.initializers.values())
+    if sum(weight.nbytes for weight in weights if weight is not None) > _LARGEST_FILE:
+        onnx_ir.save(onnx_model, path, external_data=f"{path.name}.data")
+        return
+    contents = onnx_ir.to_proto(onnx_model).SerializeToString()
+    with new_file(path) as file:
+        file.write(contents)
