@@ -54,6 +54,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "lora": ("benchmarks/layers/lora.py", "panther/nn/quantized"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
     "muon-ranks": ("benchmarks/train/trial_muon_ranks.py", "panther/optim"),
+    "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),
     "optimizers": (
         "benchmarks/train/trial_optimizers.py",
         "benchmarks/train/optimizer_methods.py",
