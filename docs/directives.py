@@ -1,6 +1,9 @@
-"""The directive of the command-line reference: ``.. command-help:: NAME`` shows what ``panther NAME --help`` prints."""
+"""The directive of the command-line reference, and links to names of ``panther`` that a package's page describes.
 
-__all__ = ["setup"]
+``.. command-help:: NAME`` shows what ``panther NAME --help`` prints.
+"""
+
+__all__ = ["resolve_short_name", "setup"]
 
 import contextlib
 import io
@@ -35,7 +38,20 @@ class CommandHelp(Directive):
         return [nodes.literal_block(text=printed.getvalue().rstrip(), language="text")]
 
 
+def resolve_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Link a name such as ``panther.HealConfig`` to the package whose page describes it, or return None."""
+    import panther
+
+    package, _, name = node.get("reftarget", "").rpartition(".")
+    if package != "panther" or name not in panther._FUNCTIONS_AND_CLASSES:
+        return None
+    target = f"panther.{panther._FUNCTIONS_AND_CLASSES[name]}.{name}"
+    domain = env.get_domain("py")
+    return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], target, node, content)
+
+
 def setup(app: Any) -> dict[str, bool]:
-    """Register the directive."""
+    """Register the directive, and the links to short names."""
     app.add_directive("command-help", CommandHelp)
+    app.connect("missing-reference", resolve_short_name)
     return {"parallel_read_safe": True}

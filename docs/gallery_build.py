@@ -6,7 +6,7 @@ PANTHER_DOCS_SCRIPTS names the scripts that run, such as ``compress/encoder.py``
 other scripts have no output. ``.ci/run`` sets it, because all of them take minutes.
 """
 
-__all__ = ["FULL", "ORDER", "executed_scripts", "reset", "setup", "sphinx_gallery_conf"]
+__all__ = ["FULL", "ORDER", "executed_scripts", "reset", "setup", "sphinx_gallery_conf", "use_full_thumbnails"]
 
 import os
 import random
@@ -17,6 +17,7 @@ from typing import Any
 
 _DOCS = Path(__file__).parent
 _FIGURES = _DOCS / "_static" / "gallery"
+_THUMBNAIL = (400, 280)  # pixels, sphinx-gallery's default
 FULL = bool(os.environ.get("PANTHER_DOCS_FULL"))
 if not FULL:
     os.environ["PANTHER_DOCS_QUICK"] = "1"
@@ -95,6 +96,18 @@ sphinx_gallery_conf = {
 }
 
 
+def use_full_thumbnails(app: Any) -> None:
+    """Make the gallery's thumbnails from the figures of the full-size run, in place of those of the reduced run."""
+    from sphinx_gallery.utils import scale_image  # here, because the tests read ORDER without sphinx-gallery
+
+    for folder, names in ORDER.items():
+        for stem in (name.removesuffix(".py") for name in names):
+            thumbnail = Path(app.srcdir) / "examples" / folder / "images/thumb" / f"sphx_glr_{stem}_thumb.png"
+            figure = _FIGURES / f"{stem}-1.png"
+            if not FULL and figure.exists() and thumbnail.exists():
+                scale_image(figure, thumbnail, *_THUMBNAIL)
+
+
 def _add_full_figures(app: Any, docname: str, source: list[str]) -> None:
     """Show the figures of the full-size run below a page that was made at reduced size."""
     name = docname.rpartition("/")[2]
@@ -125,7 +138,8 @@ def _keep_full_figures(app: Any, exception: Exception | None) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Connect both to the build."""
+    """Connect them to the build."""
+    app.connect("builder-inited", use_full_thumbnails, priority=600)  # sphinx-gallery makes its pages at 500
     app.connect("source-read", _add_full_figures)
     app.connect("build-finished", _keep_full_figures)
     return {"parallel_read_safe": True}

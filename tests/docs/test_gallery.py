@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from glossary import complaints
@@ -33,6 +34,20 @@ def test_every_script_has_a_place(monkeypatch):
     assert sorted(f"{folder}/{name}" for folder, names in order.items() for name in names) == NAMES
     assert len({name for names in order.values() for name in names}) == len(NAMES)  # names of figures
     assert all((DOCS / f"gallery/{folder}/GALLERY_HEADER.rst").exists() for folder in order)
+
+
+def test_thumbnails_are_of_the_full_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("PANTHER_DOCS_QUICK", "1")  # which the settings set
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("sphinx_gallery", reason="sphinx-gallery is in the extra docs")
+    build = settings()
+    thumbnail = tmp_path / "examples/compress/images/thumb/sphx_glr_vision_thumb.png"
+    thumbnail.parent.mkdir(parents=True)
+    image.new("RGB", (400, 280)).save(thumbnail)  # black, as no figure is
+    build.use_full_thumbnails(SimpleNamespace(srcdir=tmp_path))
+    made = image.open(thumbnail)
+    assert made.size == (400, 280)
+    assert max(high for _, high in made.convert("RGB").getextrema()) > 200
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
