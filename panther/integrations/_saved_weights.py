@@ -1,6 +1,14 @@
 """The weights files from which transformers loads a compressed model, compared with the layers that they are for."""
 
-__all__ = ["MARKS", "SavedWeights", "read_saved_weights", "share_tied_"]
+__all__ = [
+    "MARKS",
+    "SavedWeights",
+    "is_symmetric_record",
+    "leave_out_zeros_",
+    "read_saved_weights",
+    "set_zeros_",
+    "share_tied_",
+]
 
 import re
 from collections import Counter
@@ -16,8 +24,10 @@ from panther._torch import buffers_of, parameters_of
 from panther.errors import FormatError
 from panther.nn.base import CompressedModule
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
+from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 from panther.nn.quantized.ties import tied_layers
+from panther.nn.specs import SYMMETRIC
 
 # Last parts of the names of tensors that only compressed layers have.
 MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton")
@@ -60,8 +70,10 @@ class SavedWeights:
             for key, tensor in layer.state_dict().items()
         )
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, specs: Mapping[str, Any]) -> None:
         """Raise FormatError if the files lack tensors of compressed layers, which would get random numbers.
+
+        ``specs`` are the records of the layers. Those of symmetric layers have no zero points in the files.
 
         Tensors are counted by the last part of their names, because transformers renames the first parts of some
         models.
@@ -75,7 +87,9 @@ class SavedWeights:
         needed = Counter(
             key
             for name, key in tensors.values()
-            if key != "bias" and not self._saved_name(model, f"{name}.{key}", self.aliases)
+            if key != "bias"
+            and not (key == "zeros" and is_symmetric_record(specs.get(name)))
+            and not self._saved_name(model, f"{name}.{key}", self.aliases)
         )
         by_name = dict(model.named_modules(remove_duplicate=False))
         for tensor_name in sorted(self.names):
@@ -126,6 +140,25 @@ class SavedWeights:
                 continue
             if key in parameters_of(module) or key in buffers_of(module):
                 yield name
+
+
+def is_symmetric_record(spec: Any) -> bool:
+    """Return whether a layer's record says that the files lack its zero points."""
+    return isinstance(spec, Mapping) and spec.get(SYMMETRIC) is True
+
+
+def leave_out_zeros_(model: Any, specs: Mapping[str, Any]) -> None:
+    """Let transformers load files that lack the zero points of symmetric layers."""
+    patterns = {rf"^{re.escape(name)}\.zeros$" for name, spec in specs.items() if is_symmetric_record(spec)}
+    if patterns:
+        model._keys_to_ignore_on_load_missing = set(model._keys_to_ignore_on_load_missing or ()) | patterns
+
+
+def set_zeros_(model: nn.Module, specs: Mapping[str, Any]) -> None:
+    """Set the zero points of symmetric layers, which the files lack, to the middle code."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedMatrix) and is_symmetric_record(specs.get(name)):
+            buffers_of(module)["zeros"] = module.middle_zeros(module.codes.device)
 
 
 def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
 from panther.files.weights import check_weight_files
-from panther.integrations._saved_weights import MARKS
+from panther.integrations._saved_weights import MARKS, is_symmetric_record
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
 from panther.nn.linears import expanded
@@ -196,6 +196,9 @@ def _check_filled(
 def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> None:
     """Raise FormatError unless the model holds what was saved, by name and value, in its own dtypes."""
     state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    for name, spec in manifest["modules"].items():
+        if is_symmetric_record(spec):  # the file has no zero points
+            state.pop(f"{name}.zeros", None)
     changed = []
     with safe_open(weights_path(folder, manifest), "pt") as weights:
         saved_names = set(weights.keys())

@@ -22,7 +22,13 @@ from panther._torch import buffers_of
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
-from panther.integrations._saved_weights import SavedWeights, read_saved_weights, share_tied_
+from panther.integrations._saved_weights import (
+    SavedWeights,
+    leave_out_zeros_,
+    read_saved_weights,
+    set_zeros_,
+    share_tied_,
+)
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule
@@ -172,9 +178,10 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             config.modules = put_compressed_(model, config.modules)
             config.parts, config.version = [], 1
             self.tied = share_tied_(model, self.saved)
+            leave_out_zeros_(model, config.modules)
             if self.saved is not None:
                 self.saved.train_scales_(model)
-                self.saved.check(model)
+                self.saved.check(model, config.modules)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
@@ -218,6 +225,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.saved.share_(model)
             self.saved = None
         specs = self.quantization_config.modules or {}
+        set_zeros_(model, specs)
         for name, module in model.named_modules():
             if isinstance(module, SketchedModule):
                 seed = read_record(module.sketch_seed, module.num_terms, f"{name}.sketch_seed")

@@ -25,6 +25,7 @@ from panther._torch import (
     buffers_of,
     original_of_compiled,
     parameters_of,
+    plain_name,
     unsaved_buffers_of,
     without_inner_wrappers,
 )
@@ -37,12 +38,14 @@ from panther.files.writer import Draft
 from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.linears import expanded
+from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
-from panther.nn.specs import load_modules, model_config, module_names_of, module_specs, note_in_config_
+from panther.nn.specs import SYMMETRIC, load_modules, model_config, module_names_of, module_specs, note_in_config_
 
-# All versions can be read, and the last is written. 1 has no checksums; 1 and 2 have fitted layers for low rank.
-_FORMAT, _VERSIONS = "panther", range(1, 4)
+# All versions can be read. 1 has no checksums; 1 and 2 have fitted layers for low rank. 4 has symmetric layers without
+# zero points, and is written for models with such layers. Other models have version 3, which older versions read.
+_FORMAT, _VERSIONS = "panther", range(1, 5)
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 _COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
 
@@ -97,6 +100,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     tensors, aliases = _unique_tensors(model)
     specs = module_specs(model)
     _alias_copies(tensors, aliases, specs)
+    _leave_out_zeros(model, tensors, aliases, specs)
     return write_folder(dir, tensors, tensors.__getitem__, specs, aliases, model_config(model, specs))
 
 
@@ -153,7 +157,7 @@ def _manifest(
 ) -> dict[str, Any]:
     manifest = {
         "format": _FORMAT,
-        "format_version": _VERSIONS[-1],
+        "format_version": _VERSIONS[-1] if any(SYMMETRIC in spec for spec in modules.values()) else 3,
         "panther_version": __version__,
         "weights": _WEIGHTS,
         "modules": modules,
@@ -239,7 +243,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             for key, value in state.items()
         }
         model.load_state_dict(placed, strict=False, assign=True)
-        _tie(model, aliases)
+        _tie(model, {**aliases, **_zeros_aliases(aliases, records)})
     note_in_config_(model)
     return expanded(model) if expand else model
 
@@ -306,6 +310,19 @@ def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Ma
                 first = spec["alias_of"] + name.removeprefix(module_name)
                 aliases[name] = aliases.get(first, first)
                 del tensors[name]
+
+
+def _leave_out_zeros(
+    model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], specs: Mapping[str, dict[str, Any]]
+) -> None:
+    """Remove the zero points of symmetric layers, which are all the middle code, and note this in their records."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(f"{module_name}.").removesuffix(".")
+        if name in specs and isinstance(module, QuantizedMatrix) and module.is_symmetric:
+            specs[name][SYMMETRIC] = True
+            key = f"{name}.zeros" if name else "zeros"
+            tensors.pop(key, None)
+            aliases.pop(key, None)
 
 
 def _description_checksum(tensor: Tensor | StoredTensor) -> int:
@@ -452,6 +469,16 @@ def _check_fit(state: dict[str, Tensor], expected: dict[str, Tensor], folder: Pa
             f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; of a different "
             f"shape or dtype {_some(wrong)}. Give the architecture that was saved"
         )
+
+
+def _zeros_aliases(aliases: Mapping[str, str], records: Mapping[str, Any]) -> dict[str, str]:
+    """Return which zero points were shared that the folder does not have: those of layers that share their codes."""
+    shared = {}
+    for alias, name in aliases.items():
+        layers = [each.removesuffix(".codes") for each in (alias, name)]
+        if alias.endswith(".codes") and all(records.get(layer, {}).get(SYMMETRIC) is True for layer in layers):
+            shared[f"{layers[0]}.zeros"] = f"{layers[1]}.zeros"
+    return shared
 
 
 def _tie(model: nn.Module, aliases: dict[str, str]) -> None:

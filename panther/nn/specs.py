@@ -3,6 +3,7 @@
 __all__ = [
     "CONFIG_VERSION",
     "QUANTIZATION_METHOD",
+    "SYMMETRIC",
     "TRAINED_SCALES",
     "allow_saving",
     "build_modules",
@@ -76,13 +77,18 @@ _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integ
 
 # Version of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers
 # reads. Version 2 has parts, whose layers have their names within the part.
-QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 2
+# Version 3 has symmetric layers without zero points, see SYMMETRIC.
+QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 3
+_PARTS_VERSION = 2
 _PARTS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 # The copies of configs that were made for models.
 _OWN_CONFIGS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 # Key of a record in a training checkpoint: the layer has parameters that train its scales.
 TRAINED_SCALES = "trained_scales"
+
+# Key of a record in a folder: the grids are symmetric, and the folder has no zero points, which are the middle codes.
+SYMMETRIC = "symmetric"
 
 
 def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
@@ -182,7 +188,7 @@ def _note_part_(part: nn.Module) -> None:
     record = _PARTS.setdefault(part, {})
     record.update({"class": type(part).__name__, "modules": specs})
     other_records = [entry_record for entry_record in entry.get("parts", ()) if entry_record is not record]
-    config.quantization_config = entry | {"version": CONFIG_VERSION, "parts": [*other_records, record]}
+    config.quantization_config = entry | {"version": _PARTS_VERSION, "parts": [*other_records, record]}
 
 
 def _may_note(config: Any) -> bool:
@@ -237,7 +243,7 @@ def pretrained_models_in(model: nn.Module) -> list[nn.Module]:
 def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": QUANTIZATION_METHOD,
-        "version": 1,
+        "version": CONFIG_VERSION if any(SYMMETRIC in spec for spec in (specs or {}).values()) else 1,
         "panther_version": __version__,
         "modules": specs,
     }
@@ -257,7 +263,7 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
     for name, spec in specs.items():
         if "alias_of" in spec:
             stored, first_stored = entries[name], entries[spec["alias_of"]]
-            names = built[name].state_dict().keys()
+            names = built[name].state_dict().keys() - ({"zeros"} if spec.get(SYMMETRIC) is True else set())
             if stored.keys() != names or any(first_stored.get(key) is not stored[key] for key in names):
                 raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, but their weights differ")
     return built
@@ -341,6 +347,8 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         # The meta device allocates nothing, even if the file claims sizes that its tensors do not have.
         seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
         module = make(**args, dtype=dtype, device="meta", **seed)
+        if spec.get(SYMMETRIC) is True and isinstance(module, QuantizedMatrix):
+            state = {**state, "zeros": module.middle_zeros("cpu")}
         module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise

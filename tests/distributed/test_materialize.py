@@ -155,6 +155,17 @@ def test_weights_are_read_by_slices(kind, tmp_path):
         assert torch.equal(weights["blocks.1.2.weight"], model.blocks[1][2].weight)
 
 
+def test_zero_points_that_a_folder_does_not_hold_are_filled_in(tmp_path):
+    torch.manual_seed(0)
+    layers = [pr.nn.QuantizedLinear(24, 16, 4, group_size=8), pr.nn.QuantizedLinear(16, 8, 3, group_size=8)]
+    layers[1].zeros[0, 0] = 1
+    model = nn.Sequential(*layers)
+    pr.save_compressed(model, tmp_path)
+    empty_model = checkpoint.restore_architecture(tmp_path, lambda: nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8)))
+    state = materialize_(empty_model, tmp_path).state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_checkpoint_of_another_layout_is_read(tmp_path):
     def train():
         model = data_parallel(materialize_(empty(), seed=1), strategy="fsdp")

@@ -772,3 +772,17 @@ def test_models_of_one_config_object_have_records_of_their_own(quantizer, tmp_pa
     models[0].set_attn_implementation("eager")  # attention reads it from the config when it runs
     assert models[0].model.layers[0].self_attn.config._attn_implementation == "eager"
     assert models[1].config._attn_implementation != "eager"
+
+
+@pytest.mark.parametrize("load", [pr.from_pretrained, transformers.AutoModelForMaskedLM.from_pretrained])
+def test_zero_points_that_a_folder_does_not_hold_are_filled_in(load, tmp_path):
+    torch.manual_seed(0)
+    model = bert()[0].eval()
+    pr.compress(model, budget=0.3, method="svd", forms="int4", symmetric=True, group_size=16, measure_speed=False)
+    pr.save_compressed(model, tmp_path / "small")
+    assert not [name for name in load_file(tmp_path / "small/model.safetensors") if name.endswith("zeros")]
+    loaded = load(tmp_path / "small").eval()
+    loaded.save_pretrained(tmp_path / "again")
+    for each in (loaded, load(tmp_path / "again").eval()):
+        state = each.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

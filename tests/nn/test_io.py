@@ -139,6 +139,64 @@ def test_files_of_version_2_load_as_they_were(tmp_path):
             assert_close(getattr(loaded, name)(expected[key]), expected[f"{name}.output"])
 
 
+def symmetric_layers():
+    """A layer of symmetric grids under two names, a table and a head that share codes, and one with zero points."""
+    torch.manual_seed(0)
+    names = ("first", "table", "head", "other", "corrected")
+    first, table, head, other, corrected = (
+        pr.nn.QuantizedLinear(24, 16, 4, group_size=8),
+        pr.nn.QuantizedEmbedding(10, 24, bits=4, group_size=8),
+        pr.nn.QuantizedLinear(24, 10, 4, group_size=8, bias=False),
+        pr.nn.QuantizedLinear(24, 16, 3, group_size=8),
+        pr.nn.QuantizedLinear(24, 16, None, low_rank=2),
+    )
+    for key in ("codes", "zeros", "scales"):
+        setattr(head, key, getattr(table, key))
+    other.zeros[0, 1] = 0
+    layers = dict(zip(names, (first, table, head, other, corrected), strict=True))
+    return nn.ModuleDict(layers | {"again": first}).eval()
+
+
+def unquantized():
+    layers = {"first": nn.Linear(24, 16), "table": nn.Embedding(10, 24), "head": nn.Linear(24, 10, bias=False)}
+    layers |= {"other": nn.Linear(24, 16), "corrected": nn.Linear(24, 16)}
+    return nn.ModuleDict(layers | {"again": layers["first"]}).eval()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_zero_points_of_symmetric_grids_are_not_stored(tmp_path, device):
+    model = symmetric_layers()
+    pr.save_compressed(model, tmp_path)
+    names = {name for name in load_file(tmp_path / "model.safetensors") if name.endswith("zeros")}
+    assert names == {"other.zeros"}
+    manifest = json.loads((tmp_path / "panther.json").read_text())
+    assert manifest["format_version"] == 4
+    marked = {name for name, spec in manifest["modules"].items() if spec.get("symmetric")}
+    assert marked == {"first", "table", "head", "again"}
+    loaded = pr.load_compressed(tmp_path, unquantized().to(device))
+    assert same(state(loaded), state(model))
+    assert loaded["again"] is loaded["first"]
+    assert loaded["head"].zeros is loaded["table"].zeros
+    again = pr.load_compressed(pr.save_compressed(loaded, tmp_path / "again"), unquantized())
+    assert same(state(again), state(model))
+    loaded["first"].zeros[0, 0] = 1  # writable, and of this layer alone
+    assert loaded["first"].zeros.unique().numel() == 2
+
+
+def test_files_of_version_3_with_zero_points_load_as_they_were(tmp_path, monkeypatch):
+    model = symmetric_layers()
+    monkeypatch.setattr(io, "_leave_out_zeros", lambda *args: None)
+    pr.save_compressed(model, tmp_path)
+    assert json.loads((tmp_path / "panther.json").read_text())["format_version"] == 3
+    assert "first.zeros" in load_file(tmp_path / "model.safetensors")
+    assert same(state(pr.load_compressed(tmp_path, unquantized())), state(model))
+
+
+def test_a_model_without_symmetric_grids_is_read_by_older_versions(tmp_path):
+    pr.save_compressed(sketched(), tmp_path)
+    assert json.loads((tmp_path / "panther.json").read_text())["format_version"] == 3
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_fitted_layers_of_version_2_become_low_rank_layers(tmp_path, fits):
     """They keep what they share: a layer under two names, and factors of two layers."""
@@ -358,7 +416,7 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
 
 REFUSALS = {
     "another format": (lambda m: m.update(format="other"), "was not written by pr.save_compressed"),
-    "a later version": (lambda m: m.update(format_version=4), "format_version 4 and this Panther reads 1 to 3"),
+    "a later version": (lambda m: m.update(format_version=5), "format_version 5 and this Panther reads 1 to 4"),
     "a version that is no number": (lambda m: m.update(format_version="2"), "format_version '2' and this Panther"),
     "no version": (lambda m: m.pop("format_version"), "format_version None and this Panther"),
     "no checksums": (lambda m: m.pop("checksums"), "'checksums' must map names to numbers"),

@@ -45,6 +45,8 @@ class Chunk(NamedTuple):
     """The checksum of the chunk; None if the file has none."""
     kind: tuple[torch.dtype, tuple[int, ...]] | None = None
     """The dtype and the shape that the chunk must have in the file; None does not check them."""
+    constant: int | None = None
+    """The value of all entries of a chunk that is in no file; None for a chunk in a file."""
 
 
 class TensorReader(UnusedHooks, StorageReader):
@@ -62,9 +64,13 @@ class TensorReader(UnusedHooks, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read slice by slice, directly into the target if possible."""
         for item in plan.items:
-            stored = self._checked_chunk(self.chunks[item.storage_index])
+            chunk = self.chunks[item.storage_index]
+            stored = self._checked_chunk(chunk) if chunk.constant is None else None
             target = planner.resolve_tensor(item).detach()
-            read_slice(stored, item.storage_offsets, item.lengths, target)
+            if stored is None:
+                target.fill_(chunk.constant or 0)
+            else:
+                read_slice(stored, item.storage_offsets, item.lengths, target)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)

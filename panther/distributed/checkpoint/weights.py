@@ -37,7 +37,7 @@ from panther.files import read_json
 from panther.files.tensors import stored_tensors
 from panther.nn.attention.record import convert_as_saved_
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
-from panther.nn.specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
+from panther.nn.specs import QUANTIZATION_METHOD, SYMMETRIC, TRAINED_SCALES, build_modules, module_specs
 
 
 @dataclass
@@ -140,9 +140,29 @@ def _inference_weights(folder: Path) -> StoredWeights:
         tensors[name] = TensorStorageMetadata(kind, shape, [ChunkStorageMetadata(offsets, shape)])
         chunks[MetadataIndex(name, offsets)] = Chunk(path, name)
     places = {name: name for name in tensors} | manifest["aliases"]
+    for key, value in _middle_zeros(manifest["modules"]).items():
+        # A layer of symmetric grids has no zero points in the file, and as many of them as scales.
+        scales = tensors.get(places.get(f"{key.removesuffix('zeros')}scales", ""))
+        if scales is not None:
+            offsets = torch.Size([0] * len(scales.size))
+            kind = TensorProperties(dtype=torch.uint8)
+            tensors[key] = TensorStorageMetadata(kind, scales.size, [ChunkStorageMetadata(offsets, scales.size)])
+            chunks[MetadataIndex(key, offsets)] = Chunk(path, key, constant=value)
+            places[key] = key
     if strangers := sorted(set(places.values()) - tensors.keys()):
         raise FormatError(f"{folder / INFERENCE_MANIFEST} names the tensor {strangers[0]!r}, which {path} lacks")
     return StoredWeights(folder, TensorReader(Metadata(tensors), chunks), manifest["modules"], places)
+
+
+def _middle_zeros(modules: Mapping[str, Any]) -> dict[str, int]:
+    """Return the value of the zero points that a folder does not hold, by the names of the tensors."""
+    values = {}
+    for name, spec in modules.items():
+        arguments = modules.get(spec.get("alias_of", name), spec).get("args")
+        bits = arguments.get("bits") if isinstance(arguments, dict) else None
+        if spec.get(SYMMETRIC) is True and type(bits) is int and 1 <= bits <= 8:
+            values[f"{name}.zeros" if name else "zeros"] = 2 ** (bits - 1)
+    return values
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -97,6 +97,21 @@ class QuantizedMatrix(QuantizedState):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every zero point is the middle code, so that files need not hold the zero points."""
+        return self.bits is not None and bool((self.zeros == 2 ** (self.bits - 1)).all())
+
+    def middle_zeros(self, device: torch.device | str) -> Tensor:  # (rows, groups) uint8
+        """Return the zero points of a symmetric grid in the shape of this layer's, which may be on the meta device.
+
+        Raises:
+            ShapeError: If the layer has no codes.
+        """
+        if self.bits is None:
+            raise ShapeError("this layer only has a correction (bits=None) and no zero points")
+        return torch.full_like(self.zeros, 2 ** (self.bits - 1), device=device)
+
     def _operands(self) -> QuantizedOperands:
         """Return the weight as the kernels take it, with trained scales."""
         codes = factors = None
