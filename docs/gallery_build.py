@@ -25,6 +25,7 @@ if not FULL:
 # Folders and scripts in the order of the page; a script that is missing here is an error of tests/docs/test_gallery.py.
 ORDER = {
     "compress": [
+        "serve_an_encoder.py",
         "encoder.py",
         "quantize.py",
         "vision.py",

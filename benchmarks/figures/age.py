@@ -65,6 +65,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "quantized-conv": ("benchmarks/layers/quantized_conv.py", "panther/nn/quantized", "kernels/cpu"),
     "randomized-svd": ("benchmarks/linalg/randomized_svd.py", "panther/linalg"),
     "scratch": ("benchmarks/train/trial_scratch.py", "panther/nn/linear.py", "panther/optim"),
+    "serve": ("benchmarks/compress/trial_serve.py", "docs/gallery/compress/serve_an_encoder.py", *_COMPRESSION),
     "sketch": ("benchmarks/linalg/sketches.py", "panther/sketch"),
     "sketch-variants": ("benchmarks/train/sketch_variants.py", "panther/optim"),
     "sklinear": ("benchmarks/layers/sklinear.py", "panther/nn/linear.py", "kernels/cpu/sketched.py"),

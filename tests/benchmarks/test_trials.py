@@ -220,3 +220,19 @@ def test_trials_of_files_continue_after_the_last_complete_part(tmp_path, monkeyp
     assert trial_files.run(25, 13, progress) == rows
     with pytest.raises(SystemExit, match="of other sizes"):
         trial_files.run(26, 13, progress)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_compressed_exported_and_served():
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("onnxruntime")
+    from benchmarks.compress import trial_serve
+
+    rows = {(row["model"], row["engine"]): row for row in trial_serve.run(quick=True)}
+    assert len(rows) == 4
+    original, compressed = rows["original", "torch"], rows["compressed", "torch"]
+    assert compressed["file_mb"] < 0.25 * original["file_mb"]
+    assert compressed["ten"] > 0.9 * original["ten"] > 0.5
+    assert all(row["cosine"] > 0.9 for row in rows.values())
+    assert rows["original", "ONNX"]["cosine"] > 0.9999
+    assert all(0 < row["p50_s"] <= row["p95_s"] <= row["p99_s"] for row in rows.values())
