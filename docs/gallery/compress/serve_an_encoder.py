@@ -41,7 +41,8 @@ import panther as pr
 QUICK = (
     "PANTHER_DOCS_QUICK" in os.environ
 )  # a small untrained encoder, with which the documentation is checked
-folder = Path(tempfile.mkdtemp())
+temporary = tempfile.TemporaryDirectory()
+folder = Path(temporary.name)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 transformers.utils.logging.disable_progress_bar()
@@ -553,6 +554,7 @@ right.set(
     yticklabels=[],
 )
 plt.show()
+temporary.cleanup()
 
 # %%
 # In full
