@@ -3,7 +3,6 @@
 __all__ = [
     "MARKS",
     "SavedWeights",
-    "is_symmetric_record",
     "leave_out_zeros_",
     "read_saved_weights",
     "set_zeros_",
@@ -27,7 +26,7 @@ from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 from panther.nn.quantized.ties import tied_layers
-from panther.nn.specs import SYMMETRIC
+from panther.nn.specs import is_symmetric_record
 
 # Last parts of the names of tensors that only compressed layers have.
 MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton")
@@ -140,11 +139,6 @@ class SavedWeights:
                 continue
             if key in parameters_of(module) or key in buffers_of(module):
                 yield name
-
-
-def is_symmetric_record(spec: Any) -> bool:
-    """Return whether a layer's record says that the files lack its zero points."""
-    return isinstance(spec, Mapping) and spec.get(SYMMETRIC) is True
 
 
 def leave_out_zeros_(model: Any, specs: Mapping[str, Any]) -> None:

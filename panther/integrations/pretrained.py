@@ -14,11 +14,11 @@ from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
 from panther.files.weights import check_weight_files
-from panther.integrations._saved_weights import MARKS, is_symmetric_record
+from panther.integrations._saved_weights import MARKS
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
 from panther.nn.linears import expanded
-from panther.nn.specs import QUANTIZATION_METHOD
+from panther.nn.specs import QUANTIZATION_METHOD, is_symmetric_record
 
 _BLOCK = 1 << 20  # elements that are compared at a time
 

@@ -41,7 +41,15 @@ from panther.nn.linears import expanded
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
-from panther.nn.specs import SYMMETRIC, load_modules, model_config, module_names_of, module_specs, note_in_config_
+from panther.nn.specs import (
+    SYMMETRIC,
+    is_symmetric_record,
+    load_modules,
+    model_config,
+    module_names_of,
+    module_specs,
+    note_in_config_,
+)
 
 # All versions can be read. 1 has no checksums; 1 and 2 have fitted layers for low rank. 4 has symmetric layers without
 # zero points, and is written for models with such layers. Other models have version 3, which older versions read.
@@ -157,7 +165,7 @@ def _manifest(
 ) -> dict[str, Any]:
     manifest = {
         "format": _FORMAT,
-        "format_version": _VERSIONS[-1] if any(SYMMETRIC in spec for spec in modules.values()) else 3,
+        "format_version": _VERSIONS[-1] if any(map(is_symmetric_record, modules.values())) else 3,
         "panther_version": __version__,
         "weights": _WEIGHTS,
         "modules": modules,
@@ -476,7 +484,7 @@ def _zeros_aliases(aliases: Mapping[str, str], records: Mapping[str, Any]) -> di
     shared = {}
     for alias, name in aliases.items():
         layers = [each.removesuffix(".codes") for each in (alias, name)]
-        if alias.endswith(".codes") and all(records.get(layer, {}).get(SYMMETRIC) is True for layer in layers):
+        if alias.endswith(".codes") and all(is_symmetric_record(records.get(layer)) for layer in layers):
             shared[f"{layers[0]}.zeros"] = f"{layers[1]}.zeros"
     return shared
 

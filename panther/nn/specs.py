@@ -7,6 +7,7 @@ __all__ = [
     "TRAINED_SCALES",
     "allow_saving",
     "build_modules",
+    "is_symmetric_record",
     "load_modules",
     "model_config",
     "module_names_of",
@@ -89,6 +90,11 @@ TRAINED_SCALES = "trained_scales"
 
 # Key of a record in a folder: the grids are symmetric, and the folder has no zero points, which are the middle codes.
 SYMMETRIC = "symmetric"
+
+
+def is_symmetric_record(spec: Any) -> bool:
+    """Return whether a layer's record says that the files lack its zero points."""
+    return isinstance(spec, Mapping) and spec.get(SYMMETRIC) is True
 
 
 def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
@@ -243,7 +249,7 @@ def pretrained_models_in(model: nn.Module) -> list[nn.Module]:
 def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": QUANTIZATION_METHOD,
-        "version": CONFIG_VERSION if any(SYMMETRIC in spec for spec in (specs or {}).values()) else 1,
+        "version": CONFIG_VERSION if any(map(is_symmetric_record, (specs or {}).values())) else 1,
         "panther_version": __version__,
         "modules": specs,
     }
@@ -263,7 +269,7 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
     for name, spec in specs.items():
         if "alias_of" in spec:
             stored, first_stored = entries[name], entries[spec["alias_of"]]
-            names = built[name].state_dict().keys() - ({"zeros"} if spec.get(SYMMETRIC) is True else set())
+            names = built[name].state_dict().keys() - ({"zeros"} if is_symmetric_record(spec) else set())
             if stored.keys() != names or any(first_stored.get(key) is not stored[key] for key in names):
                 raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, but their weights differ")
     return built
@@ -347,7 +353,7 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         # The meta device allocates nothing, even if the file claims sizes that its tensors do not have.
         seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
         module = make(**args, dtype=dtype, device="meta", **seed)
-        if spec.get(SYMMETRIC) is True and isinstance(module, QuantizedMatrix):
+        if is_symmetric_record(spec) and isinstance(module, QuantizedMatrix):
             state = {**state, "zeros": module.middle_zeros("cpu")}
         module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:

@@ -73,6 +73,9 @@ class MuonAdamW(CheckedGroups):
         >>> optimizer.step()
     """
 
+    complete_states = frozenset({"basis"})
+    """States that every rank with a shard of a matrix has in full, for the predictions of a plan."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -130,7 +133,9 @@ class MuonAdamW(CheckedGroups):
             return 0.0
         if group["rank"] is None:
             return exchange.mean_bytes(layout, parameter.dtype)
-        return low_rank.mean_bytes(layout, group["rank"])
+        # The side of the basis does not depend on the layout, which transposes some square matrices.
+        is_transposed = parameter.shape[0] < parameter.shape[1]
+        return low_rank.mean_bytes(layout.oriented(is_transposed), group["rank"])
 
     def _sharded_layouts(self, groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
         """Return how the sharded matrices lie, after all ranks agree on the gradients that exist."""

@@ -24,7 +24,7 @@ from panther.optim.sketched_checks import (
 from panther.optim.sketched_update import PeriodSigns, SketchedUpdate, apply_sketched
 from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
-from panther.sketch.projecting import PROJECTING
+from panther.sketch.projecting import PROJECTING_OPTIMIZERS
 
 if TYPE_CHECKING:
     from panther.distributed.data.comm_hooks.projected import Projection
@@ -95,7 +95,6 @@ class SketchedAdamW(CheckedGroups):
     # Copies and unpickled optimizers have the attributes of the class, and only settings and states of their own.
     _has_agreed = False
     _backward_steps: BackwardSteps | None = None
-    _period_signs: PeriodSigns | None = None
     # benchmarks.train.sketch_variants replaces it, to compare kinds of sketches.
     _update_class: type[SketchedUpdate] = SketchedUpdate
     grad_scale: Tensor | None
@@ -116,11 +115,15 @@ class SketchedAdamW(CheckedGroups):
     ) -> None:
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
-        PROJECTING[self] = None
+        self._begin()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        PROJECTING[self] = None  # copies and unpickled optimizers are not made by __init__
+        self._begin()  # copies and unpickled optimizers are not made by __init__
+
+    def _begin(self) -> None:
+        self.period_signs = PeriodSigns()
+        PROJECTING_OPTIMIZERS[self] = None
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
@@ -133,13 +136,6 @@ class SketchedAdamW(CheckedGroups):
         super().add_param_group(param_group)
         if self._backward_steps is not None:
             self._add_hooks(self._backward_steps, len(self.param_groups) - 1)
-
-    @property
-    def period_signs(self) -> PeriodSigns:
-        """What draws the signs of the projections."""
-        if self._period_signs is None:
-            self._period_signs = PeriodSigns()
-        return self._period_signs
 
     def sent_projection(self, parameter: Tensor) -> "Projection | None":
         """Return the projection that the next step applies to a gradient; None if it needs the whole gradient.
@@ -314,6 +310,7 @@ class SketchedAdamW(CheckedGroups):
         if not is_sketched(parameter, group):
             return 0.0
         m, n = layout.shape
+        layout = layout.oriented(parameter.shape[0] < parameter.shape[1])  # square matrices are not transposed here
         is_partial = any(len(rectangle.columns) < n for rectangle in layout.rectangles if rectangle.size)
         numbers = 3 + (group["rank"] * m if is_partial else 0)
         itemsize = torch.promote_types(parameter.dtype, torch.float32).itemsize

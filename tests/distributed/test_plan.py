@@ -587,12 +587,14 @@ def test_compressed_gradients_are_predicted(hook, layout):
 
 
 def linear_layers():
+    """Return a tall, a square and a wide matrix, and one with few rows."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh(), nn.Linear(96, 9))
+    sizes = [(64, 128), (128, 128), (128, 9), (9, 9), (9, 96)]
+    return nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())), nn.Linear(96, 9))
 
 
 def hidden(name, layer):
-    return isinstance(layer, nn.Linear) and name != "4"
+    return isinstance(layer, nn.Linear) and name != "10"
 
 
 OPTIMIZERS = {

@@ -302,7 +302,7 @@ def test_the_settings_that_other_owners_are_sent_here_for_exist():
         panther.distributed,
     )
     for function in (getattr(package, name) for package in packages for name in package.__all__):
-        with suppress(TypeError, ValueError):  # it is no function, or has no signature
+        with suppress(TypeError, ValueError):  # not a function, or without a signature
             others |= set(inspect.signature(function).parameters)
     assert set(_setting_names._SYNONYMS) <= FIELDS | others
 

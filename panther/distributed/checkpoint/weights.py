@@ -37,7 +37,7 @@ from panther.files import read_json
 from panther.files.tensors import stored_tensors
 from panther.nn.attention.record import convert_as_saved_
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
-from panther.nn.specs import QUANTIZATION_METHOD, SYMMETRIC, TRAINED_SCALES, build_modules, module_specs
+from panther.nn.specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, is_symmetric_record, module_specs
 
 
 @dataclass
@@ -160,7 +160,7 @@ def _middle_zeros(modules: Mapping[str, Any]) -> dict[str, int]:
     for name, spec in modules.items():
         arguments = modules.get(spec.get("alias_of", name), spec).get("args")
         bits = arguments.get("bits") if isinstance(arguments, dict) else None
-        if spec.get(SYMMETRIC) is True and type(bits) is int and 1 <= bits <= 8:
+        if is_symmetric_record(spec) and type(bits) is int and 1 <= bits <= 8:
             values[f"{name}.zeros" if name else "zeros"] = 2 ** (bits - 1)
     return values
 

@@ -85,7 +85,7 @@ def _forward_and_layout(module: Any) -> tuple[Callable[..., Tensor], type["_Bloc
 
 
 def _block_size(layer: Any) -> int | None:
-    """Return the columns of a block of MatMulNBits, which divide those of a group; None if there is no such block."""
+    """Return the columns of a block of MatMulNBits, which divide those of a group; None if no block does."""
     group_size, columns = layer.group_size, layer._columns
     if group_size == columns:
         return min(_ROW_BLOCK, max(_LEAST_BLOCK, 1 << (columns - 1).bit_length()))

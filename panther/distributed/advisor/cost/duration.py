@@ -167,7 +167,10 @@ def between_shards(rank: Rank, cluster: ClusterSpec) -> Traffic:
     """Return the traffic of the optimizer's step, between ranks that share matrices."""
     layout = rank.layout
     trained = [tensor for tensor in rank.tensors if tensor.trained]
-    sent_bytes = sum(rank.optimizer_states.sent_bytes(tensor.name, rank.shape_of(tensor)) for tensor in trained)
+    sent_bytes = 0.0
+    for tensor in trained:
+        ranks = rank.shards * max(1, round(tensor.global_numel / max(1, tensor.numel)))
+        sent_bytes += rank.optimizer_states.sent_bytes(tensor.name, rank.shape_of(tensor), ranks)
     span = layout.tp if rank.shards == 1 else layout.dp * layout.pp * layout.tp
     return _traffic("optimizer", cluster, span, sent_bytes, sent_bytes, 0)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _STEP = 4  # bytes of a count of steps
 _Shape = tuple[int, ...]
+_State = tuple[_Shape, int, bool]
+"""The shape of a state, the bytes of an entry, and whether each rank has complete matrices of it."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,11 @@ class OptimizerStates:
         copies: Number of copies of each trained parameter, and a count of steps if it is not zero.
         exchanged: A function of the name of a sharded matrix and of the rows and columns of each rank, which returns
             the bytes that a rank sends for its update.
-        measured: By the name of a parameter, its shape and the shape and bytes of an entry of each state, in place of
-            copies.
+        measured: By the name of a parameter, its shape and its states, in place of copies.
     """
 
     copies: int = 2
-    measured: Mapping[str, tuple[_Shape, tuple[tuple[_Shape, int], ...]]] = field(default_factory=dict)
+    measured: Mapping[str, tuple[_Shape, tuple[_State, ...]]] = field(default_factory=dict)
     exchanged: Callable[[str, Sequence[tuple[range, range]]], float] | None = None
 
     @classmethod
@@ -61,10 +62,18 @@ class OptimizerStates:
                     f"{type(optimizer).__name__} takes no step on tensors without values, from which its states are "
                     f"measured ({error}): give optimizer_states as a number of copies of the parameters"
                 ) from error
+        complete_states: frozenset[str] = getattr(optimizer, "complete_states", frozenset())
         measured = {}
         for name, p in model.named_parameters():
-            values = [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
-            measured[name] = tuple(p.shape), tuple((tuple(value.shape), value.element_size()) for value in values)
+            states = optimizer.state.get(p, {})
+            measured[name] = (
+                tuple(p.shape),
+                tuple(
+                    (tuple(value.shape), value.element_size(), key in complete_states)
+                    for key, value in states.items()
+                    if isinstance(value, torch.Tensor)
+                ),
+            )
         parameters = dict(model.named_parameters())
         if not hasattr(optimizer, "exchanged_bytes"):
             return cls(0, measured)
@@ -93,14 +102,17 @@ class OptimizerStates:
         if name not in self.measured:
             return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
         parameter, states = self.measured[name]
-        return sum(prod(_shard_of(shape, parameter, shard)) * entry for shape, entry in states)
+        return sum(
+            prod(_shard_of(shape, parameter, shard, is_complete)) * entry for shape, entry, is_complete in states
+        )
 
-    def sent_bytes(self, name: str, shard: _Shape) -> float:
+    def sent_bytes(self, name: str, shard: _Shape, ranks: int) -> float:
         """Return the bytes that a rank sends for the update of a matrix, in the mean over the ranks that share it.
 
         Args:
             name: The name of the parameter.
             shard: The shape of the largest part that a rank holds.
+            ranks: Number of ranks that share the matrix. Some of them may hold nothing of a small matrix.
         """
         matrix = self.measured[name][0] if name in self.measured else shard
         if self.exchanged is None or len(matrix) != 2 or tuple(shard) == tuple(matrix):
@@ -109,20 +121,28 @@ class OptimizerStates:
             [range(start, min(start + part, size)) for start in range(0, max(size, 1), max(part, 1))]
             for size, part in zip(matrix, shard, strict=True)
         ]
-        return self.exchanged(name, [(rows, columns) for rows in sides[0] for columns in sides[1]])
+        parts = [(rows, columns) for rows in sides[0] for columns in sides[1]]
+        parts += [(range(0), range(0))] * (ranks - len(parts))
+        return self.exchanged(name, parts)
 
     def count(self, name: str) -> int:
         """Return the number of states of a parameter, without counts of steps."""
         if name not in self.measured:
             return self.copies
-        return sum(1 for shape, _ in self.measured[name][1] if shape)
+        return sum(1 for shape, *_ in self.measured[name][1] if shape)
 
 
-def _shard_of(shape: _Shape, parameter: _Shape, shard: _Shape) -> _Shape:
-    """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares."""
+def _shard_of(shape: _Shape, parameter: _Shape, shard: _Shape, is_complete: bool) -> _Shape:
+    """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares.
+
+    Complete matrices are sharded along the dimensions before those of a matrix only, as stacks of experts are.
+    """
     if len(shape) != len(parameter):
         return shape
-    return tuple(part if size == total else size for size, total, part in zip(shape, parameter, shard, strict=True))
+    sharded_dims = len(shape) - 2 if is_complete else len(shape)
+    return tuple(
+        shard[dim] if size == parameter[dim] and dim < sharded_dims else size for dim, size in enumerate(shape)
+    )
 
 
 ADAM = OptimizerStates(2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from panther.errors import ConfigError, DistributedError
 from panther.linalg.operand import full_precision
-from panther.sketch.projecting import PROJECTING
+from panther.sketch.projecting import PROJECTING_OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Projected:
 
 def _projection(parameter: Tensor) -> Projection | None:
     """Return the projection by the optimizer that was made last, unless it is not much smaller than the gradient."""
-    for optimizer in reversed(list(PROJECTING)):
+    for optimizer in reversed(list(PROJECTING_OPTIMIZERS)):
         projection: Projection | None = optimizer.sent_projection(parameter)
         if projection is not None:
             return projection if 2 * projection.P.shape[0] <= projection.P.shape[1] else None
