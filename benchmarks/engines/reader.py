@@ -187,7 +187,7 @@ def _dense_call(case: dict[str, Any]) -> Callable[[Tensor], Any] | None:
 
 
 def _timed(calls: dict[str, Callable[[], object]]) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of each call in each round, of processor time; a round has every call."""
+    """Return the seconds of each call in each round, of processor time, with all calls in turns."""
     repeats = {}
     for name, call in calls.items():
         call()
