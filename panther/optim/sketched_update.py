@@ -60,8 +60,10 @@ class SketchedUpdate:
         layout: The argument.
         sketch: After :meth:`project`, the sketch of the gradient's rows on this rank; a part of a sum, if columns are
             sharded.
-        sums: After :meth:`advance`, the squared norms of Adam's quotient, of the sketch and of the update before the
-            last factor, each of the part that no other rank counts.
+        sums: After :meth:`advance`, the squared norms of Adam's quotient times its gain, of the sketch, and of the
+            update before the last factor, each of the part that no other rank counts. The first two are 1 if each
+            channel has its own ratio.
+        factor: The last factor, which :func:`apply_sketched` sets.
     """
 
     def __init__(
@@ -89,13 +91,25 @@ class SketchedUpdate:
         state["step"] += 1
         self._seed = projection_seed(name, group["seed"], (int(state["step"]) - 1) // group["period"])
         self.sketch = self._gradient.new_empty(0)
-        self.sums = self._gradient.new_zeros(3)
+        self.sums = self.factor = self._gradient.new_empty(0)
+        self._ratios: Tensor | None = None  # (rows, 1)
 
     @property
     def rank(self) -> int:
         """Return the number of columns of the sketch."""
         rank: int = self._group["rank"]
         return rank
+
+    @property
+    def has_factor(self) -> bool:
+        """Return whether the update has a last factor, which depends on the norms of all ranks."""
+        return self._group["update"] != "projected"
+
+    @property
+    def norm_before(self) -> Tensor:
+        """Return the norm of the update of the last step, which the next one replaces; 0 before the first step."""
+        norm: Tensor = self._state["update_norm"]
+        return norm
 
     @property
     def rows(self) -> range:
@@ -120,8 +134,7 @@ class SketchedUpdate:
 
     def project(self) -> None:
         """Compute this rank's part of the sketch."""
-        with full_precision():
-            self.sketch = self._gradient @ self._signs().mT
+        self.sketch = self._gradient @ self._signs().mT
         self.sketch *= self.rank**-0.5
 
     def advance(self) -> None:
@@ -131,40 +144,39 @@ class SketchedUpdate:
         first.lerp_(self.sketch, 1 - beta1)
         second.mul_(beta2).addcmul_(self.sketch, self.sketch, value=1 - beta2)
         step = int(self._state["step"])
-        denominator = (second / (1 - beta2**step)).sqrt_().add_(self._group["eps"])
-        quotient = first / (1 - beta1**step) / denominator
+        root = (1 - beta2**step) ** 0.5
         kind = self._group["update"]
+        num_columns = len(self._columns) if self.layout is None else self.layout.shape[1]
+        gain = self.rank**-0.5 * (1 if kind == "projected" else num_columns**0.5)
+        quotient = first / second.sqrt().add_(self._group["eps"] * root)
+        quotient *= gain * root / (1 - beta1**step)
         if kind == "projected":
-            with full_precision():
-                self._update = quotient @ self._signs()
-            self._update *= self.rank**-0.5
+            self._update = quotient @ self._signs()
             return
-        self._update = self._gradient
         if kind == "channel":
             norms = torch.linalg.vector_norm(self.sketch, dim=1, keepdim=True)
             ratios = torch.linalg.vector_norm(quotient, dim=1, keepdim=True) / norms
-            self._update = self._gradient * torch.where(norms > 0, ratios, 0.0)
+            self._ratios = torch.where(norms > 0, ratios, 0.0)
+            lengths = torch.linalg.vector_norm(self._gradient, dim=1, keepdim=True)
+            update = torch.linalg.vector_norm(lengths * self._ratios)
+            norms_squared = [torch.ones_like(update)] * 2  # each channel has its own ratio
+        else:
+            update = torch.linalg.vector_norm(self._gradient)
+            norms_squared = [torch.linalg.vector_norm(x).square() for x in (quotient, self.sketch)]
         counts = not self._columns or self._columns.start == 0  # ranks with the same rows have the same sketch
-        self.sums = torch.stack(
-            [counts * quotient.square().sum(), counts * self.sketch.square().sum(), self._update.square().sum()]
-        )
+        self.sums = torch.stack([*(counts * x for x in norms_squared), update.square()])
 
     def apply(self) -> None:
-        """Change the parameter; ``sums`` are those of all ranks."""
-        rate, factor = self._group["lr"], torch.ones((), dtype=self._dtype, device=self.sums.device)
-        if self._group["update"] != "projected":
-            quotient, sketch, update = self.sums.sqrt()
-            if self._group["update"] == "tensor":
-                factor = torch.where(sketch > 0, quotient / sketch, 0.0)
-            num_columns = len(self._columns) if self.layout is None else self.layout.shape[1]
-            factor = factor * (num_columns / self.rank) ** 0.5
-            norm, before = factor * update, self._state["update_norm"].to(factor)
-            limited = torch.where(before > 0, norm.clamp(max=_GROWTH * before), norm)
-            factor = factor * torch.where(norm > 0, limited / norm, 0.0)
-            self._state["update_norm"].copy_(limited)
-        update = self._update * factor
-        self._parameter.mul_(1 - rate * self._group["weight_decay"])
-        self._parameter.add_(update.mT if self._is_transposed else update, alpha=-rate)
+        """Change the parameter."""
+        rate, decay = self._group["lr"], self._group["weight_decay"]
+        parameter = self._parameter.mT if self._is_transposed else self._parameter
+        if decay:
+            parameter.mul_(1 - rate * decay)
+        if self._group["update"] == "projected":
+            parameter.add_(self._update, alpha=-rate)
+        else:
+            factors = self.factor if self._ratios is None else self.factor * self._ratios
+            parameter.addcmul_(self._gradient, factors, value=-rate)
 
     def _signs(self) -> Tensor:  # (rank, columns of this rank)
         return self._period_signs.matrix(
@@ -240,18 +252,38 @@ def columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, r
 
 def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
     """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms."""
-    for update in updates:
-        update.project()
-    _reduce_sketches([update for update in updates if not update.has_all_columns])
-    for update in updates:
-        update.advance()
-    for group_updates in _by_group(updates):
+    with full_precision():
+        for update in updates:
+            update.project()
+        _reduce_sketches([update for update in updates if not update.has_all_columns])
+        for update in updates:
+            update.advance()
+    scaled = [update for update in updates if update.has_factor]
+    for group_updates in _by_group(scaled):
         summed = torch.stack([update.sums for update in group_updates])
         _sum(summed, group_updates[0])
         for update, sums in zip(group_updates, summed, strict=True):
             update.sums = sums
+    _set_factors(scaled)
     for update in updates:
         update.apply()
+
+
+def _set_factors(updates: Sequence[SketchedUpdate]) -> None:
+    """Set the last factors of updates from the norms of all ranks, all matrices of a device at once."""
+    batches: dict[Any, list[SketchedUpdate]] = {}
+    for update in updates:
+        batches.setdefault((update.sums.dtype, update.sums.device), []).append(update)
+    for batch in batches.values():
+        quotients, sketches, norms = torch.stack([update.sums for update in batch]).sqrt().unbind(1)
+        ratios = torch.where(sketches > 0, quotients / sketches, 0.0)
+        norms = ratios * norms
+        before = torch.stack([update.norm_before.to(norms) for update in batch])
+        limited = torch.where(before > 0, norms.clamp(max=_GROWTH * before), norms)
+        factors = ratios * torch.where(norms > 0, limited / norms, 0.0)
+        for update, factor, norm in zip(batch, factors.unbind(), limited.unbind(), strict=True):
+            update.factor = factor
+            update.norm_before.copy_(norm)
 
 
 def _reduce_sketches(updates: Sequence[SketchedUpdate]) -> None:
