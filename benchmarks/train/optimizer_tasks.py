@@ -5,8 +5,9 @@ are the 414 most frequent words, with the space before them, of the training tex
 that a vocabulary of 512 covers all text, and its table of embeddings stays small beside the blocks. *images* is a
 transformer of patches on the digits of scratch_tasks.py. *encoder* and *smollm2* fine-tune pretrained models of
 ``benchmarks.trials.pretrained``: a sentence encoder with a new head that predicts which part of speech a gloss of
-WordNet explains, and a language model on the sources of Python's library. What is held out has two halves: one to
-choose a learning rate by, one to report.
+WordNet explains, and a language model on the sources of Python's library. Their tables of tokens stay as they are,
+since AdamW's states of a table would be half of all states. What is held out has two halves: one to choose a learning
+rate by, one to report.
 """
 
 __all__ = ["TASKS", "WIDTHS", "OptimizerTask", "vocabulary_of"]
@@ -227,6 +228,7 @@ def _encoder(width: int, quick: bool) -> OptimizerTask:
         ids, masks = tokens["input_ids"], tokens["attention_mask"]
         labels = torch.tensor([PARTS_OF_SPEECH.index(part) for part in parts])
     held_out = count // 2 if quick else 1024
+    encoder.get_input_embeddings().requires_grad_(False)
 
     def select(rows: Tensor) -> Example:
         longest = int(masks[rows].sum(1).max())  # of the samples, whose padding is at the end
@@ -263,6 +265,7 @@ def _smollm2(width: int, quick: bool) -> OptimizerTask:
         tokenize = functools.partial(token_numbers, transformers.AutoTokenizer.from_pretrained(folder, **options))
         training = passages(tokenize, length + 1, 8 * count, held_out=False)
         held_out = passages(tokenize, length + 1, count, held_out=True)
+    model.get_input_embeddings().requires_grad_(False)
 
     def split(samples: Tensor) -> Example:
         return samples[:, :-1], samples[:, 1:]
