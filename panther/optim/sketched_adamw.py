@@ -219,7 +219,8 @@ class SketchedAdamW(CheckedGroups):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of the closure, or None without a closure.
 
-        If matrices are sharded, every rank must call it. A gradient with NaN makes its parameter NaN, and no other one.
+        If matrices are sharded, every rank must call it. A gradient with NaN makes its matrix NaN, or with
+        ``"projected"`` a part of it, and no other parameter.
 
         Raises:
             ValueError: If a gradient is sparse.

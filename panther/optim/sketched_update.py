@@ -156,7 +156,7 @@ class SketchedUpdate:
         if kind == "channel":
             norms = torch.linalg.vector_norm(self.sketch, dim=1, keepdim=True)
             ratios = torch.linalg.vector_norm(quotient, dim=1, keepdim=True) / norms
-            self._ratios = torch.where(norms > 0, ratios, 0.0)
+            self._ratios = torch.where(norms == 0, 0.0, ratios)
             lengths = torch.linalg.vector_norm(self._gradient, dim=1, keepdim=True)
             update = torch.linalg.vector_norm(lengths * self._ratios)
             norms_squared = [torch.ones_like(update)] * 2  # each channel has its own ratio
@@ -276,11 +276,11 @@ def _set_factors(updates: Sequence[SketchedUpdate]) -> None:
         batches.setdefault((update.sums.dtype, update.sums.device), []).append(update)
     for batch in batches.values():
         quotients, sketches, norms = torch.stack([update.sums for update in batch]).sqrt().unbind(1)
-        ratios = torch.where(sketches > 0, quotients / sketches, 0.0)
+        ratios = torch.where(sketches == 0, 0.0, quotients / sketches)
         norms = ratios * norms
         before = torch.stack([update.norm_before.to(norms) for update in batch])
         limited = torch.where(before > 0, norms.clamp(max=_GROWTH * before), norms)
-        factors = ratios * torch.where(norms > 0, limited / norms, 0.0)
+        factors = ratios * torch.where(norms == 0, 0.0, limited / norms)
         for update, factor, norm in zip(batch, factors.unbind(), limited.unbind(), strict=True):
             update.factor = factor
             update.norm_before.copy_(norm)

@@ -204,7 +204,8 @@ def test_a_gradient_with_nan_changes_no_other_parameter(update):
 
     first = train(model, make(model, update=update), range(1), spoil)
     second = train(twin, make(twin, update=update), range(1))
-    assert first[0].isnan().any()
+    spoiled = first[0] if update != "projected" else first[0][0]  # one place of the longer side
+    assert spoiled.isnan().all()
     assert same(first[1:], second[1:])
 
 
