@@ -65,11 +65,14 @@ def is_hip() -> bool:
 
 
 def has_warpgroups() -> bool:
-    """Return whether the matrix units take tiles of 64 rows asynchronously from shared memory: sm_90 and newer."""
+    """Return whether the matrix units take tiles of 64 rows asynchronously from shared memory: sm_90 to sm_103.
+
+    Those of sm_120 take tiles from registers, as before sm_90.
+    """
     if INTERPRETED.value:
         return False
     target = current_target()
-    return target.backend == "cuda" and bool(target.arch >= 90)
+    return target.backend == "cuda" and 90 <= int(target.arch) < 120
 
 
 def has_tensor_memory() -> bool:
