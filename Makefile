@@ -91,7 +91,8 @@ AXE = axe-core-4.14.1.tgz
 bench: .venv/.all-stamp
 	.venv/bin/python -m benchmarks.run $(ARGS)
 
-# The committed results whose code has changed since they were measured; on a clone with its history.
+# The committed results whose code has changed since they were measured, comments and formatting aside; on a clone with
+# its history.
 figures-age: .venv/.demo-stamp
 	.venv/bin/python -m benchmarks.figures.age
 

@@ -35,7 +35,10 @@ project = "Panther"
 copyright = "the Panther authors"
 release = version = panther.__version__
 
-sys.path.insert(0, str(Path(__file__).parent))  # for directives.py and gallery_build.py
+sys.path[:0] = [
+    str(Path(__file__).parent),  # for directives.py and gallery_build.py
+    str(Path(__file__).parents[1]),  # for the package benchmarks, which knows the files of results
+]
 
 from gallery_build import sphinx_gallery_conf  # noqa: E402, F401
 

@@ -1,6 +1,8 @@
-"""The directive of the command-line reference, and links to names of ``panther`` that a package's page describes.
+"""The directives of the pages, and links to names of ``panther`` that a package's page describes.
 
-``.. command-help:: NAME`` shows what ``panther NAME --help`` prints.
+``.. command-help:: NAME`` shows what ``panther NAME --help`` prints. ``.. measured-at:: SUBJECT ...`` shows the commit,
+the date and the processor of the rows of ``benchmarks/results`` that a page shows; ``benchmarks/figures/age.py`` lists
+the subjects.
 """
 
 __all__ = ["resolve_short_name", "setup"]
@@ -12,6 +14,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from sphinx.util.docutils import SphinxDirective
 
 _WIDTH = "74"  # argparse leaves two columns free
 
@@ -38,6 +41,26 @@ class CommandHelp(Directive):
         return [nodes.literal_block(text=printed.getvalue().rstrip(), language="text")]
 
 
+class MeasuredAt(SphinxDirective):
+    """Show where the rows of some subjects were measured, in a table that is folded."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table, with a line for each file of results and each commit."""
+        from benchmarks.figures import age
+
+        lines = [".. dropdown:: Commits of the measurements on this page", "", "   .. csv-table::"]
+        lines += ["      :header: File in benchmarks/results, Commit, Date, Processor", "      :class: lookup", ""]
+        for path in (path for subject in self.arguments[0].split() for path in age.files_of(subject)):
+            self.env.note_dependency(str(path))
+            for commit, date, processor in age.stamps_of(path):
+                lines.append(f'      ``{path.stem}``, ``{commit}``, {date}, "{processor}"')
+        lines += ["", "   ``make figures-age`` lists the files of code that have changed since."]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def resolve_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Link a name such as ``panther.HealConfig`` to the package whose page describes it, or return None."""
     import panther
@@ -51,7 +74,8 @@ def resolve_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Register the directive, and the links to short names."""
+    """Register the directives, and the links to short names."""
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("measured-at", MeasuredAt)
     app.connect("missing-reference", resolve_short_name)
     return {"parallel_read_safe": True}

@@ -1,12 +1,23 @@
 """List the committed results whose code has changed since they were measured: ``make figures-age``.
 
 A row names the commit that it was measured at. The code of a file of results is the script that wrote it and the
-packages that the script measures; a commit that changes only comments or docstrings counts too.
+packages that the script measures, in ``SOURCES``. It has changed if a file of these differs at HEAD: Python by its
+syntax tree without docstrings, so that comments and formatting do not count, and other files by their text. Pages
+(``.md``, ``.rst``) do not count. A file that was moved is compared with itself at its old place, and a new file in a
+folder counts by the changes of the files that import it.
+
+Rows that were measured on changed files, whose commit ends in ``-dirty``, and rows whose commit is not in the history
+of HEAD are compared from the commit that added them, because that commit has the changed files as well.
 """
 
-__all__ = ["SOURCES", "changes_since", "main", "sources_of"]
+__all__ = ["SOURCES", "Measurement", "changed_files", "files_of", "main", "measurements", "stamps_of", "subject_of"]
 
+import ast
+import functools
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.harness import RESULTS, ROOT, print_table, read_csv
 
@@ -82,53 +93,181 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "tune-retrieval": ("benchmarks/compress/trial_tune.py", "panther/tuning"),
     "windowed-attention": ("benchmarks/layers/windowed_attention.py", "kernels/ops/windowed_attention.py"),
 }
+_DOCUMENTATION = (".md", ".rst")
 
 
-def sources_of(results: str) -> tuple[str, ...]:
-    """Return the code of a file of results, by the name of the file.
+@dataclass(frozen=True)
+class Measurement:
+    """Rows of a file of results that were measured at one commit.
+
+    Attributes:
+        results: The name of the file.
+        commit: The commit as the rows name it; empty if they name none.
+        date: The day of the measurement; empty likewise.
+        compared_from: The commit from which the code is compared.
+        changes: The files of its code that have changed since.
+    """
+
+    results: str
+    commit: str
+    date: str
+    compared_from: str
+    changes: tuple[str, ...]
+
+
+def subject_of(results: str) -> str:
+    """Return the key of ``SOURCES`` of a file of results, by the name of the file.
 
     Raises:
-        KeyError: If no entry of ``SOURCES`` fits.
+        KeyError: If no key fits.
 
     Example:
-        >>> sources_of("train-text-runs-cpu-amd-epyc-threads-1.csv")
-        ('benchmarks/train/trial_text.py', 'panther/train')
+        >>> subject_of("train-text-runs-cpu-amd-epyc-threads-1.csv")
+        'train-text'
     """
-    beginnings = [
-        beginning for beginning in SOURCES if results.startswith((f"{beginning}-", f"{beginning}_", f"{beginning}."))
-    ]
-    if not beginnings:
+    subjects = [subject for subject in SOURCES if results.startswith((f"{subject}-", f"{subject}_", f"{subject}."))]
+    if not subjects:
         raise KeyError(f"{results} has no entry in benchmarks.figures.age.SOURCES: add its script")
-    return SOURCES[max(beginnings, key=len)]
+    return max(subjects, key=len)
 
 
-def changes_since(commit: str, paths: tuple[str, ...]) -> list[str] | None:
-    """Return the commits after a commit that change one of the paths, the latest first; None if it is unknown."""
-    command = ["git", "log", "--format=%h %cs %s", f"{commit.removesuffix('-dirty')}..HEAD", "--", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else None
+def files_of(subject: str) -> list[Path]:
+    """Return the files of results of a subject.
+
+    Raises:
+        KeyError: If there are none.
+    """
+    files = [path for path in sorted(RESULTS.glob("*.csv")) if subject_of(path.name) == subject]
+    if not files:
+        raise KeyError(f"{subject} has no files in benchmarks/results: its name is a key of age.SOURCES")
+    return files
+
+
+def stamps_of(path: Path) -> list[tuple[str, str, str]]:
+    """Return the commit, the date and the processor of the rows of a file, each combination once.
+
+    Rows that name no commit, because nothing was timed, have the commit that wrote the file.
+    """
+    stamps = {(row.get("commit", ""), row.get("date", ""), row.get("device", "")): None for row in read_csv(path)}
+    if ("", "", "") in stamps:
+        log = _git("log", "-1", "--format=%h %cs", "--", path.relative_to(ROOT).as_posix()).split()
+        return [(log[0], log[1], "none: compiled only")] if log else [("none", "", "")]
+    return list(stamps)
+
+
+def measurements() -> list[Measurement]:
+    """Return the measurements of all files of results, the oldest first."""
+    stamps = {
+        (path.name, row.get("commit", "")): row.get("date", "")
+        for path in sorted(RESULTS.glob("*.csv"))
+        for row in read_csv(path)
+    }
+    starts = [_compared_from(results, commit) for results, commit in stamps]
+    changes = changed_files(
+        [(start, SOURCES[subject_of(results)]) for start, (results, _) in zip(starts, stamps, strict=True)]
+    )
+    listed = [
+        Measurement(results, commit, date, start, files)
+        for ((results, commit), date), start, files in zip(stamps.items(), starts, changes, strict=True)
+    ]
+    return sorted(listed, key=lambda measurement: measurement.date)
+
+
+def changed_files(starts: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Return, for each commit and its paths, the files of these paths whose code at HEAD differs from that commit."""
+    candidates = [
+        [
+            (old, new, path)
+            for old, new, path in _differences(commit)
+            if path in paths  # a file of its own that is new is listed too
+            or (int(old, 16) and path.startswith(tuple(f"{folder}/" for folder in paths)))
+        ]
+        for commit, paths in starts
+    ]
+    codes = _codes({(blob, path) for files in candidates for *blobs, path in files for blob in blobs})
+    return [
+        tuple(
+            path
+            for old, new, path in files
+            if not path.endswith(_DOCUMENTATION) and codes[old, path] != codes[new, path]
+        )
+        for files in candidates
+    ]
+
+
+def _compared_from(results: str, commit: str) -> str:
+    """Return the commit of the rows if it has all that was measured, or the commit that added them to the history."""
+    if commit and not commit.endswith("-dirty") and any(known.startswith(commit) for known in _history()):
+        return commit
+    path = (RESULTS / results).relative_to(ROOT).as_posix()
+    search = [f"-S{commit}", "--reverse"] if commit else ["-1"]
+    commits = _git("log", *search, "--format=%h", "--", path).split()
+    return commits[0] if commits else "HEAD"  # rows that are not committed yet
+
+
+@functools.cache
+def _history() -> tuple[str, ...]:
+    return tuple(_git("rev-list", "HEAD").split())
+
+
+@functools.cache
+def _differences(commit: str) -> tuple[tuple[str, str, str], ...]:
+    """Return the old blob, the new blob and the path of each file that differs at HEAD; zeros stand for no file."""
+    lines = _git("diff", "--raw", "--no-abbrev", "--find-renames", "--diff-filter=AMR", commit, "HEAD").splitlines()
+    return tuple((line.split()[2], line.split()[3], line.split("\t")[-1]) for line in lines)
+
+
+def _codes(files: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return what counts of each file, a blob and its path: a syntax tree without docstrings, or the text."""
+    blobs = sorted({blob for blob, _ in files if int(blob, 16)})
+    output = _git("cat-file", "--batch", text="\n".join(blobs)).encode()
+    texts, position = {}, 0
+    for blob in blobs:
+        header = output.index(b"\n", position)
+        start, size = header + 1, int(output[position:header].split()[-1])
+        texts[blob], position = output[start : start + size].decode(), start + size + 1
+    trees = {blob: _tree(texts[blob]) for blob, path in files if blob in texts and path.endswith(".py")}
+    return {(blob, path): trees.get(blob, texts.get(blob, "")) for blob, path in files}
+
+
+def _tree(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _git(*arguments: str, text: str | None = None) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
-    """Print a row for each file of results whose code has changed, the oldest measurement first."""
-    rows, files = [], sorted(RESULTS.glob("*.csv"))
-    for path in files:
-        stamps = {row["commit"]: row["date"] for row in read_csv(path) if row.get("commit")}
-        for commit, date in stamps.items():
-            changes = changes_since(commit, sources_of(path.name))
-            if changes is None or changes:
-                rows.append(
-                    {
-                        "measured": date,
-                        "at": commit,
-                        "results": path.stem,
-                        "commits since": "unknown" if changes is None else len(changes),
-                        "last change": "" if changes is None else changes[0][:72],
-                    }
-                )
-    if rows:
-        print_table(sorted(rows, key=lambda row: str(row["measured"])))
-    print(f"{len({row['results'] for row in rows})} of {len(files)} files of results are older than their code")
+    """Print a row for each measurement whose code has changed, the oldest first."""
+    listed = measurements()
+    changed = [measurement for measurement in listed if measurement.changes]
+    if changed:
+        print_table(
+            [
+                {
+                    "measured": measurement.date,
+                    "at": measurement.commit,
+                    "compared from": measurement.compared_from,
+                    "results": measurement.results.removesuffix(".csv"),
+                    "changed files": len(measurement.changes),
+                    "first": measurement.changes[0],
+                }
+                for measurement in changed
+            ]
+        )
+    files = len({measurement.results for measurement in listed})
+    print(
+        f"{len({measurement.results for measurement in changed})} of {files} files of results are older than their code"
+    )
 
 
 if __name__ == "__main__":

@@ -84,22 +84,3 @@ def test_figures_take_the_default_allocator_and_complete_the_last_cpu(harness, r
     cpu, rows = layout.merged("subject", threads, ("layer",))
     assert cpu == "Another"
     assert [(row["layer"], row["ms"]) for row in rows] == [("c", "2"), ("b", "2"), ("d", "2"), ("a", "1")]
-
-
-def test_every_file_of_results_names_its_code():
-    from benchmarks.figures import age
-
-    sources = {path.name: age.sources_of(path.name) for path in sorted(age.RESULTS.glob("*.csv"))}
-    assert len(sources) > 70
-    missing = {path for paths in age.SOURCES.values() for path in paths if not (age.ROOT / path).exists()}
-    assert missing == set()
-    assert age.sources_of("files-peers-encoder-cpu.csv") != age.sources_of("files-encoder-cpu.csv")
-    with pytest.raises(KeyError, match="has no entry"):
-        age.sources_of("unheard-of-cpu.csv")
-
-
-def test_changes_since_a_commit_are_those_of_the_paths():
-    from benchmarks.figures import age
-
-    assert age.changes_since("HEAD-dirty", ("benchmarks",)) == []
-    assert age.changes_since("0123456789ab", ("benchmarks",)) is None
