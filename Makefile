@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full browser release-check bench trials figures-age clean
+.PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full site browser release-check bench trials figures-age clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -65,13 +65,25 @@ docs-full: .venv/.all-stamp .venv/.trial-stamp
 	rm -rf docs/reference/api/generated docs/examples
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
+# The pages of this version in SITE, a folder that holds the published site, and there the list of all versions, which
+# the switcher reads: make site SITE=FOLDER PANTHER_DOCS_URL=ADDRESS.
+site:
+	@test -n '$(SITE)' && test -n '$(PANTHER_DOCS_URL)' || { \
+	    echo "make site needs a folder and the address of the site: make site SITE=FOLDER PANTHER_DOCS_URL=ADDRESS" >&2; \
+	    exit 1; }
+	$(MAKE) docs PANTHER_DOCS_URL='$(PANTHER_DOCS_URL)'
+	.venv/bin/python docs/switcher.py '$(SITE)' '$(PANTHER_DOCS_URL)' docs/_build/html
+
 # What a release is made of: both archives, their description as a package index shows it, and the wheel in an empty
-# environment, outside of the checkout.
+# environment, outside of the checkout, for each Python of 3.11, 3.12 and 3.13 on PATH. PYTHONS="PATH ..." names
+# others; tests/support/unpack_python.sh unpacks a Python of a newer Debian. Four minutes for each, and 6 GB while it
+# runs if torch comes with CUDA.
 release-check: .venv/.all-stamp
 	rm -rf build dist
 	.venv/bin/python -m build --no-isolation --outdir dist .
 	.venv/bin/python -m twine check --strict dist/*
-	.venv/bin/python tests/support/release_check.py $(if $(TORCH_INDEX),--torch-index '$(TORCH_INDEX)')
+	.venv/bin/python tests/support/release_check.py $(addprefix --python ,$(PYTHONS)) \
+	    $(if $(TORCH_INDEX),--torch-index '$(TORCH_INDEX)')
 
 # For the test of two nodes, which makes network namespaces, and for the tests of the built site: Chromium and the
 # checker of accessibility, from npm, where its checksum is compared. Without them these tests are skipped.

@@ -41,6 +41,7 @@ sys.path[:0] = [
 ]
 
 from gallery_build import sphinx_gallery_conf  # noqa: E402, F401
+from switcher import folder_of  # noqa: E402
 
 extensions = [
     "directives",
@@ -113,7 +114,7 @@ html_sidebars = {"index": [], "sharp-bits": []}
 
 # The switcher between versions needs the address at which all of them are published: see docs/switcher.py.
 if _address := os.environ.get("PANTHER_DOCS_URL", "").rstrip("/"):
-    _version = "dev" if "dev" in release else release
+    _version = folder_of(release)
     html_baseurl = f"{_address}/{_version}/"
     html_theme_options |= {
         "switcher": {"json_url": f"{_address}/switcher.json", "version_match": _version},

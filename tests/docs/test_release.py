@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
+import release_check
 import yaml
 
 import panther
@@ -24,6 +27,46 @@ def test_the_citation_names_this_version():
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == panther.__version__
     assert {"message", "title", "authors"} <= set(citation)
+
+
+def test_the_changelog_begins_with_this_version_on_a_page():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.search(r"^## \[([^\]]+)\](?: - (\S+))?$", changelog, re.M).groups()
+    if "dev" in panther.__version__:
+        assert version == "Unreleased"
+    else:
+        citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+        assert (version, date) == (panther.__version__, str(citation["date-released"]))
+    first = re.split(r"^## ", changelog, flags=re.M)[1]
+    assert len(first.splitlines()) <= 65
+
+
+def test_the_pages_of_a_version_and_the_list_are_written_together(tmp_path):
+    pages, site = tmp_path / "html", tmp_path / "site"
+    pages.mkdir()
+    (pages / "index.html").write_text("new")
+    folder = site / switcher().folder_of(panther.__version__)
+    folder.mkdir(parents=True)
+    (folder / "gone.html").write_text("old")
+    switcher().main([str(site), "https://example.org", str(pages)])
+    assert [path.name for path in folder.iterdir()] == ["index.html"]
+    (entry,) = json.loads((site / "switcher.json").read_text())
+    assert (entry["version"], entry["preferred"]) == (folder.name, True)
+
+
+def test_the_release_check_keeps_versions_that_torch_does_not_ask_for():
+    lines = release_check.constraints_beside(["triton==3.7.1; platform_system == 'Linux'", "numpy", "sympy>=1.13"])
+    assert "triton==" not in lines
+    assert "\nnumpy==" in lines
+    assert "\ntorch==" in lines
+    assert "\ntriton==" in release_check.constraints_beside(["filelock"])
+
+
+def test_the_release_check_says_which_interpreters_are_missing(monkeypatch):
+    monkeypatch.setattr(release_check, "PYTHONS", ("{}.{}".format(*sys.version_info), "3.0"))
+    pythons, missing = release_check.interpreters([sys.executable])
+    assert list(pythons.values()) == [sys.executable]
+    assert missing == ["3.0"]
 
 
 def test_the_switcher_lists_the_newest_release_first(tmp_path):
