@@ -9,6 +9,8 @@ ARGS ?=
 
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
+# After torch, which may ask for a Triton of its own.
+INSTALL_BESIDE_TORCH = $(PIP) install -c .venv/constraints.txt
 
 .PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full site browser release-check bench trials figures-age clean
 
@@ -167,17 +169,20 @@ clean:
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
 	touch $@
 
-.venv/.demo-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo]'
+.venv/constraints.txt: constraints.txt .venv/.torch-stamp
+	.venv/bin/python tests/support/torch_constraints.py >$@
+
+.venv/.demo-stamp: .venv/.torch-stamp pyproject.toml constraints.txt | .venv/constraints.txt
+	$(INSTALL_BESIDE_TORCH) --no-build-isolation -e '.[demo]'
 	touch $@
 
 # Half of the pip time of all extras. Tests of the others are marked `extra` and skip here, with the extra's name.
-.venv/.test-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo,triton,tune,test]'
+.venv/.test-stamp: .venv/.torch-stamp pyproject.toml constraints.txt | .venv/constraints.txt
+	$(INSTALL_BESIDE_TORCH) --no-build-isolation -e '.[demo,triton,tune,test]'
 	touch $@
 
-.venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation \
+.venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt | .venv/constraints.txt
+	$(INSTALL_BESIDE_TORCH) --no-build-isolation \
 	    -e '.[demo,triton,transformers,compressed-tensors,sentence-transformers,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
 
@@ -192,7 +197,8 @@ clean:
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
 	$(subst .venv/,.venv-engines/,$(INSTALL)) 'setuptools>=77'
 	$(subst .venv/,.venv-engines/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
-	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation \
+	.venv-engines/bin/python tests/support/torch_constraints.py >.venv-engines/constraints.txt
+	$(subst .venv/,.venv-engines/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation \
 	    -e '.[demo,triton,test,torchao,keras,ray,tune,deepspeed]' tensorflow-cpu jax \
 	    kubernetes-validate kubeflow-training kubeflow-trainer-api
 	touch $@
@@ -201,7 +207,8 @@ clean:
 	test -x .venv-horovod/bin/python || $(PYTHON) -m venv .venv-horovod
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) 'setuptools>=77' wheel
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
-	$(subst .venv/,.venv-horovod/,$(INSTALL)) --no-build-isolation -e '.[test]' cloudpickle psutil pyyaml packaging
+	.venv-horovod/bin/python tests/support/torch_constraints.py >.venv-horovod/constraints.txt
+	$(subst .venv/,.venv-horovod/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation -e '.[test]' cloudpickle psutil pyyaml packaging
 	.venv-horovod/bin/python -c 'import horovod.torch' 2>/dev/null || docs/howto/scripts/build_horovod.sh .venv-horovod
 	touch $@
 

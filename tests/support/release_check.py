@@ -8,7 +8,6 @@ scikit-learn's digits, as a user would write it, in a file of the folder.
 """
 
 import argparse
-import re
 import shutil
 import subprocess
 import sys
@@ -96,7 +95,8 @@ def check(wheel, python, torch_index):
         index = ["--index-url", torch_index] if torch_index else []
         run([*pip, "-c", ROOT / "constraints.txt", *index, "--no-deps", "torch"], empty)
         constraints = Path(folder, "constraints.txt")
-        constraints.write_text(constraints_beside(installed_requirements(inside, "torch")))
+        command = [inside, ROOT / "tests/support/torch_constraints.py"]
+        constraints.write_text(run(command, empty, capture_output=True).stdout)
         run([*pip, "-c", constraints, f"{wheel}[demo]"], empty)
         where = [inside, "-c", "import panther; print(panther.__file__, panther.__version__)"]
         printed = run(where, empty, capture_output=True).stdout
@@ -108,22 +108,6 @@ def check(wheel, python, torch_index):
         run([*compress, "--out", "small"], empty)
         run([inside, "digits.py"], empty)
     return True
-
-
-def constraints_beside(requirements):
-    """Return constraints.txt without the versions that torch itself asks for.
-
-    A torch with CUDA asks for the Triton that it was built with. The CPU build asks for none, and Panther's tests run
-    with a newer one.
-    """
-    names = {re.match(r"[\w.-]+", requirement)[0].lower() for requirement in requirements if "==" in requirement}
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join(line for line in lines if line.partition("==")[0].lower() not in names) + "\n"
-
-
-def installed_requirements(python, package):
-    command = [python, "-c", f"from importlib.metadata import requires; print(*requires({package!r}), sep='\\n')"]
-    return run(command, ROOT, capture_output=True).stdout.split("\n")[:-1]
 
 
 def run(command, folder, **options):
