@@ -52,11 +52,18 @@ class MeasuredAt(SphinxDirective):
         from benchmarks.figures import age
 
         lines = [".. dropdown:: Commits of the measurements on this page", "", "   .. csv-table::"]
-        lines += ["      :header: File in benchmarks/results, Commit, Date, Processor", "      :class: lookup", ""]
+        lines += [
+            "      :header: Rows in benchmarks/results, Commit, Date, Processor and threads",
+            "      :class: lookup",
+            "",
+        ]
         for path in (path for subject in self.arguments[0].split() for path in age.files_of(subject)):
             self.env.note_dependency(str(path))
+            name, _, machine = path.stem.partition("-cpu-")
+            threads = machine.rpartition("-")[2]
             for commit, date, processor in age.stamps_of(path):
-                lines.append(f'      ``{path.stem}``, ``{commit}``, {date}, "{processor}"')
+                place = f"{processor}, {threads}" if threads else processor
+                lines.append(f'      ``{name}``, ``{commit}``, {date}, "{place}"')
         lines += ["", "   ``make figures-age`` lists the files of code that have changed since."]
         return self.parse_text_to_nodes("\n".join(lines))
 
