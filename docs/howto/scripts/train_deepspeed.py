@@ -1,6 +1,6 @@
 """A sketched network on DeepSpeed's ZeRO 2: saved, resumed, exported.
 
-OUT is the folder of the run.
+The environment variable OUT names the folder of the run.
 """
 
 import os

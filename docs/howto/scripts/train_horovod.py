@@ -1,6 +1,6 @@
 """A sketched network on Horovod, with gradients sent in 16 bits.
 
-OUT is the folder of the run.
+The environment variable OUT names the folder of the run.
 """
 
 import os

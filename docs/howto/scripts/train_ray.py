@@ -1,6 +1,6 @@
 """A sketched network on two of Ray's workers, restarted when one fails.
 
-OUT is the folder of the run.
+The environment variable OUT names the folder of the run.
 """
 
 import os
