@@ -36,7 +36,7 @@ copyright = "the Panther authors"
 release = version = panther.__version__
 
 sys.path[:0] = [
-    str(Path(__file__).parent),  # for directives.py and gallery_build.py
+    str(Path(__file__).parent),  # for directives.py, output_lines.py and gallery_build.py
     str(Path(__file__).parents[1]),  # for the package benchmarks, which knows the files of results
 ]
 
@@ -45,6 +45,7 @@ from switcher import folder_of  # noqa: E402
 
 extensions = [
     "directives",
+    "output_lines",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",

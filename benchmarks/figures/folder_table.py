@@ -27,7 +27,8 @@ def folder_table(rows: list[dict[str, str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
     cpus = " and ".join(dict.fromkeys(cpu_name(row["device"]) for row in rows))
-    lines = [f".. csv-table:: Models compressed part by part, {cpus}, one thread", "   :header-rows: 1", ""]
+    title = f".. csv-table:: Models compressed part by part, {cpus}, one thread"
+    lines = [title, "   :header-rows: 1", "   :class: compact", ""]
     return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
 
 
