@@ -1,6 +1,7 @@
 """How pages read: the glossary's words, a summary first, no long tables or pages, links that exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,12 @@ def test_links_and_commands_of_the_readme_exist():
     commands = set(re.findall(r"^\$ .*\bmake ([a-z-]+)", readme, re.M))
     assert {"demo", "test"} <= commands
     assert [name for name in commands if not re.search(rf"^{name}:", makefile, re.M)] == []
+
+
+def test_all_extras_are_listed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/start/installation.rst"))
+    listed = readme[readme.index("The extras are ") :].partition("\n\n")[0]
+    missing = [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in listed]
+    assert missing == []
+    assert [extra for extra in project["optional-dependencies"] if f"``{extra}``" not in page] == []
