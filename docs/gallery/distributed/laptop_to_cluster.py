@@ -60,6 +60,7 @@ settings = {
     "learning_rate": 3e-3,
     "log_every_n_steps": 1,
     "checkpoint_dir": folder,
+    "progress": False,  # a line for each step otherwise
 }
 optimizer, loss_fn = torch.optim.Adam, nn.CrossEntropyLoss()
 if "RAY_ADDRESS" in os.environ:  # a job of Ray
