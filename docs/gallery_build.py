@@ -121,7 +121,7 @@ def _add_full_figures(app: Any, docname: str, source: list[str]) -> None:
         "",
     ]
     for number, figure in enumerate(figures, start=1):
-        section += [f".. image:: /_static/gallery/{figure.name}", f"   :alt: Figure {number} at full size", ""]
+        section += [f".. figure:: /_static/gallery/{figure.name}", f"   :alt: Figure {number} at full size", ""]
     source[0] = source[0].replace(".. _sphx_glr_download", "\n".join(section) + "\n\n.. _sphx_glr_download", 1)
     note = "to download the full example code."
     hint = " The output here is of a reduced run; the text is about the full run, whose figures are there too."

@@ -26,9 +26,12 @@ PAGES = [
     "howto/compress",
     "howto/what-does-it-cost",
     "howto/migrate-ddp",
+    "howto/networks",
+    "howto/resume",
     "howto/distributed",
     "concepts/sklinear",
     "concepts/glossary",
+    "concepts/papers",
     "benchmarks/linalg",
     "reference/errors",
     "reference/api/generated/panther.compress",
@@ -157,6 +160,36 @@ def test_no_page_scrolls_sideways(visit, width, theme):
         needed = page.evaluate("document.documentElement.scrollWidth")
         if needed > width:
             wider.append(f"{name} needs {needed} pixels")
+    assert not wider
+
+
+def test_headings_and_text_fit_a_narrow_window(visit):
+    page, wider = visit("index", 390), []
+    origin = page.url.removesuffix("/index.html")
+    for name in PAGES:
+        page.goto(f"{origin}/{name}.html", wait_until="load")
+        wider += page.evaluate(
+            """name => [...document.querySelectorAll('.bd-article :is(h1, h2, h3, p, li, dd)')]
+                .filter(box => !box.closest('table, figure') && !box.querySelector('pre, table, figure, .math-block'))
+                .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1)
+                .map(box => `${name}: ${box.textContent.trim().slice(0, 70)}`)""",
+            name,
+        )
+    assert not wider
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_sentences_of_output_wrap(visit, width):
+    page = visit("howto/networks", width)
+    marked, wider = page.evaluate(
+        """() => {
+            const marked = [...document.querySelectorAll('pre .sentence')];
+            const right = box => box.getBoundingClientRect().right;
+            const wider = marked.filter(line => right(line) > right(line.closest('pre')));
+            return [marked.length, wider.map(line => line.textContent)];
+        }"""
+    )
+    assert marked > 8
     assert not wider
 
 
