@@ -199,7 +199,7 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
         smallest=settings.smallest_bytes if has_small_forms else None,
         tables=settings.stores_tables,
         experts=settings.stores_experts,
-        refuse=lambda target: settings.why_not_read(target, is_head=head in target.modules),
+        refuse=lambda target: settings.why_not_read(target, runner.model, is_head=head in target.modules),
     ).check()
     if not config.is_calibrated:
         return survey

@@ -4,16 +4,26 @@
 this. All grids are symmetric and stored by groups of neighbouring columns, and embeddings are dense.
 """
 
-__all__ = ["FORMATS", "READERS", "Reader", "decodes_in_silence", "reader_of"]
+__all__ = ["FORMATS", "READERS", "Reader", "decodes_in_silence", "reader_of", "why_weight_is_read"]
 
-from collections.abc import Sequence
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from torch import nn
 
 FORMATS = ("compressed-tensors",)
 """Formats of other programs for which :func:`panther.compress` can fit a model."""
 
 _WORD = 32  # bits of an integer in which codes are packed
+_INITIALIZES = re.compile(r"init|reset|tie")
+_INITIALIZER = "_init_weights"  # of the models of transformers
 
 
 @dataclass(frozen=True)
@@ -136,3 +146,77 @@ def decodes_in_silence(
     if groups not in (1, decoded_groups) and decoded_groups != 1:
         return False
     return max(groups, decoded_groups) * wider_group_size == columns
+
+
+def why_weight_is_read(model: nn.Module, name: str) -> str | None:
+    """Return why a layer cannot be stored in codes if a module around it reads its weight; None if none does.
+
+    A layer in codes has no ``weight`` until its first forward expands the codes. Two kinds of methods read the weight
+    before: those of the module that contains the layer, as the feed-forward layers of T5 read the dtype of
+    ``self.wo.weight``, and ``_init_weights`` of transformers' models, which runs at the end of loading.
+
+    Args:
+        model: The model that a reader builds, or the one that it was compressed from.
+        name: The layer's name in the model.
+    """
+    *path, attribute = name.split(".")
+    containers: list[Any] = [type(model.get_submodule(".".join(path[:length]))) for length in range(len(path) + 1)]
+    parent = containers[-1]
+    if attribute in _read_weights(parent):
+        return f"has a weight that {parent.__name__} reads itself, and layers in codes have none before their forward"
+    for kind in containers:
+        if attribute in _initialized_weights(kind, parent):
+            return f"has a weight that {kind.__name__} reads on loading, and layers in codes have none then"
+    return None
+
+
+@cache
+def _read_weights(kind: type) -> frozenset[str]:
+    """Return the names of layers whose weights the methods of a class read, apart from those that initialize them."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for method_name, method in vars(base).items():
+            if inspect.isfunction(method) and not _INITIALIZES.search(method_name):
+                names |= {node.value.attr for node in _attributes(_parsed(method), "self") if node.attr == "weight"}
+    return frozenset(names)
+
+
+@cache
+def _initialized_weights(kind: type, parent: type) -> frozenset[str]:
+    """Return the names of layers in a module of class ``parent`` whose weights ``kind._init_weights`` reads."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if not inspect.isfunction(vars(base).get(_INITIALIZER)):
+            continue
+        method = inspect.unwrap(vars(base)[_INITIALIZER])
+        argument = [*inspect.signature(method).parameters][-1]
+        for branch in ast.walk(_parsed(method)):
+            if isinstance(branch, ast.If) and issubclass(parent, _tested_classes(branch.test, method.__globals__)):
+                nodes = [node for statement in branch.body for node in _attributes(statement, argument)]
+                names |= {node.value.attr for node in nodes if node.attr == "weight"}
+    return frozenset(names)
+
+
+def _parsed(method: Any) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):  # of a class without a file, or a lambda in the middle of an expression
+        return ast.Module([], [])
+
+
+def _attributes(tree: ast.AST, name: str) -> Iterator[Any]:
+    """Yield the expressions of the form ``name.layer.attribute``."""
+    for node in ast.walk(tree):
+        layer = node.value if isinstance(node, ast.Attribute) else None
+        if isinstance(layer, ast.Attribute) and isinstance(layer.value, ast.Name) and layer.value.id == name:
+            yield node
+
+
+def _tested_classes(test: ast.AST, names: Mapping[str, Any]) -> tuple[type, ...]:
+    """Return the classes that an expression with ``isinstance`` tests for."""
+    calls = [node for node in ast.walk(test) if isinstance(node, ast.Call)]
+    tests = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]
+    classes = [names.get(node.id) for each in tests for node in ast.walk(each) if isinstance(node, ast.Name)]
+    return tuple(kind for kind in classes if isinstance(kind, type))

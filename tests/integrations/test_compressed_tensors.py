@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import panther as pr
 from panther.cli import main
-from panther.errors import FormatError, PantherError
+from panther.compression import readers
+from panther.errors import CompressionError, FormatError, PantherError
 from panther.integrations.compressed_tensors import Scheme, write_compressed_tensors, writer
 
 transformers = pytest.importorskip("transformers")
@@ -276,6 +277,147 @@ def test_small_layers_that_would_be_misread_are_refused(tmp_path):
         )
     with pytest.raises(PantherError, match="with dequantize=True would read it as 8 bits without an error"):
         write_compressed_tensors(model, tmp_path / "out")
+
+
+TOKENS = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IMAGE = {"image_size": 16, "patch_size": 8}
+T5_SIZES = {"vocab_size": WORDS, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+WIDTHS = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+MOE = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+# Models whose tensors transformers renames or stacks when it loads files of the original model.
+RENAMED = {
+    "vit": ("ViTForImageClassification", WIDTHS | IMAGE | {"num_labels": 3}),
+    "mixtral": ("MixtralForCausalLM", WIDTHS | TOKENS | MOE),
+    "gpt_neox": ("GPTNeoXForCausalLM", WIDTHS | TOKENS),
+}
+
+
+def renamed(name):
+    kind, sizes = RENAMED[name]
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    return getattr(transformers, kind)(config).eval()
+
+
+def sample_of(model):
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)}
+    return {"input_ids": torch.arange(1, 25).view(2, 12)}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_names_in_files_are_those_of_the_model(name, tmp_path):
+    """ViT, GPT-NeoX and experts were written under the names of original files, and then refused."""
+    model = compressed(lambda: renamed(name), exclude=["*expert*", "*embed*"])
+    schemes = write_compressed_tensors(model, tmp_path / "out")
+    state = load_file(tmp_path / "out/model.safetensors")
+    plain_names = {key.removesuffix(".weight") for key in renamed(name).state_dict()}
+    assert {key.removesuffix(".weight_packed") for key in state if key.endswith("_packed")} == schemes.keys()
+    assert schemes.keys() <= plain_names
+    assert not any(".experts.0." in key for key in state)
+    with pytest.raises(PantherError, match=r"in files of the original model, .* use reader='transformers'|the logits"):
+        write_compressed_tensors(model, tmp_path / "other", reader="vllm")
+    assert not (tmp_path / "other").exists()
+
+
+READ_INPUTS = """
+import sys
+import torch, transformers
+from safetensors.torch import load_file
+folder, kind = sys.argv[1:]
+inputs = load_file(f"{folder}/../inputs.safetensors")
+expected = inputs.pop("output")
+model = getattr(transformers, kind).from_pretrained(folder).eval()
+with torch.no_grad():
+    output = model(**inputs)[0]
+assert "panther" not in sys.modules
+print(f"error {((output - expected).norm() / expected.norm()).item():.3e}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_fresh_process_reads_models_with_other_names_in_files(name, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    model = compressed(lambda: renamed(name), exclude=["*expert*", "*embed*"])
+    write_compressed_tensors(model, tmp_path / "out")
+    sample = sample_of(model)
+    with torch.no_grad():
+        save_file(sample | {"output": model(**sample)[0].contiguous()}, tmp_path / "inputs.safetensors")
+    result = waits.run([sys.executable, "-P", "-c", READ_INPUTS, tmp_path / "out", RENAMED[name][0]])
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[-1]) < 1e-3
+
+
+def test_models_that_transformers_cannot_load_in_the_format_are_refused(tmp_path):
+    make = transformers.Dinov2Model
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = compressed(lambda: make(transformers.Dinov2Config(**sizes, **IMAGE)).eval())
+    with pytest.raises(PantherError, match=r"transformers cannot load a Dinov2Model in this format, because it splits"):
+        write_compressed_tensors(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_whose_weight_is_read_before_their_forward_stay_dense(tmp_path):
+    """T5 was written, and reading it failed: its code reads the dtype of one weight, and its loading all."""
+    make = transformers.T5EncoderModel
+    with pytest.raises(CompressionError, match="has a weight that T5EncoderModel reads on loading"):
+        compressed(lambda: make(transformers.T5Config(**T5_SIZES)).eval())
+    model = compressed(lambda: make(transformers.T5Config(**T5_SIZES)).eval(), **SYMMETRIC, include="*.wo")
+    with pytest.raises(
+        PantherError, match=r"'.*\.wo' cannot be written, which has a weight that T5DenseActDense reads"
+    ):
+        write_compressed_tensors(model, tmp_path / "out")
+    config = transformers.MambaConfig(hidden_size=64, num_hidden_layers=1, state_size=8, **TOKENS)
+    mamba = compressed(lambda: transformers.MambaForCausalLM(config).eval(), budget=0.4)
+    assert isinstance(mamba.lm_head, torch.nn.Linear)
+    assert "in_proj" in next(iter(write_compressed_tensors(mamba, tmp_path / "mamba")))
+
+
+def test_weights_that_methods_read_are_those_in_their_source():
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (torch.nn.Linear(4, 4) for _ in range(3))
+            torch.nn.init.zeros_(self.third.weight)
+
+        def forward(self, x):
+            return self.third(self.second(x.to(self.first.weight.dtype)))
+
+    model = torch.nn.Sequential(Reads())
+    reasons = [readers.why_weight_is_read(model, f"0.{name}") for name in ("first", "second", "third")]
+    assert reasons[0].startswith("has a weight that Reads reads itself")
+    assert reasons[1:] == [None, None]
+    assert readers.why_weight_is_read(model[0], "second") is None
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path):
+    """A second model was written over the first one, whose adapter stayed."""
+    model = compressed(llama)
+    write_compressed_tensors(model, tmp_path / "out")
+    (tmp_path / "out/adapter").mkdir()
+    before = (tmp_path / "out/model.safetensors").read_bytes()
+    with pytest.raises(PantherError, match="is not empty, and might hold another model"):
+        write_compressed_tensors(model, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(("kind", "task_type"), [("llama", "CAUSAL_LM"), ("bart", "SEQ_2_SEQ_LM"), ("bert", None)])
+def test_the_task_of_an_adapter_is_that_of_its_model(kind, task_type, tmp_path):
+    """PEFT's class for causal models passes input_ids to an encoder and decoder of other inputs, which fails."""
+    bart_sizes = {
+        f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 96))
+    }
+    make = {
+        "llama": llama,
+        "bert": bert,
+        "bart": lambda: transformers.BartForConditionalGeneration(
+            transformers.BartConfig(d_model=64, decoder_start_token_id=2, **TOKENS, **bart_sizes)
+        ).eval(),
+    }[kind]
+    model = compressed(make, **SYMMETRIC | {"forms": "int3+low_rank", "budget": 0.6, "exclude": ["*embed*", "shared"]})
+    write_compressed_tensors(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert config["task_type"] == task_type
 
 
 def test_files_that_differ_are_removed(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from panther.compression.calibration.targets import LEAST_RANK, Target
 from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
 from panther.compression.moments import Moments, TableMoments
-from panther.compression.readers import Reader
+from panther.compression.readers import Reader, why_weight_is_read
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.specs import allow_saving
@@ -126,7 +126,7 @@ class FormSettings:
             forms = (form for form in forms if form.bits is None or form.bits in widths)
         return tuple(form for form in forms if form.accepts(target))
 
-    def why_not_read(self, target: Target, *, is_head: bool) -> str | None:
+    def why_not_read(self, target: Target, model: nn.Module, *, is_head: bool) -> str | None:
         """Return why the reader holds a weight only if it is dense; None if the reader holds it in codes."""
         if self.reader is None:
             return None
@@ -135,7 +135,8 @@ class FormSettings:
             return f"is of class {target.kind}, and reader={name!r} holds codes of nn.Linear only"
         if is_head and not self.reader.packs_heads:
             return f"computes the logits, and reader={name!r} does not hold such a layer in codes"
-        return self.reader.why_no_group(target.inner, self.group_size)
+        reasons = (why_weight_is_read(model, name) for name in target.names)
+        return next(filter(None, reasons), None) or self.reader.why_no_group(target.inner, self.group_size)
 
     @property
     def stores_tables(self) -> bool:

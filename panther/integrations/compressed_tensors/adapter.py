@@ -23,7 +23,9 @@ _ROUNDINGS = 4.0  # Each factor is rounded once, and the norm of their product i
 
 
 @torch.no_grad()
-def write_adapter(folder: Path, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, *, generates: bool) -> int:
+def write_adapter(
+    folder: Path, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, *, task_type: str | None
+) -> int:
     """Write the corrections of layers as an adapter, read it back, and return its bytes.
 
     All layers get the largest rank, and the factors of the remaining layers are padded with zeros, because readers of
@@ -33,7 +35,7 @@ def write_adapter(folder: Path, layers: Mapping[str, QuantizedLinear], dtype: to
         folder: The folder of the adapter, new.
         layers: Layers with a correction, by name.
         dtype: The dtype of the factors, which is that of the model.
-        generates: Whether the model generates text, so that PEFT's class for such models is named.
+        task_type: The task by which PEFT chooses its class, such as "CAUSAL_LM".
 
     Raises:
         FormatError: If the factors in the file differ from the layers' by more than their rounding to ``dtype``.
@@ -45,7 +47,7 @@ def write_adapter(folder: Path, layers: Mapping[str, QuantizedLinear], dtype: to
             tensors[f"base_model.model.{name}.{key}.weight"] = factor
     folder.mkdir(parents=True)
     write_file(folder / _WEIGHTS, tensors, tensors.__getitem__)
-    write_json(folder / "adapter_config.json", _config(list(layers), rank, generates=generates), indent=2)
+    write_json(folder / "adapter_config.json", _config(list(layers), rank, task_type=task_type), indent=2)
     stored = load_file(folder / _WEIGHTS)
     for name, layer in layers.items():
         B, A = (stored[f"base_model.model.{name}.{key}.weight"].double() for key in ("lora_B", "lora_A"))
@@ -70,11 +72,11 @@ def _padded_factors(layer: QuantizedLinear, rank: int, dtype: torch.dtype) -> tu
     return B.to(dtype).contiguous(), A.to(dtype).contiguous()
 
 
-def _config(layer_names: list[str], rank: int, *, generates: bool) -> dict[str, Any]:
+def _config(layer_names: list[str], rank: int, *, task_type: str | None) -> dict[str, Any]:
     """Return adapter_config.json; PEFT has defaults for everything that it does not name."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if generates else None,
+        "task_type": task_type,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,

@@ -5,7 +5,7 @@ __all__ = ["write_compressed_tensors"]
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from panther._text import counted
-from panther.compression.readers import Reader, decodes_in_silence, reader_of
+from panther.compression.readers import Reader, decodes_in_silence, reader_of, why_weight_is_read
 from panther.errors import FormatError, PantherError, require_extra
 from panther.files import read_json
 from panther.files.weights import weight_files
@@ -34,6 +34,7 @@ from panther.kernels import unpack_codes
 from panther.nn import QuantizedLinear
 from panther.nn.attention.record import attention_records
 from panther.nn.base import CompressedModule
+from panther.nn.quantized.conversions import load_conversions, save_conversions
 
 _AGAIN = "compress the original model with target='compressed-tensors'"
 
@@ -98,6 +99,8 @@ def write_compressed_tensors(
             "from a config.json of transformers: use another format"
         )
     folder, checked_reader = Path(dir), reader_of(reader)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise PantherError(f"{folder} is not empty, and might hold another model: give a new folder, or clear it")
     layers = _checked_layers(model, checked_reader)
     plain = _plain_architecture(model)
     _check_architecture(plain, layers, model)
@@ -109,13 +112,15 @@ def write_compressed_tensors(
     dense_layers = [name for name in linear_names if name not in layers]
     plain.config.quantization_config = quantization_config(schemes, dense_layers, plain.base_model_prefix)
     state = _packed_state(model, layers, plain.dtype)
+    _check_names(plain, state, checked_reader)
     with _removed_after_an_error(folder), _without_bars(transformers):
-        plain.save_pretrained(folder, state_dict=state)
+        # Names of files of the original model would be converted on loading, which packed codes are not made for.
+        plain.save_pretrained(folder, state_dict=state, save_original_format=False)
         del state
         _check_files(folder, model, plain, layers)
         corrected = {name: layer for name, layer in layers.items() if layer.low_rank}
         if corrected:
-            write_adapter(folder / ADAPTER_FOLDER, corrected, plain.dtype, generates=model.can_generate())
+            write_adapter(folder / ADAPTER_FOLDER, corrected, plain.dtype, task_type=_task_type(model))
     return schemes
 
 
@@ -228,6 +233,8 @@ def _check_architecture(plain: Any, layers: Mapping[str, QuantizedLinear], model
                 reason = f"has the shape {shape}, and {tuple(module.weight.shape)} in transformers"
             elif f"{name}.weight" in tied_names:
                 reason = "shares its weight with another layer in transformers"
+            else:
+                reason = why_weight_is_read(plain, name)
         if reason is not None:
             raise PantherError(f"layer {name!r} cannot be written, which {reason}: exclude={name!r} of pr.compress")
     dense_names = {name for name in model.state_dict() if name.rpartition(".")[0] not in layers}
@@ -237,6 +244,46 @@ def _check_architecture(plain: Any, layers: Mapping[str, QuantizedLinear], model
             f"the model has other tensors than a {type(plain).__name__} of transformers ({', '.join(differing[:3])}), "
             "which readers would not find: compress a model that is otherwise unchanged"
         )
+
+
+def _check_names(plain: Any, names: Iterable[str], reader: Reader) -> None:
+    """Raise PantherError if a reader would look for tensors under other names than those of the model in memory.
+
+    transformers renames and converts the tensors of original files, for example those of ViT and of experts, and leaves
+    the names of its own models alone. vLLM knows the names of original files only.
+    """
+    on_loading = load_conversions(plain)
+    for conversion in on_loading:
+        if len(conversion.target_patterns) > 1 and conversion.source_patterns[0].endswith(".weight"):
+            raise PantherError(
+                f"transformers cannot load a {type(plain).__name__} in this format, because it splits "
+                f"{conversion.source_patterns[0]!r} of files: use another format"
+            )
+    on_saving = [conversion.reverse_transform() for conversion in reversed(save_conversions(plain))]
+    for name in names:
+        read_name = file_name = name
+        for conversion in on_loading:
+            read_name, _ = conversion.rename_source_key(read_name)
+        if read_name != name:
+            raise PantherError(
+                f"{name!r} of a {type(plain).__name__} would be read as {read_name!r} by transformers, which converts "
+                "such names: use another format"
+            )
+        if reader.fused:
+            for conversion in on_saving:
+                file_name, _ = conversion.rename_source_key(file_name)
+            if file_name != name:
+                raise PantherError(
+                    f"{name!r} of a {type(plain).__name__} is {file_name!r} in files of the original model, and reader "
+                    f"{reader.name!r} is known to read models whose names are equal only: use reader='transformers'"
+                )
+
+
+def _task_type(model: Any) -> str | None:
+    """Return the task by which PEFT chooses its class; None for a class that passes all arguments to the model."""
+    if not model.can_generate() or model.main_input_name != "input_ids":
+        return None
+    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
 
 
 def _packed_state(model: nn.Module, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype) -> dict[str, Tensor]:

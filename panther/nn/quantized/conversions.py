@@ -5,7 +5,7 @@ a model. Its conversions are chosen by names. They would also match the codes of
 the name of the weight, and are therefore left out.
 """
 
-__all__ = ["conversions_to_keep", "keep_expert_names_"]
+__all__ = ["conversions_to_keep", "keep_expert_names_", "load_conversions", "save_conversions"]
 
 import sys
 from typing import Any
@@ -48,14 +48,21 @@ def keep_expert_names_(model: Any) -> None:
             model._weight_conversions = _COMPLETE.pop(model)
         return
     present = getattr(model, "_weight_conversions", None)
-    conversions = _default_conversions(model) if present is None else present
+    conversions = save_conversions(model) if present is None else present
     remaining = conversions_to_keep(conversions, model)
     if len(remaining) < len(conversions):
         model._weight_conversions = remaining
 
 
-def _default_conversions(model: Any) -> list[Any]:
-    """Return the conversions that transformers uses to save a model that was not loaded from a file."""
+def load_conversions(model: Any) -> list[Any]:
+    """Return the conversions that transformers applies to the tensors of files, in their order."""
     mapping: Any = sys.modules["transformers.conversion_mapping"]  # transformers' models cannot be built without it
+    conversions: list[Any] = mapping.get_model_conversion_mapping(model)
+    return conversions
+
+
+def save_conversions(model: Any) -> list[Any]:
+    """Return the conversions whose reverse transformers applies to save a model that was not loaded from a file."""
+    mapping: Any = sys.modules["transformers.conversion_mapping"]
     conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in conversions if type(conversion).__name__ != "PrefixChange"]
