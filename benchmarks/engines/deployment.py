@@ -51,7 +51,7 @@ REASONS = {
     "no class": "cannot be plain",
     "has codes": "bits already",
     "no nn.Linear": "no nn.Linear",
-    "not converted": "Failed to convert the exported program",
+    "not converted": "a product of experts, and ONNX has no such operator",
     "no bfloat16 on CPUs": "NOT_IMPLEMENTED",
 }
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import panther as pr
+from panther.errors import PantherError
 from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
 onnx = pytest.importorskip("onnx")
@@ -205,7 +206,7 @@ def test_names_of_inputs_outputs_and_sizes(tmp_path):
     sizes = {"mask": 7, "ids": 7, "decoder_ids": 5, "words": 4}
     sample = {name: torch.ones(2, length, dtype=torch.long) for name, length in sizes.items()}
     sample["pixels"] = torch.ones(2, 3)
-    graph, _, _ = written(Several(), sample, tmp_path)
+    graph, _, _ = written(Several().eval(), sample, tmp_path)
     shapes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.output)
@@ -222,6 +223,48 @@ def test_names_of_inputs_outputs_and_sizes(tmp_path):
         "image": ["batch", 3],
     }
     assert [value.name for value in graph.input] == list(sample)
+
+
+class Partial(nn.Module):
+    def forward(self, x):
+        return {"double": 2 * x, "absent": None, "sums": [x.sum(1), None]}
+
+
+def test_absent_outputs_leave_the_names_of_the_others(tmp_path):
+    model, sample = Partial().eval(), {"x": torch.randn(3, 5)}
+    graph, run, _ = written(model, sample, tmp_path)
+    assert [value.name for value in graph.output] == ["double", "sums.0"]
+    x = torch.randn(2, 5)
+    for output, expected in zip(run({"x": x}), (2 * x, x.sum(1)), strict=True):
+        torch.testing.assert_close(output, expected)
+
+
+def test_what_a_file_would_fix_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    path = tmp_path / "model.onnx"
+    with pytest.raises(PantherError, match=r"Sequential is in training mode, which a file would keep: call model.eval"):
+        onnx_files.write_onnx(model, path, {"input": torch.ones(2, 4)})
+    with pytest.raises(
+        PantherError, match=r"input 'input' of the sample has the shape \(1, 4\), and the batch must be"
+    ):
+        onnx_files.write_onnx(model.eval(), path, {"input": torch.ones(1, 4)})
+    with pytest.raises(PantherError, match="output 'output' of the Identity is one of its inputs"):
+        onnx_files.write_onnx(nn.Identity().eval(), path, {"input": torch.ones(2, 4)})
+    tokens = {"input": torch.ones(2, 1, dtype=torch.long)}
+    with pytest.raises(PantherError, match="and the length must be at least 2"):
+        onnx_files.write_onnx(model.eval(), path, tokens)
+    assert not path.exists()
+
+
+def test_grouped_products_of_experts_are_named(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=11, num_key_value_heads=2, num_local_experts=2, **sizes)
+    config.use_cache = False
+    model = transformers.MixtralModel(config).eval()
+    sample = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
+    with pytest.raises(PantherError, match=r"a product of experts, .*set_experts_implementation\('batched_mm'\)"):
+        onnx_files.write_onnx(model, tmp_path / "model.onnx", sample)
 
 
 def test_a_file_with_other_outputs_is_not_close(tmp_path):

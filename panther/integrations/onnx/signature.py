@@ -1,12 +1,14 @@
 """The names of an ONNX file: its inputs and outputs, and the sizes that may change."""
 
-__all__ = ["dynamic_shapes", "named_tensors", "size_names"]
+__all__ = ["check_sizes", "dynamic_shapes", "named_tensors", "size_names"]
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from panther.errors import PantherError
 
 _DECODER = "decoder_"
 
@@ -30,6 +32,17 @@ def size_names(sample: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
             else:
                 names[name][1] = f"{name}_length"
     return names
+
+
+def check_sizes(sample: Mapping[str, Tensor]) -> None:
+    """Raise PantherError if a size of the sample that may change is 1, which torch.export takes for fixed."""
+    for name, sizes in size_names(sample).items():
+        for dimension, size_name in sizes.items():
+            if sample[name].shape[dimension] < 2:
+                raise PantherError(
+                    f"input {name!r} of the sample has the shape {tuple(sample[name].shape)}, and the {size_name} must "
+                    "be at least 2 in order to change later: give a larger sample"
+                )
 
 
 def dynamic_shapes(sample: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther.errors import PantherError, require_extra
 from panther.files import new_file
 from panther.integrations.onnx.layers import FOUR_BITS, onnx_layers
-from panther.integrations.onnx.signature import dynamic_shapes, named_tensors, size_names
+from panther.integrations.onnx.signature import check_sizes, dynamic_shapes, named_tensors, size_names
 
 _OPSET = 21  # the first one with types of 4 bits, and with scales of groups
 _LARGEST_FILE = 2_000_000_000  # bytes of weights in one file; protobuf reads no more than 2^31
@@ -40,7 +40,8 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
             dimension is the batch, and the second dimension of an integer matrix the length; both must be at least 2.
 
     Raises:
-        PantherError: If the model contains operators that ONNX does not have.
+        PantherError: If the model contains operators that ONNX does not have, is in training mode, or returns one of
+            its inputs, or if a size of the sample that may change is 1.
         MissingExtraError: Without onnx or onnxscript.
         OSError: If the file cannot be written.
 
@@ -65,12 +66,23 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
     for module in ("onnx", "onnxscript"):
         require_extra(module, "onnx")
     passes: Any = require_extra("onnx_ir.passes.common", "onnx")
-    output_names = list(named_tensors(model(**sample)))
+    if model.training:
+        raise PantherError(f"{type(model).__name__} is in training mode, which a file would keep: call model.eval()")
+    check_sizes(sample)
+    outputs = named_tensors(model(**sample))
+    for name, output in outputs.items():
+        if any(output is tensor for tensor in sample.values()):
+            raise PantherError(
+                f"output {name!r} of the {type(model).__name__} is one of its inputs, and torch.onnx then writes a "
+                "file that cannot be read: leave it out of the outputs"
+            )
+    output_names = list(outputs)
     with warnings.catch_warnings(), _quiet_loggers(), onnx_layers(model):
         warnings.simplefilter("ignore")  # torch's own modules warn
         program = torch.export.export(model, (), dict(sample), dynamic_shapes=dynamic_shapes(sample))
         check_operators(type(model).__name__, program)
-        names = output_names if len(program.graph_signature.user_outputs) == len(output_names) else None
+        num_outputs = sum(output is not None for output in program.graph_signature.user_outputs)
+        names = output_names if num_outputs == len(output_names) else None
         onnx_program: Any = torch.onnx.export(
             program, (), dynamo=True, verbose=False, opset_version=_OPSET, output_names=names
         )
@@ -82,14 +94,19 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
 
 
 def check_operators(kind: str, program: Any) -> None:
-    """Raise if a program contains operators of Panther, which ONNX lacks. Linear attention uses such operators."""
+    """Raise PantherError if a program contains operators that ONNX lacks: of linear attention, or of experts."""
     graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
-    targets = (node.target for graph in graphs for node in graph.nodes)
+    targets = [node.target for graph in graphs for node in graph.nodes]
     names = sorted({str(target) for target in targets if getattr(target, "namespace", "") == "panther"})
     if names:
         raise PantherError(
             f"{kind} contains {', '.join(names)}, of linear attention, and ONNX has no such operator: use --to torch, "
             "or export the model with softmax attention"
+        )
+    if grouped := [str(target) for target in targets if "grouped_mm" in str(target)]:
+        raise PantherError(
+            f"{kind} contains {grouped[0]}, a product of experts, and ONNX has no such operator: use --to torch, "
+            "or call model.set_experts_implementation('batched_mm'), which gathers weights for each token"
         )
 
 
