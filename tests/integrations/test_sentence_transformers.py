@@ -98,6 +98,28 @@ def test_texts_are_calibration_batches(kind, encoder):
     assert 0 < error < 0.2
 
 
+class Texts(torch.utils.data.Dataset):
+    """A data set as torch defines them, without ``__iter__``."""
+
+    def __len__(self):
+        return len(TEXTS)
+
+    def __getitem__(self, index):
+        return TEXTS[index]
+
+
+def test_data_sets_are_calibration(encoder):
+    model, reference = sentence_model(encoder), sentence_model(encoder)
+    compress(model, Texts())
+    compress(reference, TEXTS)
+    assert torch.equal(vectors(model), vectors(reference))
+    for rows in ([{"text": text} for text in TEXTS], [{"text": TEXTS[:8], "title": TEXTS[:8]}] * 5):
+        with pytest.raises(
+            CompressionError, match=r"rows that name their texts \('text'.*\): give the texts, as \[row"
+        ):
+            compress(sentence_model(encoder), rows)
+
+
 def test_few_texts_are_five_batches_and_prompts_count(encoder):
     prompts = {"prompts": {"query": "the old "}, "default_prompt_name": "query"}
     model, reference = sentence_model(encoder, **prompts), sentence_model(encoder)

@@ -47,14 +47,26 @@ def with_features(model: Any, calibration: Any) -> Any:
 
     Texts in one list are divided into batches of 32, or into five batches if there are fewer than 160 texts. A batch
     can also be a list of texts. A text is a string, or for a CrossEncoder a tuple of two strings. Batches of features
-    and anything that is not an iterable of batches are returned as they are.
+    and anything that is not an iterable of batches are returned as they are. A data set may have ``__len__`` and
+    ``__getitem__`` alone, as torch's have.
 
     Raises:
-        CompressionError: If the model's tokenizer refuses a batch.
+        CompressionError: If the model's tokenizer refuses a batch, or the rows name their texts, as those of a data set
+            with columns do.
     """
-    if isinstance(calibration, (str, Mapping, Tensor, Iterator)) or not isinstance(calibration, Iterable):
+    if isinstance(calibration, (str, Mapping, Tensor, Iterator)):
         return calibration
-    batches: list[Any] = list(calibration)
+    if isinstance(calibration, Iterable):
+        batches: list[Any] = list(calibration)
+    elif hasattr(calibration, "__getitem__") and hasattr(calibration, "__len__"):
+        batches = [calibration[index] for index in range(len(calibration))]
+    else:
+        return calibration
+    if names := next((_names_of_texts(batch) for batch in batches if _names_of_texts(batch)), None):
+        raise CompressionError(
+            f"calibration has rows that name their texts ({', '.join(map(repr, names[:3]))}): give the texts, as "
+            f"[row[{names[0]!r}] for row in calibration]"
+        )
     if all(map(_is_text, batches)):
         size = max(1, min(_BATCH_SIZE, len(batches) // _LEAST_BATCHES))
         batches = [batches[start : start + size] for start in range(0, len(batches), size)]
@@ -67,6 +79,14 @@ def with_features(model: Any, calibration: Any) -> Any:
 def _is_text(value: Any) -> bool:
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     return isinstance(value, str) or is_pair
+
+
+def _names_of_texts(row: Any) -> list[str]:
+    """Return the names of the texts of a row, or of the lists of texts of a batch; empty unless it has texts alone."""
+    if not isinstance(row, Mapping):
+        return []
+    values = [value if isinstance(value, list) else [value] for value in row.values()]
+    return [str(name) for name in row] if all(all(map(_is_text, texts)) for texts in values) else []
 
 
 def _features(model: Any, texts: list[Any]) -> Any:
