@@ -37,7 +37,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "distributed-muon": ("benchmarks/distributed/muon.py", "panther/optim"),
     "distributed-overhead": ("benchmarks/distributed/overhead.py", "panther/distributed"),
     "distributed-scaling": ("benchmarks/distributed/overhead.py", "panther/distributed"),
-    "engine-forms": ("benchmarks/engines", "panther/cli/export.py", "panther/integrations/compressed_tensors"),
+    "engine-forms": ("benchmarks/engines", "panther/cli/export", "panther/integrations/compressed_tensors"),
     "engines-slow": ("tests/support/engine_results.py", "panther/integrations"),
     "environment": ("benchmarks/train/environment.py",),
     "faults": ("benchmarks/train/trial_faults.py", "panther/train", "panther/distributed"),

@@ -11,16 +11,14 @@ import argparse
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
 
 from panther._logs import logs_shown
 from panther._setting_names import near_name
 from panther._version import __version__
+from panther.cli._signals import TerminatedError, signals_raised
 from panther.errors import PantherError
 
 _COMMANDS = {
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        with logs_shown("panther: %(message)s", always=True), _sigterm_raised(args.command in _ENDED_BY_SIGTERM):
+        with logs_shown("panther: %(message)s", always=True), signals_raised(args.command in _ENDED_BY_SIGTERM):
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -87,31 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("panther: interrupted", file=sys.stderr)
         return 130
-    except _TerminatedError:
+    except TerminatedError:
         print(f"panther: SIGTERM ended {args.command} before its result was written", file=sys.stderr)
         return 128 + signal.SIGTERM
-
-
-class _TerminatedError(BaseException):
-    """SIGTERM ends the process. No ``except Exception`` catches this error."""
-
-
-@contextmanager
-def _sigterm_raised(is_wanted: bool) -> Iterator[None]:
-    """Let SIGTERM raise, so that temporary files are removed and the command says that it ended."""
-    # Python sets handlers of signals in the main thread only.
-    if not is_wanted or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

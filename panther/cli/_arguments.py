@@ -3,6 +3,7 @@
 __all__ = [
     "add_option",
     "check_folder",
+    "disk_failure",
     "non_negative",
     "non_negative_float",
     "note",
@@ -14,7 +15,10 @@ __all__ = [
 ]
 
 import argparse
+import errno
 import math
+import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from panther.errors import PantherError
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def add_option(
@@ -95,6 +101,19 @@ def check_folder(path: str, flag: str = "--out") -> Path:
     except OSError as error:
         raise PantherError(f"{flag} {path} cannot be written to ({error.strerror}): give another folder") from None
     return folder
+
+
+def disk_failure(error: BaseException) -> str | None:
+    """Return what a disk that is full or fails answered, if that caused an error; None if it did not."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number is None and (code := re.search(r"\(os error (\d+)\)", str(cause))):  # of safetensors, in Rust
+            number = int(code[1])
+        if number in _DISK_ERRORS:
+            return os.strerror(number)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def note(text: object) -> None:

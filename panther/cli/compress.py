@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import panther as pr
 from panther.cli._arguments import add_option, check_folder, note, positive, positive_float, seed, whole_number
 from panther.cli._ranks import joined_ranks, num_ranks, share_of_batches
+from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 from panther.integrations.folders.sentence_transformers import loader_of, model_folder
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     model_out = _model_out(args)
+    raise_if_ended()
     try:
         if not args.stream:
             _log.info("writing to %s", out)
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             report.plot(args.plot)
     except OSError as error:
-        raise PantherError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
+        raise OSError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
     print(report)
     print(f"\n{out} holds the result. To load it:")
     if Path(args.model).is_dir():

@@ -15,6 +15,12 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOME = 3  # names in a message
+# Weights of other programs beside a config.json, and how they become a folder that transformers reads.
+_FOREIGN = {
+    "*.h5": "weights of TensorFlow: load them in transformers 4 by from_pretrained(..., from_tf=True)",
+    "*.msgpack": "weights of flax: load them in transformers 4 by from_pretrained(..., from_flax=True)",
+    "*.gguf": "weights of llama.cpp: load them by from_pretrained(..., gguf_file=...) of transformers",
+}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -64,6 +70,9 @@ def check_weight_files(folder: Path, name: str, variant: str | None = None) -> N
         )
     if (folder / "adapter_config.json").is_file():
         raise FormatError(f"{folder} holds an adapter of PEFT and no model: merge it into its model, and save that")
+    for pattern, fix in _FOREIGN.items():
+        if paths := sorted(folder.glob(pattern)):
+            raise FormatError(f"{folder} holds no {_WEIGHTS}, and {paths[0].name} holds {fix}, and save the model")
     raise FormatError(f"{folder} holds no {_WEIGHTS}: give a folder that save_pretrained of transformers wrote")
 
 

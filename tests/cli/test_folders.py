@@ -61,6 +61,12 @@ FOLDERS = {
     "a pickle": ({"pytorch_model.bin": "x"}, r"holds pytorch_model.bin, a pickle, which can run code"),
     "a pointer": ({"model.safetensors": POINTER}, r"is a pointer of Git LFS and no weights: run git lfs pull"),
     "an adapter": ({"adapter_model.safetensors": None, "adapter_config.json": "{}"}, r"holds an adapter of PEFT"),
+    "TensorFlow": ({"tf_model.h5": "x"}, r"tf_model.h5 holds weights of TensorFlow: load them in transformers 4"),
+    "flax": ({"flax_model.msgpack": "x"}, r"flax_model.msgpack holds weights of flax: load them in transformers 4"),
+    "llama.cpp": (
+        {"q4.gguf": "x"},
+        r"q4.gguf holds weights of llama.cpp: load them by from_pretrained\(\.\.\., gguf_file",
+    ),
     "nothing": ({}, r"holds no model.safetensors: give a folder that save_pretrained"),
 }
 

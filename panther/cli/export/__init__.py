@@ -4,7 +4,6 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted
-from panther.cli._arguments import check_folder
+from panther.cli._arguments import check_folder, disk_failure
+from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
 from panther.errors import PantherError, require_extra
-from panther.files import new_file, write_json
+from panther.files import write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,8 +46,8 @@ def add_parser(commands: Any) -> None:
         "compressed-tensors: a folder with quantized layers, for programs without Panther"
     )
     parser.add_argument("--to", choices=("onnx", "torch", "linears", "compressed-tensors"), required=True, help=text)
-    text = "program that will read a folder of compressed-tensors (default: %(default)s)"
-    parser.add_argument("--reader", choices=("transformers", "vllm"), default="transformers", help=text)
+    text = "program that will read a folder of compressed-tensors (default: transformers)"
+    parser.add_argument("--reader", choices=("transformers", "vllm"), help=text)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     text = "module:function, which returns the architecture, where the folder has no config.json"
     parser.add_argument("--model", metavar="FUNCTION", help=text)
@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
             require_extra(module, "onnx")
     elif args.activations is not None:
         raise PantherError(f"--activations is for --to onnx, not for --to {args.to}: leave it out")
-    with current_folder_importable(), _empty_after_an_error(out):
+    if args.reader is not None and args.to != "compressed-tensors":
+        raise PantherError(f"--reader is for --to compressed-tensors, not for --to {args.to}: leave it out")
+    with _disk_errors_explained(out), current_folder_importable(), _empty_after_an_error(out):
         model = _model_of(args.model_path) if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
@@ -91,11 +93,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
+def _disk_errors_explained(out: Path) -> Iterator[None]:
+    """Raise OSError with the fix for every error whose cause is a full or failing disk."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := disk_failure(error)) is None:
+            raise
+        text = f"{out} cannot be written ({reason}): free some of its disk, or give --out a folder of another disk"
+        raise OSError(text) from error
+
+
+@contextmanager
 def _empty_after_an_error(out: Path) -> Iterator[None]:
     """Remove the files of an export that failed: they are incomplete, and the next export needs an empty folder."""
     existed = out.is_dir()
     try:
         yield
+        raise_if_ended()
     except BaseException:
         for path in out.iterdir() if out.is_dir() else ():
             if path.is_dir():
@@ -112,6 +127,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     import torch
 
     from panther.cli._transformers import sample_inputs
+    from panther.cli.export.program import write_program
 
     if args.dtype is not None:
         model = model.to(getattr(torch, args.dtype))
@@ -119,7 +135,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         _write_linears(model, out)
         return
     if args.to == "compressed-tensors":
-        _write_compressed_tensors(model, Path(args.model_path), out, args.reader)
+        _write_compressed_tensors(model, Path(args.model_path), out, args.reader or "transformers")
         return
     names = None
     if args.sample is None:
@@ -134,7 +150,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
             config.use_cache = False  # other programs cannot pass the cache back to the model
     if args.to == "torch":
         with explained(f"{type(model).__name__} cannot be exported"):
-            _write_program(model, sample, out)
+            write_program(model, sample, out / "model.pt2")
         return
     samples = [sample, {name: x[:1] for name, x in sample.items()}]
     if args.sample is None:
@@ -206,23 +222,6 @@ def _cast(sample: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return inputs with floating numbers in the dtype of the model."""
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
-
-
-def _write_program(model: Any, sample: dict[str, Any], out: Path) -> None:
-    """Export the model with a batch size that may change; the second size of an integer matrix may change as well."""
-    import torch
-
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes = {
-        name: {0: dynamic} | ({1: dynamic} if tensor.dim() == 2 and not tensor.is_floating_point() else {})
-        for name, tensor in sample.items()
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch's own modules warn
-        program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
-        with new_file(out / "model.pt2") as file:
-            torch.export.save(program, file)
 
 
 def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, Any]], out: Path) -> None:
