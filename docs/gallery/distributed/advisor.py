@@ -11,6 +11,7 @@ import os
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 import panther as pr
@@ -105,42 +106,52 @@ plt.show()
 # Build the choice
 # ----------------
 #
-# ``plan.apply`` builds the first option, on a process group of that size, and returns the object to train.
+# ``plan.apply`` builds the first option, on a process group of that size, and returns the object to train, here on 1,792
+# digits of scikit-learn in batches of 64.
+
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images, labels = images[:1792].float() / 16, labels[:1792]
 
 
 def train():
     torch.manual_seed(0)
     model = nn.Sequential(
-        pr.nn.SKLinear(64, 256, 2),
+        pr.nn.SKLinear(64, 256, 8),
         nn.ReLU(),
-        pr.nn.SKLinear(256, 64, 2),
+        pr.nn.SKLinear(256, 10, 4),
     )
     cluster = ClusterSpec.preset("cpu", gpus=2)
     plan = plan_parallelism(
         model,
         cluster,
-        batch=8,
-        sample_input=torch.ones(1, 64),
+        batch=64,
+        sample_input=images[:1],
         schedules=(),
     )
     built = plan.apply(model)
-    optimizer = torch.optim.Adam(built.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = (
-            built(torch.ones(8 // plan.best.layout.dp, 64))
-            .square()
-            .mean()
+    optimizer = torch.optim.Adam(built.parameters(), 1e-2)
+    # Ranks along dp train on different samples.
+    dp = plan.best.layout.dp
+    first = torch.distributed.get_rank() * dp // 2
+    losses = []
+    for batch in torch.arange(first, len(images), dp).split(64 // dp):
+        loss = nn.functional.cross_entropy(
+            built(images[batch]), labels[batch]
         )
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return str(plan.best.layout), type(built).__name__, loss.item()
+        losses.append(loss.item())
+    return str(plan.best.layout), type(built).__name__, losses
 
 
-for rank, (layout, kind, loss) in enumerate(
+for rank, (layout, kind, losses) in enumerate(
     launch(train, nproc=2, start_method="fork")
 ):
-    print(f"rank {rank}: {layout}, a {kind}, loss {loss:.6f}")
+    print(
+        f"rank {rank}: {layout}, a {kind}, losses {losses[0]:.2f} "
+        f"to {losses[-1]:.2f}"
+    )
 
 # %%
 # ``panther advise`` prints the same table in a terminal (:doc:`/howto/advisor`).

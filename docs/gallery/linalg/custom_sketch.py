@@ -72,10 +72,11 @@ class RowSampling(SketchingOperator):
 # ------------
 #
 # A product is a product with the dense matrix; a block is a part of it; the same seed gives the same operator; squared
-# norms are preserved in expectation; gradients flow through.
+# norms are preserved in expectation; gradients flow through. The matrix has the middle pixels of 300 digits as columns.
 
+X = torch.tensor(load_digits().data)
 S = RowSampling(40, 300, seed=7, dtype=torch.float64)
-A = torch.randn(300, 5, dtype=torch.float64, requires_grad=True)
+A = (X[:300, 26:31] / 16).requires_grad_()
 print("product:   ", torch.allclose(S @ A, S.dense() @ A))
 print(
     "transposed:",
@@ -95,7 +96,7 @@ print(
         S.dense(),
     ),
 )
-x = torch.randn(300, dtype=torch.float64)
+x = X[:300, 26]
 norms = torch.stack(
     [
         (RowSampling(40, 300, seed=s, dtype=torch.float64) @ x)
@@ -118,7 +119,6 @@ print("gradients: ", torch.autograd.gradcheck(lambda A: S @ A, A))
 # orthonormal basis. Row sampling does this for matrices whose rows matter equally, and fails where few rows carry a
 # direction. The second matrix is the first one with one row multiplied by 1,000.
 
-X = torch.tensor(load_digits().data)
 X = X[:, X.std(dim=0) > 0.5]
 spiked = X.clone()
 spiked[5] *= 1000

@@ -3,8 +3,9 @@ Least squares on ill-conditioned data
 =====================================
 
 :func:`panther.linalg.sketch_lstsq` solves problems with many more rows than unknowns. It sketches the matrix, takes the
-R of the sketch's QR as a preconditioner, and iterates on the matrix itself. This example fits polynomials, whose
-columns are almost dependent, and compares the residual and the time with direct solvers and with the normal equations.
+R of the sketch's QR as a preconditioner, and iterates on the matrix itself. This example fits a polynomial, whose
+columns are almost dependent, to a photograph, and compares the residual and the time with direct solvers and with the
+normal equations.
 """
 
 import math
@@ -14,6 +15,7 @@ import time
 import matplotlib.pyplot as plt
 import scipy.linalg
 import torch
+from sklearn.datasets import load_sample_image
 
 import panther as pr
 
@@ -24,22 +26,25 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ
 # Monomials: a condition number of 4e9
 # ------------------------------------
 #
-# All 378 monomials of two variables up to degree 26, fitted to noisy values of a smooth function. The normal equations
-# square the condition number, which is more than float64 has digits for.
+# All 378 monomials of a pixel's row and column up to degree 26, fitted to the brightness of a photograph of scikit-learn.
+# The normal equations square the condition number, which is more than float64 has digits for.
 
-rows, degree = (30_000 if QUICK else 40_000), 26
-u, v = 2 * torch.rand(2, rows, dtype=torch.float64) - 1
+stride, degree = (3 if QUICK else 2), 26
+photograph = torch.tensor(load_sample_image("flower.jpg"))
+grey = photograph[::stride, ::stride].double().mean(dim=2) / 255
+u, v = torch.meshgrid(
+    *(torch.linspace(-1, 1, n).double() for n in grey.shape),
+    indexing="ij",
+)
 A = torch.stack(
     [
-        u**i * v**j
+        (u**i * v**j).flatten()
         for i in range(degree + 1)
         for j in range(degree + 1 - i)
     ],
     dim=1,
 )
-b = torch.sin(5 * u) * torch.exp(v) / (
-    1 + u**2 + v**2
-) + 0.01 * torch.randn(rows, dtype=torch.float64)
+b = grey.flatten()
 condition = torch.linalg.cond(torch.linalg.qr(A, mode="r").R)
 print(f"{A.shape[0]} x {A.shape[1]}, condition number {condition:.1e}")
 
@@ -65,9 +70,9 @@ solvers = {
     ).solution[:, 0],
     "pr.linalg.sketch_lstsq": sketched,
 }
+fits = {name: A @ solve(A, b) for name, solve in solvers.items()}
 residuals = {
-    name: torch.linalg.norm(A @ solve(A, b) - b)
-    for name, solve in solvers.items()
+    name: torch.linalg.norm(fit - b) for name, fit in fits.items()
 }
 least = min(residuals.values())
 for name, residual in residuals.items():
@@ -80,13 +85,28 @@ print("iterations of sketch_lstsq:", iterations[0])
 # %%
 # The direct solvers and ``sketch_lstsq`` reach the same residual, up to rounding. The normal equations do not.
 
+pictures = {
+    "photograph": b,
+    "sketch_lstsq": fits["pr.linalg.sketch_lstsq"],
+    "normal equations": fits["normal equations"],
+}
+figure, panels = plt.subplots(1, 3, figsize=(7, 2.0))
+for axes, (name, picture) in zip(panels, pictures.items(), strict=True):
+    axes.imshow(
+        picture.reshape(grey.shape), cmap="gray", vmin=0, vmax=1
+    )
+    axes.set_title(name, fontsize=9)
+    axes.axis("off")
+plt.show()
+
 # %%
 # Conditions from 1 to 1e12
 # -------------------------
 #
-# Matrices with singular values from 1 down to the inverse of the condition number. The right-hand side is a vector of
-# their range, in which all singular directions have an equal share, plus noise that is orthogonal to the range. So the
-# best fit is known: the error is the distance of the fitted values from it, relative to the noise.
+# These matrices are random, because the best fit is then known: they have singular values from 1 down to the inverse of
+# the condition number. The right-hand side is a vector of their range, in which all singular directions have an equal
+# share, plus noise that is orthogonal to the range. The error is the distance of the fitted values from the best fit,
+# relative to the noise.
 
 m, n = (30_000, 400) if QUICK else (40_000, 500)
 conditions = (1e0, 1e8) if QUICK else (1e0, 1e4, 1e8, 1e12)
