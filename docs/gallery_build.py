@@ -1,12 +1,21 @@
 """The gallery: settings of sphinx-gallery, and the figures of full-size runs that are committed.
 
 ``make docs`` runs every script of docs/gallery at reduced size, for which it sets PANTHER_DOCS_QUICK, and shows the
-committed figures below it. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs them at full size and writes those figures.
+committed figures in its page. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs them at full size and writes those figures.
 PANTHER_DOCS_SCRIPTS names the scripts that run, such as ``compress/encoder.py``, separated by spaces; the pages of the
 other scripts have no output. ``.ci/run`` sets it, because all of them take minutes.
 """
 
-__all__ = ["FULL", "ORDER", "executed_scripts", "reset", "setup", "sphinx_gallery_conf", "use_full_thumbnails"]
+__all__ = [
+    "FULL",
+    "ORDER",
+    "executed_scripts",
+    "reset",
+    "setup",
+    "show_full_figures",
+    "sphinx_gallery_conf",
+    "use_full_thumbnails",
+]
 
 import os
 import random
@@ -109,23 +118,43 @@ def use_full_thumbnails(app: Any) -> None:
                 scale_image(figure, thumbnail, *_THUMBNAIL)
 
 
+def show_full_figures(page: str, name: str) -> str:
+    """Return the page of a script with the figures of the full-size run in place of those of the reduced run.
+
+    Figures that the page does not have, because its script did not run, are shown at its end.
+    """
+    figures = {int(path.stem.rpartition("-")[2]): path.name for path in sorted(_FIGURES.glob(f"{name}-*.png"))}
+    note = (
+        "Figures on this page are of the full script; the printed output is of a reduced run, made with this site.\n\n"
+    )
+
+    def full_figure(match: re.Match[str]) -> str:
+        nonlocal note
+        if (figure := figures.pop(int(match["number"]), None)) is None:
+            return match[0]
+        indent = match["indent"]
+        options = f"{indent}   :alt: {match['alt']}\n{indent}   :class: sphx-glr-single-img\n"
+        return f"{indent}.. figure:: /_static/gallery/{figure}\n{options}"
+
+    page = re.sub(
+        rf"^(?P<indent> *)\.\. image-sg:: \S*/sphx_glr_{name}_(?P<number>\d{{3}})\.png\n"
+        r" +:alt: (?P<alt>.*)\n(?: +:.*\n)*",
+        full_figure,
+        page,
+        flags=re.M,
+    )
+    section = ["", "", "At full size", "------------", "", "These are figures of the full script.", ""]
+    for number, figure in figures.items():
+        section += [f".. figure:: /_static/gallery/{figure}", f"   :alt: Figure {number} at full size", ""]
+    return (
+        page.replace(".. _sphx_glr_download", "\n".join(section) + "\n\n.. _sphx_glr_download", 1) if figures else page
+    )
+
+
 def _add_full_figures(app: Any, docname: str, source: list[str]) -> None:
-    """Show the figures of the full-size run below a page that was made at reduced size."""
-    name = docname.rpartition("/")[2]
-    figures = sorted(_FIGURES.glob(f"{name}-*.png"))
-    if FULL or not docname.startswith("examples/") or not figures or "sphx-glr-download" not in source[0]:
-        return
-    section = ["", "", "At full size", "------------", ""]
-    section += [
-        "The output above is of a reduced run, made with this site. These are the figures of the full script.",
-        "",
-    ]
-    for number, figure in enumerate(figures, start=1):
-        section += [f".. figure:: /_static/gallery/{figure.name}", f"   :alt: Figure {number} at full size", ""]
-    source[0] = source[0].replace(".. _sphx_glr_download", "\n".join(section) + "\n\n.. _sphx_glr_download", 1)
-    note = "to download the full example code."
-    hint = " The output here is of a reduced run; the text is about the full run, whose figures are there too."
-    source[0] = source[0].replace(note, note + hint, 1)
+    """Show the figures of the full-size run on a page that was made at reduced size."""
+    if not FULL and docname.startswith("examples/") and "sphx-glr-download" in source[0]:
+        source[0] = show_full_figures(source[0], docname.rpartition("/")[2])
 
 
 def _keep_full_figures(app: Any, exception: Exception | None) -> None:

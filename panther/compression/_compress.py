@@ -150,30 +150,38 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     the report. It includes the memory of the model's forward and backward, which is measured on the largest batch.
 
     Example:
-        >>> import torch, panther as pr
+        A network that has learnt handwritten digits, which scikit-learn (extra ``demo``) brings:
+
+        >>> import copy, torch, panther as pr
+        >>> from sklearn.datasets import load_digits
+        >>> x, y = map(torch.tensor, load_digits(return_X_y=True))
+        >>> x = x.float() / 16  # 1,797 digits of 64 pixels
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(
         ...     torch.nn.Linear(64, 256),
         ...     torch.nn.GELU(),
-        ...     torch.nn.Linear(256, 64),
+        ...     torch.nn.Linear(256, 10),
         ... )
-        >>> batches = list(torch.randn(512, 64).split(64))
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> for batch in 3 * torch.arange(len(x)).split(32):
+        ...     loss = torch.nn.functional.cross_entropy(
+        ...         model(x[batch]), y[batch]
+        ...     )
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
         >>> options = {
-        ...     "calibration": batches,
+        ...     "calibration": list(x[:512].split(64)),
         ...     "seed": 0,
         ...     "measure_speed": False,
         ... }
-        >>> report = pr.compress(model, budget=0.5, forms="low_rank", **options)
-        >>> report.eligible_ratio <= 0.5, type(model[0]).__name__
+        >>> small = copy.deepcopy(model)
+        >>> report = pr.compress(small, budget=0.5, forms="low_rank", **options)
+        >>> report.eligible_ratio <= 0.5, type(small[0]).__name__
         (True, 'LowRankLinear')
 
         In at most 4.5 bits a weight, each layer in the form that suits it:
 
-        >>> model = torch.nn.Sequential(
-        ...     torch.nn.Linear(64, 256),
-        ...     torch.nn.GELU(),
-        ...     torch.nn.Linear(256, 64),
-        ... )
         >>> report = pr.compress(model, bits=4.5, **options)
         >>> [layer.form for layer in report.layers], type(model[0]).__name__
         (['int4', 'int4'], 'QuantizedLinear')

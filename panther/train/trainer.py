@@ -92,18 +92,20 @@ class Trainer:
         >>> import torch, panther as pr
         >>> from torch import nn
         >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> x = torch.randn(64, 256)
-        >>> data = DataLoader(TensorDataset(x, x[:, :2]), 16, shuffle=True)
+        >>> from sklearn.datasets import load_digits
+        >>> x, y = map(torch.tensor, load_digits(return_X_y=True))
+        >>> digits = TensorDataset(x.float() / 16, y)  # 1,797 images
         >>> model = nn.Sequential(
-        ...     pr.nn.SKLinear(256, 64, 4), nn.ReLU(), nn.Linear(64, 2)
+        ...     pr.nn.SKLinear(64, 256, 8), nn.ReLU(), nn.Linear(256, 10)
         ... )
         >>> trainer = pr.train.Trainer(
         ...     model,
-        ...     loss_fn=nn.MSELoss(),
+        ...     loss_fn=nn.CrossEntropyLoss(),
         ...     config=pr.train.TrainConfig(epochs=2),
         ... )
-        >>> trainer.fit(data).last["step"]
-        8
+        >>> history = trainer.fit(DataLoader(digits, 32, shuffle=True))
+        >>> history.last["step"], history.last["loss"] < 1.5
+        (114, True)
     """
 
     @knows_settings

@@ -127,29 +127,37 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
 
     Example:
         >>> import torch, panther as pr
+        >>> from sklearn.datasets import load_digits
+        >>> x, y = map(torch.tensor, load_digits(return_X_y=True))
+        >>> x = x.float() / 16  # 1,797 digits of 64 pixels
         >>> _ = torch.manual_seed(0)
         >>> net = torch.nn.Sequential(
         ...     torch.nn.Linear(64, 256),
         ...     torch.nn.ReLU(),
-        ...     torch.nn.Linear(256, 8),
+        ...     torch.nn.Linear(256, 10),
         ... )
-        >>> x = torch.randn(512, 64)
-        >>> labels = net(x).argmax(-1)
+        >>> optimizer = torch.optim.Adam(net.parameters())
+        >>> for batch in 3 * torch.arange(1500).split(32):
+        ...     loss = torch.nn.functional.cross_entropy(
+        ...         net(x[batch]), y[batch]
+        ...     )
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
         >>> def accuracy(net):
         ...     with torch.no_grad():
-        ...         return (
-        ...             (net(x[256:]).argmax(-1) == labels[256:]).float().mean()
-        ...         )
+        ...         right = net(x[1500:]).argmax(-1) == y[1500:]
+        ...     return right.float().mean()
         >>> result = pr.tune(
         ...     net,
         ...     accuracy,
         ...     list(x[:256].split(32)),
-        ...     constraint=">= 0.9",
+        ...     constraint=">= 99 %",
         ...     trials=10,
         ...     seed=0,
         ... )
         >>> (
-        ...     result.best.metric >= 0.9,
+        ...     result.best.metric >= 0.99 * result.unchanged.metric,
         ...     result.best.size < result.unchanged.size / 4,
         ... )
         (True, True)

@@ -50,6 +50,19 @@ def test_thumbnails_are_of_the_full_run(monkeypatch, tmp_path):
     assert max(high for _, high in made.convert("RGB").getextrema()) > 200
 
 
+def test_figures_are_of_the_full_run(monkeypatch):
+    """The page of a script has the committed figures at their places, and at the end those that it does not have."""
+    monkeypatch.setenv("PANTHER_DOCS_QUICK", "1")  # which the settings set
+    reduced = "/examples/linalg/images/sphx_glr_pivoted_qr_001.png"
+    picture = f".. image-sg:: {reduced}\n   :alt: pixels\n   :srcset: {reduced}\n   :class: sphx-glr-single-img\n"
+    note = "Go to the end to download the full example code."
+    page = settings().show_full_figures(f"{note}\n\n{picture}\n\n.. _sphx_glr_download_x:\n", "pivoted_qr")
+    assert "images/sphx_glr" not in page
+    first, second = (page.index(f".. figure:: /_static/gallery/pivoted_qr-{number}.png") for number in (1, 2))
+    assert page.index("is of a reduced run") < first < page.index("At full size") < second
+    assert "   :alt: pixels\n" in page
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
 def test_a_script_reads_like_a_page(path):
     text = path.read_text()

@@ -175,13 +175,18 @@ axes.set(
     xlabel="largest logit",
     ylabel="relative error of the output",
 )
+axes.set_xticks(
+    [1, 2, 5, 10, 20, 40], ["1", "2", "5", "10", "20", "40"]
+)
+axes.minorticks_off()
 axes.legend()
 plt.show()
 
 # %%
-# While logits stay below 1, the polynomial maps (``"taylor"``, and ``"hermite"``, the default) are almost exact. Above
-# 10, where a head attends to few keys, no map is a good approximation: keep the softmax, or train the layer in this
-# form from the start. Random features (``"softmax"``) are less accurate than polynomials on these inputs.
+# Up to a largest logit of 2, ``"hermite"``, the default, is within 1 % of the softmax. The trained layer has logits up
+# to 10. Its error is then a fifth, and the loss of the model rises by 0.03. Above 20, where a head attends to few keys,
+# no map is a good approximation: keep the softmax, or train the layer in this form from the start. Random features
+# (``"softmax"``) are less accurate than polynomials on these inputs.
 
 # %%
 # Time

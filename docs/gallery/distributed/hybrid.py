@@ -74,7 +74,7 @@ def train():
         "gradient_clipping": 1.0,
     }
     trainer = HybridParallelTrainer({"layers": layers}, config)
-    optimizer = torch.optim.Adam(trainer.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(trainer.model.parameters(), lr=3e-3)
     # Equal samples along tp, different ones along dp.
     samples = torch.arange(trainer.dp_rank, 1440, 2)
     rank = pr.distributed.get_rank()

@@ -104,7 +104,6 @@ print("one process:", *(f"{loss:.3f}" for loss in losses[6::7]))
 #
 # With p stages and m microbatches, a rank is idle for (p - 1) / (m + p - 1) of an ideal step. More microbatches shrink
 # this bubble, until the products become too small to be efficient.
-
 #
 # The batch here is large, so that products take longer than messages: all digits, in the full run five times over.
 

@@ -90,7 +90,7 @@ pictures = {
     "sketch_lstsq": fits["pr.linalg.sketch_lstsq"],
     "normal equations": fits["normal equations"],
 }
-figure, panels = plt.subplots(1, 3, figsize=(7, 2.0))
+figure, panels = plt.subplots(1, 3, figsize=(7, 1.8))
 for axes, (name, picture) in zip(panels, pictures.items(), strict=True):
     axes.imshow(
         picture.reshape(grey.shape), cmap="gray", vmin=0, vmax=1

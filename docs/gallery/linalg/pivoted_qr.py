@@ -80,7 +80,7 @@ left.set(
 left.legend(fontsize=8)
 order = torch.full((64,), float("nan"))
 order[P[:20]] = torch.arange(1.0, 21)
-right.imshow(digits.images.mean(axis=0), cmap="gray_r")
+right.imshow(digits.images.mean(axis=0), cmap="gray_r", vmax=32)
 for position in P[:20].tolist():
     right.text(
         position % 8,

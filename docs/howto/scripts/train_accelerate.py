@@ -9,20 +9,22 @@ import tempfile
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from sklearn.datasets import load_digits
 from torch import nn
 
 import panther as pr
+
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images, labels = images[:64].float() / 16, labels[:64]
 
 
 def prepared(accelerator: Accelerator) -> tuple:
     torch.manual_seed(0)
     model = nn.Sequential(
-        pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2)
+        pr.nn.SKLinear(64, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 10)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.TensorDataset(
-        torch.randn(64, 32), torch.randint(2, (64,))
-    )
+    data = torch.utils.data.TensorDataset(images, labels)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, torch.utils.data.DataLoader(data, 8)
     )
@@ -68,11 +70,9 @@ if accelerator.is_main_process:
     layers = accelerator.unwrap_model(model)
     pr.save_compressed(layers, f"{folder}/model")
     plain = nn.Sequential(
-        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 2)
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
     )
-    x = torch.randn(3, 32)
-    assert torch.equal(
-        pr.load_compressed(f"{folder}/model", plain)(x), layers(x)
-    )
+    restored = pr.load_compressed(f"{folder}/model", plain)
+    assert torch.equal(restored(images), layers(images))
     print(f"saved and resumed on {accelerator.num_processes} processes")
 accelerator.end_training()

@@ -8,6 +8,7 @@ import tempfile
 
 import lightning
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 import panther as pr
@@ -21,20 +22,21 @@ fabric = lightning.Fabric(
 fabric.launch()
 folder = fabric.broadcast(os.environ.get("OUT") or tempfile.mkdtemp())
 
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images, labels = images[:64].float() / 16, labels[:64]
+
 
 def prepared() -> tuple:
     torch.manual_seed(0)
     model = nn.Sequential(
-        pr.nn.SKLinear(32, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 2)
+        pr.nn.SKLinear(64, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 10)
     )
     model, optimizer = fabric.setup(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3)
     )
     if fabric.world_size > 1:
         pr.distributed.verify_sketches(model)
-    data = torch.utils.data.TensorDataset(
-        torch.randn(64, 32), torch.randint(2, (64,))
-    )
+    data = torch.utils.data.TensorDataset(images, labels)
     return (
         model,
         optimizer,

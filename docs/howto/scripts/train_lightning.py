@@ -8,6 +8,7 @@ import tempfile
 
 import lightning
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 import panther as pr
@@ -18,11 +19,11 @@ class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(
-            pr.nn.SKLinear(32, 64, 4, seed=1),
+            pr.nn.SKLinear(64, 64, 4, seed=1),
             nn.ReLU(),
             nn.Linear(64, 64),
             nn.ReLU(),
-            nn.Linear(64, 2),
+            nn.Linear(64, 10),
         )
 
     def training_step(
@@ -46,10 +47,10 @@ options = {
     "enable_model_summary": False,
 }
 lightning.seed_everything(0)
-data = torch.utils.data.TensorDataset(
-    torch.randn(64, 32), torch.randint(2, (64,))
-)
-batches = list(torch.randn(10, 16, 32))
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images = images.float() / 16
+data = torch.utils.data.TensorDataset(images[:64], labels[:64])
+batches = list(images[:160].split(16))
 
 saved = lightning.pytorch.callbacks.ModelCheckpoint(
     folder, filename="checkpoint", save_last=False
@@ -82,7 +83,7 @@ assert trainer.global_step == 8
 if trainer.is_global_zero:
     print(compress.report)
     pr.save_compressed(net.model, f"{folder}/model")
-    x = torch.randn(3, 32)
+    x = images[:3]
     assert torch.equal(
         pr.load_compressed(f"{folder}/model", Net().model).eval()(x),
         net.model.eval()(x),

@@ -5,6 +5,7 @@ Run it with python, or with torchrun --nproc-per-node 2.
 
 import os
 import tempfile
+from pydoc_data.topics import topics
 
 import torch
 import transformers
@@ -15,19 +16,24 @@ from panther.integrations.transformers import CompressCallback
 torch.manual_seed(0)
 folder = os.environ.get("OUT") or tempfile.mkdtemp()
 config = transformers.BertConfig(
-    vocab_size=61,
+    vocab_size=128,
     hidden_size=32,
     num_hidden_layers=2,
     num_attention_heads=4,
     intermediate_size=64,
 )
+# 16 characters each of two chapters of Python's language reference.
+chapters = [
+    torch.tensor(
+        list(topics[name].encode("ascii", "replace")[:1280])
+    ).view(-1, 16)
+    for name in ("class", "numeric-types")
+]
 data = [
-    {"input_ids": torch.randint(1, 61, (16,)), "labels": i % 2}
+    {"input_ids": chapters[i % 2][i // 2], "labels": i % 2}
     for i in range(64)
 ]
-batches = [
-    {"input_ids": torch.randint(1, 61, (8, 16))} for _ in range(10)
-]
+batches = [{"input_ids": x} for x in torch.cat(chapters).split(16)]
 
 
 def train(out, resume_from=None):

@@ -98,17 +98,32 @@ def linearize_(
 
     Example:
         >>> import torch, panther as pr
+        >>> from sklearn.datasets import load_digits
+        >>> x, y = map(torch.tensor, load_digits(return_X_y=True))
+        >>> x = (x.float() / 16).view(-1, 32, 2)  # 32 pairs of pixels
         >>> _ = torch.manual_seed(0)
         >>> layer = torch.nn.TransformerEncoderLayer(
         ...     32, 4, 64, dropout=0.0, batch_first=True
         ... )
-        >>> model = torch.nn.TransformerEncoder(
-        ...     layer, 2, enable_nested_tensor=False
-        ... ).eval()
-        >>> batches = list(torch.randn(8, 64, 32).split(2))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(2, 32),
+        ...     torch.nn.TransformerEncoder(
+        ...         layer, 2, enable_nested_tensor=False
+        ...     ),
+        ...     torch.nn.Flatten(),
+        ...     torch.nn.Linear(32 * 32, 10),
+        ... )
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        >>> for batch in torch.arange(len(x)).split(32):
+        ...     loss = torch.nn.functional.cross_entropy(
+        ...         model(x[batch]), y[batch]
+        ...     )
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
         >>> report = pr.linearize_(
-        ...     model,
-        ...     batches,
+        ...     model.eval(),
+        ...     list(x[:32].split(8)),
         ...     num_features=8,
         ...     window=8,
         ...     steps=20,
