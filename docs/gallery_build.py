@@ -124,12 +124,12 @@ def show_full_figures(page: str, name: str) -> str:
     Figures that the page does not have, because its script did not run, are shown at its end.
     """
     figures = {int(path.stem.rpartition("-")[2]): path.name for path in sorted(_FIGURES.glob(f"{name}-*.png"))}
-    note = (
-        "Figures on this page are of the full script; the printed output is of a reduced run, made with this site.\n\n"
-    )
+    download = "to download the full example code."
+    hint = " The output here is of a reduced run; the text is about the full run"
+    hint += ", and so are the figures." if figures else "."
+    page = page.replace(download, download + hint, 1)
 
     def full_figure(match: re.Match[str]) -> str:
-        nonlocal note
         if (figure := figures.pop(int(match["number"]), None)) is None:
             return match[0]
         indent = match["indent"]
