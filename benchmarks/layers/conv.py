@@ -3,6 +3,9 @@
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained. The
 error is the error of LowRankConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| /
 ||A||. In the last cases the layer does not run faster than the dense one.
+
+The first table has the simplest alternatives: a pair of nn.Conv2d, the second one of 1 x 1, which trains at most as
+many numbers as SKConv2d; and a depthwise convolution before one of 1 x 1, whose number of parameters is fixed.
 """
 
 __all__ = ["run"]
@@ -56,17 +59,74 @@ CASES = [
     Case(8, 8, 3, 32, 16),
     Case(16, 16, 3, 8, 1),
 ]
+PAIR, SEPARABLE = "pair of nn.Conv2d", "depthwise separable"
 FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Measure every case, print the table, and write the CSV."""
+    """Measure every case, print the tables, and write the CSVs."""
+    pairs: list[dict[str, Any]] = []
+    for case in CASES[-1:] if quick else [case for case in CASES if case.groups == 1]:
+        pairs += _pair_case(case, device, budget_s)
+    print_table(pairs)
+    if not quick:
+        print(f"written to {write_csv('conv-pair', pairs, device=device)}")
     rows: list[dict[str, Any]] = []
     for case in CASES[-1:] if quick else CASES:
         rows += _case(case, device, budget_s)
     print_table(rows)
     if not quick:
         print(f"written to {write_csv('conv', rows, device=device)}")
+
+
+def _pair_case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
+    """Compare SKConv2d to the simplest alternatives, all in NCHW."""
+    torch.manual_seed(0)
+    shape = case.in_channels, case.out_channels, case.kernel, case.stride, case.kernel // 2
+    options: dict[str, Any] = {"stride": case.stride, "padding": case.kernel // 2, "bias": False, "device": device}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)
+        layer = SKConv2d(*shape, low_rank=case.low_rank, device=device)
+    inner = max(1, layer.S.numel() // (case.in_channels * case.kernel**2 + case.out_channels))
+    layers: dict[str, nn.Module] = {
+        "Conv2d": nn.Conv2d(*shape, device=device),
+        PAIR: nn.Sequential(
+            nn.Conv2d(case.in_channels, inner, case.kernel, **options),
+            nn.Conv2d(inner, case.out_channels, 1, device=device),
+        ),
+        "SKConv2d": layer,
+    }
+    if case.kernel > 1:
+        layers[SEPARABLE] = nn.Sequential(
+            nn.Conv2d(case.in_channels, case.in_channels, case.kernel, groups=case.in_channels, **options),
+            nn.Conv2d(case.in_channels, case.out_channels, 1, device=device),
+        )
+    x = torch.randn(case.batch, case.in_channels, case.size, case.size, device=device)
+    rows = []
+    for mode in ("forward", "forward+backward"):
+        calls = {name: _call(mode, module, x) for name, module in layers.items()}
+        timings = interleave(calls, device=device, budget_s=budget_s)
+        for name, timing in timings.items():
+            module = layers[name]
+            rows.append(
+                {
+                    "in": case.in_channels,
+                    "out": case.out_channels,
+                    "kernel": case.kernel,
+                    "stride": case.stride,
+                    "size": case.size,
+                    "batch": case.batch,
+                    "low_rank": f"{layer.low_rank}{' (default)' if case.low_rank is None else ''}",
+                    "mode": mode,
+                    "layer": name,
+                    "time_us": round(timing.median_s * 1e6, 1),
+                    "x Conv2d": figure(timing.ratio_to(timings["Conv2d"])),
+                    f"x {PAIR}": figure(timing.ratio_to(timings[PAIR])),
+                    "trained_numbers": sum(parameter.numel() for parameter in module.parameters()),
+                    "resident_bytes": sum(t.nbytes for t in (*module.parameters(), *module.buffers())),
+                }
+            )
+    return rows
 
 
 def _case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:

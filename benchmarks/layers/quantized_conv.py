@@ -2,11 +2,13 @@
 
 Every layer of codes expands its weight in each call and convolves with it. The last form, low rank in int8 at a quarter
 of the rank, multiplies less instead; a depthwise convolution, whose groups have a column of outputs each, is measured
-with codes alone. Errors are ||W - Q|| / ||W|| for a weight of independent normal numbers.
+with codes alone. Errors are ||W - Q|| / ||W|| for a weight of independent normal numbers. The simplest alternative is
+the layer in bfloat16, with its input in bfloat16.
 """
 
 __all__ = ["run"]
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +74,8 @@ def _case(case: Case, batch: int, device: str, budget_s: float) -> list[dict[str
     layers |= {name: QuantizedConv2d.from_conv(dense, **form) for name, form in forms.items()}
     x = torch.randn(batch, case.in_channels, case.size, case.size, device=device)
     calls: dict[str, Callable[[], object]] = {name: partial(_inference, layer, x) for name, layer in layers.items()}
+    layers["bfloat16"] = copy.deepcopy(dense).bfloat16()
+    calls["bfloat16"] = partial(_inference, layers["bfloat16"], x.bfloat16())
     timings = interleave(calls, device=device, budget_s=budget_s)
     return [
         {

@@ -1,8 +1,12 @@
-"""Compare SKLinear, fused and not, to nn.Linear and to bare products on its factors.
+"""Compare SKLinear, fused and not, to nn.Linear, to bare products on its factors, and to a plain pair of nn.Linear.
 
 The *optimum* is two products on factors that were joined beforehand, *products* the four of a layer that is not fused.
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained (for the
 optimum, both joined factors). The smallest width shows the overhead of a call, whose products take next to no time.
+
+The first table has the simplest alternative: two nn.Linear without an activation between them, which train as many
+numbers as SKLinear. ``resident_bytes`` are those of parameters and buffers, so those of the fixed sketches too, which a
+file does not store.
 """
 
 __all__ = ["run"]
@@ -22,6 +26,8 @@ SHAPES = [(64, 1, 4), (8192, 1, 16), (4096, 2, 64), (1024, 2, 64)]  # width, ter
 BATCHES = [1, 8, 32, 128, 512]
 DTYPES = [torch.float32, torch.bfloat16]
 _NARROW = 64
+PAIR = "pair of nn.Linear"
+PAIR_BATCHES = [1, 32, 512]
 
 
 @dataclass(frozen=True)
@@ -32,22 +38,33 @@ class Alternative:
         forward: From ``(batch, width)`` to ``(batch, width)``.
         trained: Tensors whose gradients a backward pass computes.
         stored: Tensors that are stored.
+        resident: Tensors that are in memory between steps.
         exact: The same in float64.
     """
 
     forward: Callable[[Tensor], Tensor]
     trained: list[Tensor]
     stored: list[Tensor]
+    resident: list[Tensor]
     exact: Callable[[Tensor], Tensor]
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Measure every case, print each as it comes, and write the CSV."""
+    """Measure every case, print each as it comes, and write the CSVs."""
+    pairs: list[dict[str, Any]] = []
+    for shape in SHAPES[:1] if quick else SHAPES:
+        for dtype in DTYPES:
+            for batch in PAIR_BATCHES[:1] if shape[0] == _NARROW else PAIR_BATCHES:
+                found = _case(_pair(*shape, dtype, device), shape, dtype, batch, device, budget_s)
+                print_table(found)
+                pairs += found
+    if not quick:
+        print(f"written to {write_csv('sklinear-pair', pairs, device=device)}")
     rows: list[dict[str, Any]] = []
     for shape in SHAPES[:1] if quick else SHAPES:
         for dtype in DTYPES:
             for batch in BATCHES[:1] if shape[0] == _NARROW else BATCHES:
-                found = _case(*shape, dtype, batch, device, budget_s)
+                found = _case(_alternatives(*shape, dtype, device), shape, dtype, batch, device, budget_s)
                 print_table(found)
                 rows += found
     if not quick:
@@ -56,6 +73,7 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 
 def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:
     """Return the layers to compare, by name; add one by a line."""
+    torch.manual_seed(0)
     linear = nn.Linear(width, width, device=device, dtype=dtype)
     layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
 
@@ -75,8 +93,26 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
     }
 
 
+def _pair(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:
+    """Return nn.Linear, SKLinear, and two nn.Linear that train as many numbers as SKLinear."""
+    alternatives = _alternatives(width, terms, rank, dtype, device)
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    inner, outer = nn.Linear(width, terms * rank, bias=False, **options), nn.Linear(terms * rank, width, **options)
+
+    def exact(x: Tensor) -> Tensor:
+        weights = inner.weight.double(), outer.weight.double()
+        return functional.linear(x @ weights[0].mT, weights[1], outer.bias.double())
+
+    pair = _module(nn.Sequential(inner, outer), exact)
+    sizes = {name: sum(tensor.numel() for tensor in one.trained) for name, one in alternatives.items()}
+    if sum(tensor.numel() for tensor in pair.trained) != sizes["SKLinear"]:
+        raise RuntimeError("the pair must train as many numbers as SKLinear")
+    return {"nn.Linear": alternatives["nn.Linear"], PAIR: pair, "SKLinear": alternatives["SKLinear"]}
+
+
 def _module(module: nn.Module, exact: Callable[[Tensor], Tensor]) -> Alternative:
-    return Alternative(module, list(module.parameters()), list(module.state_dict().values()), exact)
+    trained, resident = list(module.parameters()), [*module.parameters(), *module.buffers()]
+    return Alternative(module, trained, list(module.state_dict().values()), resident, exact)
 
 
 def _joined(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
@@ -88,7 +124,7 @@ def _joined(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
     def forward(x: Tensor) -> Tensor:
         return torch.addmm(bias, x @ A, B)
 
-    return Alternative(forward, [A, B, bias], [A, B, bias], exact)
+    return Alternative(forward, [A, B, bias], [A, B, bias], [A, B, bias], exact)
 
 
 def _separate(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
@@ -99,14 +135,19 @@ def _separate(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative
     def forward(x: Tensor) -> Tensor:
         return torch.addmm(torch.addmm(bias, x @ S1, U1, alpha=scale), x @ U2, S2, alpha=scale)  # type: ignore[arg-type]
 
-    return Alternative(forward, list(layer.parameters()), list(layer.state_dict().values()), exact)
+    resident = [*layer.parameters(), *layer.buffers()]
+    return Alternative(forward, list(layer.parameters()), list(layer.state_dict().values()), resident, exact)
 
 
 def _case(
-    width: int, terms: int, rank: int, dtype: torch.dtype, batch: int, device: str, budget_s: float
+    alternatives: dict[str, Alternative],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    batch: int,
+    device: str,
+    budget_s: float,
 ) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    alternatives = _alternatives(width, terms, rank, dtype, device)
+    width, terms, rank = shape
     x = torch.randn(batch, width, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn(batch, width, device=device, dtype=dtype)
     rows = []
@@ -123,9 +164,14 @@ def _case(
                     "mode": mode,
                     "layer": name,
                     "time_us": round(timings[name].median_s * 1e6, 1),
-                    "x nn.Linear": figure(timings[name].ratio_to(timings["nn.Linear"])),
-                    "x optimum": figure(timings[name].ratio_to(timings["optimum"])),
+                    **{
+                        f"x {baseline}": figure(timings[name].ratio_to(timings[baseline]))
+                        for baseline in ("nn.Linear", "optimum", PAIR)
+                        if baseline in timings
+                    },
+                    "trained_numbers": sum(tensor.numel() for tensor in one.trained),
                     "stored_bytes": sum(tensor.nbytes for tensor in one.stored),
+                    "resident_bytes": sum(tensor.nbytes for tensor in one.resident),
                     "rms_error": f"{_error(one, x):.1e}",
                 }
             )

@@ -3,10 +3,13 @@
 b is A x plus a vector orthogonal to the columns of A, so the optimum is known: ``distance`` is that of the fitted
 values from it, over the least residual norm, and ``excess`` that of the residual norm, relative. ``forward`` is the
 relative error of x. sketch_lstsq runs with several tolerances, so that error can be drawn against time.
+
+The first table has the simplest alternatives: the normal equations, and LinearRegression of scikit-learn.
 """
 
 __all__ = ["run"]
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
+from panther.errors import MissingExtraError, require_extra
 from panther.linalg import LstsqResult, sketch_lstsq
 
-BASELINES = ["scipy gelsd", "torch gelsy", "torch gels", "scipy lsqr 1e-14"]
+BASELINES = ["scipy gelsd", "torch gelsy", "torch gels", "scipy lsqr 1e-14", "normal equations"]
 TOLERANCES = [1e-1, 1e-2, 1e-4, 1e-6, 1e-8]
 SPARSE_ENTRIES = 10  # a row
 
@@ -55,6 +59,10 @@ CASES = [
     Case(200_000, 1000, condition=1e2, sparse=True),
     Case(200_000, 1000, condition=1e4, sparse=True),
 ]
+SIMPLEST = [
+    Case(m, n, condition=condition) for m, n in ((50_000, 500), (20_000, 100), (4000, 1000)) for condition in (1e2, 1e8)
+]
+SIMPLEST_METHODS = ("panther", "torch gels", "normal equations", "scikit-learn")
 # Only the default and torch's gels: where sketching cannot gain, the default takes the same factorisation.
 COLUMNS = [
     Case(m, n, dtype, condition, p, rounds=3)
@@ -66,7 +74,14 @@ QUICK = [Case(3000, 200, rounds=1), Case(3000, 50, condition=10, sparse=True, ro
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Measure every case, print a table of each as it comes, and write the CSV."""
+    """Measure every case, print a table of each as it comes, and write the CSVs."""
+    simplest: list[dict[str, Any]] = []
+    for case in [Case(3000, 50, condition=1e2, rounds=1)] if quick else SIMPLEST:
+        found = [{"case": case.name, **row} for row in _measure(case, device, budget_s / 5, SIMPLEST_METHODS)]
+        print_table(found)
+        simplest += found
+    if not quick:
+        print(f"written to {write_csv('lstsq-simple', simplest, device=device)}")
     rows: list[dict[str, Any]] = []
     columns: list[dict[str, Any]] = []
     for case in [Case(3000, 200, p=8, rounds=1)] if quick else COLUMNS:
@@ -159,10 +174,13 @@ def _ours(A: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def _for_dense(A: Tensor, b: Tensor, device: str) -> dict[str, Callable[[], Any]]:
-    found = _ours(A, b)
+    found = _ours(A, b) | {"normal equations": lambda: torch.linalg.solve(A.mT @ A, A.mT @ b)}
     if device == "cuda":  # the only driver that torch has there
         return found | {"torch gels": lambda: torch.linalg.lstsq(A, b, driver="gels").solution}
     a, rhs = A.numpy(), b.numpy()
+    with contextlib.suppress(MissingExtraError):
+        regression = require_extra("sklearn.linear_model", "bench").LinearRegression(fit_intercept=False)
+        found["scikit-learn"] = lambda: torch.from_numpy(regression.fit(a, rhs).coef_).reshape(-1, a.shape[1]).mT
     return found | {
         "scipy gelsd": lambda: torch.from_numpy(scipy.linalg.lstsq(a, rhs)[0]),
         "torch gelsy": lambda: torch.linalg.lstsq(A, b).solution,

@@ -3,6 +3,9 @@
 Times are those of a sketch that is drawn already, and, for the sparse one, of drawing and applying a fresh one too;
 scipy draws in every call. The distortion is the largest deviation from 1 of a singular value of S Q, Q orthonormal, for
 a random Q and for the coherent one, the first columns of the identity.
+
+The first table has the simplest alternatives: rows of A drawn without replacement, and the projections of scikit-learn,
+which are drawn when they are fitted. They project the rows of a matrix, so they get the transpose of A.
 """
 
 __all__ = ["run"]
@@ -11,11 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
 
 from benchmarks.harness import interleave, main, print_table, write_csv
+from panther.errors import MissingExtraError, require_extra
 from panther.sketch import SRHT, Axis, GaussianSketch, SignSketch, SketchingOperator, SparseSketch
 
 SHAPES = [(65536, 512, 1024), (65536, 512, 2048), (65536, 64, 256), (4096, 64, 256)]  # m, n, d
@@ -24,7 +29,15 @@ REFERENCE = "dense product"
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Measure every case and write the CSV."""
+    """Measure every case and write the CSVs."""
+    simplest: list[dict[str, Any]] = []
+    for m, n, d in [(512, 8, 64)] if quick else SHAPES:
+        for dtype in DTYPES if device == "cpu" else []:
+            found = _simplest(m, n, d, dtype, budget_s)
+            print_table(found)
+            simplest += found
+    if not quick and simplest:
+        print(f"written to {write_csv('sketch-simple', simplest, device=device)}")
     rows: list[dict[str, Any]] = []
     for m, n, d in [(512, 8, 64)] if quick else SHAPES:
         for dtype in DTYPES:
@@ -33,6 +46,51 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
             rows += found
     if not quick:
         print(f"written to {write_csv('sketch', rows, device=device)}")
+
+
+def _simplest(m: int, n: int, d: int, dtype: torch.dtype, budget_s: float) -> list[dict[str, Any]]:
+    """Compare sparse sketches to a dense product, to drawn rows and to scikit-learn's projections."""
+    torch.manual_seed(0)
+    A = torch.randn(m, n, dtype=dtype)
+    sketches: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, S in {
+        REFERENCE: SignSketch(d, m, dtype=dtype, seed=1),
+        "SJLT, vec_nnz 4": SparseSketch(d, m, 4, dtype=dtype, seed=1),
+        "CountSketch": SparseSketch(d, m, 1, dtype=dtype, seed=1),
+    }.items():
+        sketches[name] = partial(torch.matmul, S.dense()) if name == REFERENCE else partial(_apply, S)
+    drawn = torch.randperm(m, generator=torch.Generator().manual_seed(1))[:d]
+    sketches["drawn rows"] = lambda x: x[drawn] * (m / d) ** 0.5
+    try:
+        projections = require_extra("sklearn.random_projection", "bench")
+        for kind, options in (("Gaussian", {}), ("Sparse", {"dense_output": True})):
+            projection = getattr(projections, f"{kind}RandomProjection")(d, random_state=1, **options)
+            projection.fit(np.ones((1, m), dtype=A.numpy().dtype))
+            sketches[f"scikit-learn, {kind}RandomProjection"] = partial(_project, projection)
+    except MissingExtraError as error:
+        print(error)
+    timings = interleave({name: partial(apply, A) for name, apply in sketches.items()}, budget_s=budget_s)
+    random, coherent = torch.linalg.qr(A.double()).Q.to(dtype), torch.eye(m, n, dtype=dtype)
+    return [
+        {
+            "m": m,
+            "n": n,
+            "d": d,
+            "dtype": str(dtype).removeprefix("torch."),
+            "sketch": name,
+            "time_ms": f"{timings[name].median_s * 1e3:.3g}",
+            "x dense product": f"{timings[name].ratio_to(timings[REFERENCE]):.3g}",
+            **{
+                column: f"{(torch.linalg.svdvals(apply(Q).double()) - 1).abs().max().item():.3f}"
+                for column, Q in (("distortion", random), ("distortion_coherent", coherent))
+            },
+        }
+        for name, apply in sketches.items()
+    ]
+
+
+def _project(projection: Any, A: Tensor) -> Tensor:
+    return torch.from_numpy(projection.transform(A.numpy().T)).mT
 
 
 def _case(m: int, n: int, d: int, dtype: torch.dtype, device: str, budget_s: float) -> list[dict[str, Any]]:
