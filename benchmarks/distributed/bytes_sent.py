@@ -1,4 +1,8 @@
-"""Count the bytes that a rank passes to collective operations, and compare them to the formulas."""
+"""Count the bytes that a rank passes to collective operations, and compare them to the formulas.
+
+The simplest alternative to SKLinear is a pair of nn.Linear that trains as many numbers. Under tensor parallelism the
+styles of torch shard one factor of each pair, and every rank computes the products with the other factor.
+"""
 
 __all__ = ["Sizes", "data_parallel_bytes", "tensor_parallel_bytes"]
 
@@ -23,6 +27,8 @@ from panther.distributed import (
 from panther.nn import SKLinear
 
 _FLOAT = 4
+_SKETCHED, _PAIR = "SKLinear", "pair of nn.Linear"
+KINDS = (_SKETCHED, "nn.Linear", _PAIR)
 _RANKS = 2
 
 
@@ -35,14 +41,17 @@ class Sizes:
     batch: int = 256
 
     def layer(self, kind: str) -> nn.Module:
-        """Return an SKLinear or nn.Linear of the width on both sides."""
-        if kind == "SKLinear":
+        """Return a layer of the width on both sides, of one of ``KINDS``."""
+        if kind == _SKETCHED:
             return SKLinear(self.width, self.width, self.sketch_size)
+        if kind == _PAIR:
+            inner = nn.Linear(self.width, self.sketch_size, bias=False)
+            return nn.Sequential(inner, nn.Linear(self.sketch_size, self.width))
         return nn.Linear(self.width, self.width)
 
     def parameter_bytes(self, kind: str) -> int:
         """Return the bytes of a layer's trained numbers in float32."""
-        weights = 2 * self.width * self.sketch_size if kind == "SKLinear" else self.width**2
+        weights = self.width**2 if kind == "nn.Linear" else 2 * self.width * self.sketch_size
         return _FLOAT * (weights + self.width)
 
     @property
@@ -74,7 +83,7 @@ def data_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _on_kinds(count: Callable[[Sizes, str], list[dict[str, Any]]], sizes: Sizes) -> list[dict[str, Any]]:
-    return [row for kind in ("SKLinear", "nn.Linear") for row in count(sizes, kind)]
+    return [row for kind in KINDS for row in count(sizes, kind)]
 
 
 def _sketches(sizes: Sizes) -> list[dict[str, Any]]:
@@ -90,20 +99,20 @@ def _sketches(sizes: Sizes) -> list[dict[str, Any]]:
 
 def _tensor_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
     """Count a pair, sharded column-wise and row-wise: one sum forward, behind the second layer, and one backward."""
-    sketched = kind == "SKLinear"
     pair = nn.Sequential(sizes.layer(kind), sizes.layer(kind))
-    plan: dict[str, ParallelStyle] = (
-        {"0": ColwiseSKParallel(), "1": RowwiseSKParallel()}
-        if sketched
-        else {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    )
-    parallelize_module(pair, make_mesh(tp=_RANKS)["tp"], plan)
+    plans: dict[str, dict[str, ParallelStyle]] = {
+        _SKETCHED: {"0": ColwiseSKParallel(), "1": RowwiseSKParallel()},
+        "nn.Linear": {"0": ColwiseParallel(), "1": RowwiseParallel()},
+        _PAIR: {"0.1": ColwiseParallel(), "1.0": RowwiseParallel()},
+    }
+    parallelize_module(pair, make_mesh(tp=_RANKS)["tp"], plans[kind])
     x = torch.zeros(sizes.batch, sizes.width, requires_grad=True)
     pair(x).sum().backward()  # what is checked in the first one is not sent again
     results: list[Tensor] = []
     forward = _counted(lambda: results.append(pair(x)))
     backward = _counted(lambda: results[0].sum().backward())
-    formula = _FLOAT * sizes.batch * (2 * sizes.sketch_size if sketched else sizes.width)
+    numbers = {_SKETCHED: 2 * sizes.sketch_size, "nn.Linear": sizes.width, _PAIR: sizes.sketch_size}
+    formula = _FLOAT * sizes.batch * numbers[kind]
     case = "tensor parallel, a pair of layers"
     return [_row(case, kind, "forward", forward, formula), _row(case, kind, "backward", backward, formula)]
 

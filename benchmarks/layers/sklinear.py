@@ -11,6 +11,7 @@ file does not store.
 
 __all__ = ["run"]
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,10 +81,7 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
     def exact_linear(x: Tensor) -> Tensor:
         return functional.linear(x, linear.weight.double(), linear.bias.double())
 
-    def exact_layer(x: Tensor) -> Tensor:
-        S1, U1, S2, U2, bias = (t.double() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias))  # type: ignore[union-attr]
-        return (x @ S1 @ U1 + x @ U2 @ S2) * layer.scale + bias
-
+    exact_layer = functools.partial(_exact, layer)
     return {
         "nn.Linear": _module(linear, exact_linear),
         "optimum": _joined(layer, exact_layer),
@@ -93,26 +91,35 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
     }
 
 
+def _exact(layer: SKLinear, x: Tensor) -> Tensor:
+    S1, U1, S2, U2, bias = (t.double() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias))  # type: ignore[union-attr]
+    return (x @ S1 @ U1 + x @ U2 @ S2) * layer.scale + bias
+
+
 def _pair(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:
-    """Return nn.Linear, SKLinear, and two nn.Linear that train as many numbers as SKLinear."""
-    alternatives = _alternatives(width, terms, rank, dtype, device)
+    """Return SKLinear, and two nn.Linear that train as many numbers."""
     options: dict[str, Any] = {"device": device, "dtype": dtype}
+    torch.manual_seed(0)
+    layer = SKLinear(width, width, terms, rank, **options)
     inner, outer = nn.Linear(width, terms * rank, bias=False, **options), nn.Linear(terms * rank, width, **options)
 
     def exact(x: Tensor) -> Tensor:
         weights = inner.weight.double(), outer.weight.double()
         return functional.linear(x @ weights[0].mT, weights[1], outer.bias.double())
 
-    pair = _module(nn.Sequential(inner, outer), exact)
+    alternatives = {
+        PAIR: _module(nn.Sequential(inner, outer), exact),
+        "SKLinear": _module(layer, functools.partial(_exact, layer)),
+    }
     sizes = {name: sum(tensor.numel() for tensor in one.trained) for name, one in alternatives.items()}
-    if sum(tensor.numel() for tensor in pair.trained) != sizes["SKLinear"]:
-        raise RuntimeError("the pair must train as many numbers as SKLinear")
-    return {"nn.Linear": alternatives["nn.Linear"], PAIR: pair, "SKLinear": alternatives["SKLinear"]}
+    if len(set(sizes.values())) > 1:
+        raise RuntimeError(f"the pair must train as many numbers as SKLinear, but they train {sizes}")
+    return alternatives
 
 
 def _module(module: nn.Module, exact: Callable[[Tensor], Tensor]) -> Alternative:
-    trained, resident = list(module.parameters()), [*module.parameters(), *module.buffers()]
-    return Alternative(module, trained, list(module.state_dict().values()), resident, exact)
+    trained: list[Tensor] = list(module.parameters())
+    return Alternative(module, trained, list(module.state_dict().values()), [*trained, *module.buffers()], exact)
 
 
 def _joined(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:

@@ -2,12 +2,14 @@
 
 1,000 kills of a process that saves, 1,000 damaged files of each format, and 300 saves of three processes to one folder.
 The trials are those of tests/support/file_survival.py. The exit status is 1 if a model was lost, loaded wrong or torn.
+With ``--plain`` 1,000 files of torch.save and as many of safetensors are damaged, and a process that saves by
+torch.save is killed 200 times, in place and with a rename. These files may be lost or loaded wrong.
 
 Each trial runs in parts with seeds of their own. With ``--progress FILE`` the counts are written to a file after each
 part, and a run that was interrupted continues after its last complete part.
 """
 
-__all__ = ["run"]
+__all__ = ["run", "run_plain"]
 
 import argparse
 import json
@@ -58,6 +60,24 @@ def run(number: int, saves: int, progress: Path | None = None) -> list[dict[str,
     return [row for trial, counts in record["parts"].items() for row in _rows(trial, counts)]
 
 
+def run_plain(number: int) -> list[dict[str, Any]]:
+    """Damage and kill files that are written without Panther, and return a row for each outcome of each trial."""
+    trials: dict[str, Callable[[Path], dict[str, int]]] = {
+        f"damaged {kind}": partial(survival.damage_files, name=kind, number=number, seed=1)
+        for kind in survival.PLAIN_FORMATS
+    }
+    for name, save in (("in place", survival.save_in_place), ("with a rename", survival.save_and_rename)):
+        trials[f"killed torch.save, {name}"] = partial(
+            survival.survive_kills, number=number // 5, seed=1, save=save, load=survival.torch_values, files=1
+        )
+    rows = []
+    for trial, start in trials.items():
+        with tempfile.TemporaryDirectory(prefix="panther-files-") as folder:
+            # The damage makes its folder, and the saves need one.
+            rows += _rows(trial, [start(Path(folder, "part") if trial.startswith("damaged") else Path(folder))])
+    return rows
+
+
 def _rows(trial: str, counts: list[dict[str, int]]) -> list[dict[str, Any]]:
     """Return the sums over the parts of a trial, a row for each outcome."""
     sums: Counter[str] = Counter()
@@ -70,10 +90,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=1000, help="kills, and damaged files of each format")
     parser.add_argument("--saves", type=int, default=300, help="saves to one folder at the same time")
+    parser.add_argument("--plain", action="store_true", help="files that are written without Panther")
     parser.add_argument("--progress", type=Path, help="a file that keeps the counts of the parts that have ended")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PerformanceWarning)  # the model is small, and a save is to be short
+    if options.plain:
+        plain = run_plain(options.number)
+        print_table(plain)
+        if options.number == 1000:
+            print(f"written to {write_csv('file-survival-plain', plain, device='cpu')}")
+        sys.exit(0)
     results = run(options.number, options.saves, options.progress)
     if (options.number, options.saves) == (1000, 300):
         print(f"written to {write_csv('file-survival', results, device='cpu')}")

@@ -1,4 +1,4 @@
-"""panther train on a sketched transformer of characters: killed and resumed, and beside it its dense twin and layouts.
+"""panther train on a sketched transformer of characters: killed and resumed, beside it dense twins and layouts.
 
 The text is that of trials/text_model.py. All runs are of ``panther train`` on two processes of one thread each, by the
 settings of trial_text.toml. One is ended twice by SIGKILL to all its processes and started again by the same command;
@@ -6,7 +6,7 @@ its log must be, bit for bit, that of one that nobody disturbed, which ends half
 weights must be equal too.
 """
 
-__all__ = ["data", "dense", "gather_once", "loss", "run", "sketched"]
+__all__ = ["data", "dense", "gather_once", "loss", "narrower", "run", "sketched"]
 
 import argparse
 import json
@@ -75,9 +75,9 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
         return piece[:-1], piece[1:]
 
 
-def dense() -> nn.Sequential:
+def dense(shape: Shape | None = None) -> nn.Sequential:
     """Build the dense twin; its last layer is not tied to the embedding, which a pipeline may have on another rank."""
-    shape = Shape(**_read()["shape"])
+    shape = shape or Shape(**_read()["shape"])
     head = nn.Linear(shape.width, SYMBOLS, bias=False)
     nn.init.normal_(head.weight, std=0.02)
     return nn.Sequential(
@@ -101,6 +101,17 @@ def sketched() -> nn.Sequential:
     return model
 
 
+def narrower() -> nn.Sequential:
+    """Build a dense model with about as many parameters as the sketched one has, of fewer features in all layers."""
+    shape = Shape(**_read()["shape"])
+    numbers = sum(parameter.numel() for parameter in sketched().parameters())
+    widths = range(shape.heads, shape.width, shape.heads)
+    shapes = [replace(shape, width=width, hidden=width * shape.hidden // shape.width) for width in widths]
+    with torch.device("meta"):
+        sizes = [sum(parameter.numel() for parameter in dense(narrow).parameters()) for narrow in shapes]
+    return dense(shapes[min(range(len(sizes)), key=lambda index: abs(sizes[index] - numbers))])
+
+
 def data() -> tuple[Pieces, Pieces]:
     """Return samples to train on, which together are the text once, and some that are held out."""
     kept = _read()
@@ -115,7 +126,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-_KINDS = {"sketched": sketched, "dense": dense}
+_KINDS = {"sketched": sketched, "dense": dense, "narrower": narrower}
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,7 @@ class Run:
 RUNS = (
     Run("sketched, killed twice", "sketched", kills=(0.3, 0.7)),
     Run("dense", "dense"),
+    Run("dense, narrower", "narrower"),
     Run("sketched, undisturbed", "sketched", end=0.5),
     Run("sketched, fsdp", "sketched", {"strategy": "fsdp"}, end=0.2),
     Run("sketched, pp = 2", "sketched", {"strategy": "pp", "pipeline_parallel_size": 2, "batch_size": 32}, end=0.2),
@@ -164,11 +176,12 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             if one.end == 1.0:
                 states[one.name] = _state(one.model, place)
             print_table(rows[-1:])
-    first, second = logs[RUNS[0].name], logs[RUNS[2].name]
+    killed, undisturbed = RUNS[0].name, "sketched, undisturbed"
+    first, second = logs[killed], logs[undisturbed]
     if first[: len(second)] != second:
-        raise RuntimeError(f"the log of '{RUNS[0].name}' differs from that of '{RUNS[2].name}'")
-    if RUNS[2].name in states and not all(map(torch.equal, states[RUNS[0].name], states[RUNS[2].name])):
-        raise RuntimeError(f"the weights of '{RUNS[0].name}' differ from those of '{RUNS[2].name}'")
+        raise RuntimeError(f"the log of '{killed}' differs from that of '{undisturbed}'")
+    if undisturbed in states and not all(map(torch.equal, states[killed], states[undisturbed])):
+        raise RuntimeError(f"the weights of '{killed}' differ from those of '{undisturbed}'")
     return rows, curves
 
 

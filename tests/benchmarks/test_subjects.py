@@ -60,4 +60,5 @@ def test_bytes_sent_are_those_of_the_formulas():
     for strategy in ("ddp", "replicate", "fsdp"):
         sketched, dense = (sent[f"data parallel, {strategy}", kind] for kind in numbers)
         assert sketched * numbers["nn.Linear"] == dense * numbers["SKLinear"]
+        assert sent[f"data parallel, {strategy}", "pair of nn.Linear"] == sketched
     assert sent["sync_sketches", "8 SKLinear"] - sent["sync_sketches", "1 SKLinear"] == 7 * 8  # a seed a layer

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 import panther as pr
@@ -41,17 +42,21 @@ def loaded_values(folder):
     return {value for parameter in model.parameters() for value in parameter.unique().tolist()}
 
 
-def survive_kills(folder, number, seed):
-    """Kill a process that saves again and again, at random moments; return the outcomes of loading afterwards."""
+def survive_kills(folder, number, seed, save=pr.save_compressed, load=loaded_values, files=2):
+    """Kill a process that saves again and again, at random moments; return the outcomes of loading afterwards.
+
+    ``save`` takes a model and a folder, ``load`` returns the values of all parameters, and ``files`` is the number of
+    files that a save leaves.
+    """
     generator, outcomes = random.Random(seed), Counter()
-    pr.save_compressed(filled_model(0.0), folder)
+    save(filled_model(0.0), folder)
     last = 0.0
     for _ in range(number):
         names_before = set(os.listdir(folder))
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            _save_forever(folder, last, writer)
+            _save_forever(folder, last, writer, save)
         os.close(writer)
         os.read(reader, 1)  # the child is ready to save now
         os.close(reader)
@@ -60,15 +65,33 @@ def survive_kills(folder, number, seed):
         _, status = os.waitpid(child, 0)
         outcomes["savers that failed"] += not os.WIFSIGNALED(status)
         outcomes["kills in the middle of a save"] += not names_before.issuperset(os.listdir(folder))
-        values = _outcome(lambda: loaded_values(folder))
+        values = _outcome(lambda: load(folder))
         if not isinstance(values, set) or len(values) != 1 or min(values) < last:
             outcomes["lost" if isinstance(values, str) else "wrong"] += 1
             continue
         outcomes["the old model" if values == {last} else "a new model"] += 1
         (last,) = values
-    pr.save_compressed(filled_model(last), folder)
-    outcomes["files left over"] += len(list(folder.iterdir())) - 2
+    save(filled_model(last), folder)
+    outcomes["files left over"] += len(list(folder.iterdir())) - files
     return outcomes
+
+
+def save_in_place(model, folder):
+    """Save a model by torch.save to a file that may exist, as most scripts do."""
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def save_and_rename(model, folder):
+    """Save a model by torch.save to a second file, which then takes the name of the first one."""
+    torch.save(model.state_dict(), folder / "new.pt")
+    os.replace(folder / "new.pt", folder / "model.pt")
+
+
+def torch_values(folder):
+    """Load the file of the two functions above, and return the values of all parameters."""
+    model = filled_model(-1.0)
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return {value for parameter in model.parameters() for value in parameter.unique().tolist()}
 
 
 def _wait_for_processor_time(process, seconds):
@@ -82,13 +105,13 @@ def _wait_for_processor_time(process, seconds):
         time.sleep(seconds)
 
 
-def _save_forever(folder, value, ready):
+def _save_forever(folder, value, ready, save):
     """Save models of rising values in a forked process, which ends by a kill or by an error and never returns."""
     try:
         os.write(ready, b"!")
         while True:
             value += 1.0
-            pr.save_compressed(filled_model(value), folder)
+            save(filled_model(value), folder)
     finally:
         os._exit(1)
 
@@ -166,16 +189,38 @@ REFUSALS = {
 }
 
 
+def _torch_file(folder):
+    folder.mkdir()
+    save_in_place(filled_model(1.0), folder)
+    return lambda: torch_values(folder) == {1.0}
+
+
+def _safetensors_file(folder):
+    folder.mkdir()
+    save_model(filled_model(1.0), folder / "model.safetensors")
+
+    def load():
+        model = filled_model(2.0)
+        load_model(model, folder / "model.safetensors")
+        return {value for parameter in model.parameters() for value in parameter.unique().tolist()} == {1.0}
+
+    return load
+
+
+# What scripts write without Panther. Any error counts as a refusal.
+PLAIN_FORMATS = {"file of torch.save": _torch_file, "file of safetensors": _safetensors_file}
+
+
 def damage_files(folder, name, number, seed):
     """Damage one file of a format at random, load it, and repeat; return the outcomes."""
     generator, outcomes = random.Random(seed), Counter()
-    load = FORMATS[name](folder)
+    load = (FORMATS | PLAIN_FORMATS)[name](folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     contents = {path: path.read_bytes() for path in files}
     for _ in range(number):
         path = generator.choice(files)
         _damage(path, generator, contents[generator.choice(files)])
-        outcomes[_refusal_or_value(load, REFUSALS[name])] += 1
+        outcomes[_refusal_or_value(load, REFUSALS.get(name, Exception))] += 1
         _restore(path, contents[path])
     return outcomes
 
@@ -184,7 +229,7 @@ def _refusal_or_value(load, refusals):
     try:
         return "loaded right" if load() else "loaded wrong"
     except refusals as error:
-        return "refused" if "\n" not in str(error) else "refused in several lines"
+        return "refused" if "\n" not in str(error) or refusals is Exception else "refused in several lines"
     except Exception as error:
         return f"failed: {type(error).__name__}: {error}"
 
