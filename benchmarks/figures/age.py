@@ -42,6 +42,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "environment": ("benchmarks/train/environment.py",),
     "faults": ("benchmarks/train/trial_faults.py", "panther/train", "panther/distributed"),
     "file-survival": ("benchmarks/train/trial_files.py", "panther/files"),
+    "file-survival-plain": ("benchmarks/train/trial_files.py", "tests/support/file_survival.py"),
     "files": ("benchmarks/compress/trial_files.py", *_COMPRESSION),
     "files-peers": ("benchmarks/compress/trial_peers.py", *_COMPRESSION),
     "folder": ("benchmarks/compress/trial_folder.py", *_COMPRESSION),

@@ -36,6 +36,9 @@ class Line:
         ratio: The column of our row with the median ratio of times that were measured in turns; None is the quotient.
         scale: What the figure is divided by.
         where: Columns and values that both rows have.
+        other_column: The column of the other figure, if it is not ``column``.
+        other_quality: The column of what the other keeps, if it is not the column of ``quality``.
+        counts: Whether the figures are counts, for which a missing row is 0.
     """
 
     subject: str
@@ -49,23 +52,33 @@ class Line:
     ratio: str | None = None
     scale: float = 1.0
     where: Row = field(default_factory=dict)
+    other_column: str | None = None
+    other_quality: str | None = None
+    counts: bool = False
 
     def cells(self) -> list[str]:
         """Return the cells of the line."""
         rows = [
-            _rows(name, wanted | self.where) for name, wanted in zip(self.files, (self.ours, self.other), strict=True)
+            _rows(name, wanted | self.where, needed=not self.counts)
+            for name, wanted in zip(self.files, (self.ours, self.other), strict=True)
         ]
-        figures = [_mean(each, self.column) / self.scale for each in rows]
-        ratio = figures[1] / figures[0] if self.ratio is None else _mean(rows[0], self.ratio)
+        columns = self.column, self.other_column or self.column
+        figures = [_mean(each, column) / self.scale for each, column in zip(rows, columns, strict=True)]
+        ratio = ""
+        if self.ratio is not None:
+            ratio = f"{_mean(rows[0], self.ratio):.2g}"
+        elif figures[0]:
+            ratio = f"{figures[1] / figures[0]:.2g}"
         quality = ""
         if self.quality is not None:
             column, name = self.quality
-            quality = f"{name} " + ", ".join(_text(_mean(each, column)) for each in rows)
+            kept = (column, self.other_quality or column)
+            quality = f"{name} " + ", ".join(_text(_mean(each, key)) for each, key in zip(rows, kept, strict=True))
         return [
             f":doc:`{self.subject} <{self.page}>`",
             _text(figures[0]),
             f"{_text(figures[1])} ({self.other_name})",
-            f"{ratio:.2g}",
+            ratio,
             quality,
         ]
 
@@ -76,16 +89,16 @@ def _text(number: float) -> str:
     return f"{number:.1e}" if number and abs(number) < 1e-3 else f"{number:.4g}"
 
 
-def _rows(name: str, wanted: Row) -> list[Row]:
+def _rows(name: str, wanted: Row, *, needed: bool = True) -> list[Row]:
     with open(RESULTS / f"{name}.csv", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
-    if not rows:
+    if not rows and needed:
         raise LookupError(f"{name}.csv has no row with {wanted}")
     return rows
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:
-    return sum(float(row[column]) for row in rows) / len(rows)
+    return sum(float(row[column]) for row in rows) / len(rows) if rows else 0.0
 
 
 def _same(name: str) -> tuple[str, str]:
@@ -114,6 +127,28 @@ LINES = (
         ("loss", "loss"),
     ),
     Line(
+        "Retrieval, 99 % of the metric kept, MB",
+        "tune",
+        _same(f"tune-retrieval{_AMD}"),
+        "size_mb",
+        {"method": "tuned"},
+        {"method": "random"},
+        "random search",
+        ("test", "rank on other data"),
+    ),
+    Line(
+        "Start of a LoRA adapter, 4096 x 4096, rank 64, ms",
+        "lora",
+        _same(f"lora-start{_AMD}"),
+        "time_ms",
+        {"method": "panther"},
+        {"method": "PEFT pissa_niter_4"},
+        "PEFT's pissa_niter_4",
+        ("excess", "excess"),
+        ratio="x PEFT pissa_niter_4",
+        where={"out": "4096", "in": "4096", "rank": "64"},
+    ),
+    Line(
         "Forward of the encoder, 32 x 128 tokens, ms",
         "compress",
         _same(f"frontier-speed-encoder{_AMD}"),
@@ -122,6 +157,45 @@ LINES = (
         {"form": "int8, torch dynamic"},
         "torch's dynamic int8",
         where={"batch": "32", "tokens": "128"},
+    ),
+    Line(
+        "4096 x 4096 in int8, 128 rows, ms",
+        "quantized",
+        _same(f"quantized{_AMD}"),
+        "time_us",
+        {"form": "int8, rounded"},
+        {"form": "torch dynamic int8"},
+        "torch's dynamic int8",
+        ("heavy_error", "error"),
+        scale=1e3,
+        where={"in": "4096", "out": "4096", "batch": "128", "dtype": "float32", "memory": "default"},
+    ),
+    Line(
+        "Prefill of SmolLM2-135M, 4,096 tokens, s",
+        "linearize",
+        _same(f"linearize-smollm2{_AMD}"),
+        "linear_s",
+        {"window": "128"},
+        {"window": "128"},
+        "softmax attention",
+        ("loss", "loss"),
+        ratio="x original",
+        where={"length": "4096"},
+        other_column="original_s",
+        other_quality="loss_original",
+    ),
+    Line(
+        "SKLinear, 4096 x 4096, R = 128, batch 512, forward and backward, ms",
+        "sklinear",
+        _same(f"sklinear-pair{_AMD}"),
+        "time_us",
+        {"layer": "SKLinear"},
+        {"layer": "pair of nn.Linear"},
+        "a pair of nn.Linear",
+        ("resident_bytes", "bytes in memory"),
+        ratio="x pair of nn.Linear",
+        scale=1e3,
+        where={"width": "4096", "batch": "512", "dtype": "float32", "mode": "forward+backward"},
     ),
     Line(
         "States of the optimizer, characters, MB",
@@ -145,6 +219,58 @@ LINES = (
         where={"ranks": "4", "shape": "1024 x 256"},
     ),
     Line(
+        "Bytes of a sharded pair of layers, 4096 x 4096, R = 64, 256 rows, kB",
+        "communication",
+        _same(f"distributed-bytes{_AMD}"),
+        "bytes",
+        {"layer": "SKLinear"},
+        {"layer": "pair of nn.Linear"},
+        "pairs of nn.Linear",
+        scale=1e3,
+        where={"case": "tensor parallel, a pair of layers", "stage": "forward"},
+    ),
+    Line(
+        "A step of data parallelism on two processes, CPU ms",
+        "distributed-overhead",
+        _same(f"distributed-overhead{_AMD}"),
+        "cpu_ms",
+        {"step": "data_parallel"},
+        {"step": "DistributedDataParallel, sketches not sent"},
+        "DistributedDataParallel",
+        where={"case": "ddp"},
+    ),
+    Line(
+        "A step in the advised layout, 100 Mbit/s, ms",
+        "advisor",
+        _same(f"advisor-link{_AMD}"),
+        "step_ms",
+        {"layout": "pp=2 gpipe m=4"},
+        {"layout": "dp=2 ddp"},
+        "DistributedDataParallel",
+        where={"link": "100 Mbit/s", "model": "dense"},
+    ),
+    Line(
+        "A step of 1 ms on two processes, CPU ms",
+        "trainer",
+        _same(f"train-overhead{_AMD}"),
+        "cpu_ms",
+        {"steps by": "Trainer"},
+        {"steps by": "loop by hand"},
+        "a loop by hand",
+        where={"case": "1 ms", "processes": "2", "logging": "none"},
+    ),
+    Line(
+        "Damaged files that load wrong, of 1,000",
+        "survival",
+        (f"file-survival{_XEON}", f"file-survival-plain{_AMD}"),
+        "number",
+        {"trial": "damaged inference folder"},
+        {"trial": "damaged file of safetensors"},
+        "safetensors",
+        where={"outcome": "loaded wrong"},
+        counts=True,
+    ),
+    Line(
         "A step on two nodes over 100 Mbit/s, ms",
         "slow-link",
         _same(f"link-runs{_AMD}"),
@@ -166,6 +292,26 @@ LINES = (
         where={"optimizer": "Muon", "equal": "steps"},
     ),
     Line(
+        "Text on two processes, 500 steps, loss",
+        "train-text",
+        _same(f"train-text-runs{_AMD}"),
+        "validation_loss",
+        {"run": "sketched, killed twice"},
+        {"run": "dense"},
+        "a dense network",
+        ("bytes_rank_0", "bytes a step"),
+    ),
+    Line(
+        "Less memory for activations, equal time, loss",
+        "sketched-activations",
+        _same(f"activations-characters-96{_AMD}"),
+        "loss",
+        {"method": "count sketch, a half"},
+        {"method": "checkpointing, 1 of 2 blocks"},
+        "checkpointing",
+        where={"equal": "time"},
+    ),
+    Line(
         "SKConv2d, 64 to 128 channels, 3 x 3, ms",
         "convolutions",
         _same(f"conv{_AMD}"),
@@ -174,6 +320,19 @@ LINES = (
         {"layer": "Conv2d NCHW"},
         "nn.Conv2d",
         ratio="x Conv2d",
+        scale=1e3,
+        where={"in": "64", "out": "128", "kernel": "3", "size": "64", "low_rank": "8", "mode": "forward"},
+    ),
+    Line(
+        "The same, ms",
+        "convolutions",
+        _same(f"conv-pair{_AMD}"),
+        "time_us",
+        {"layer": "SKConv2d"},
+        {"layer": "pair of nn.Conv2d"},
+        "a pair of nn.Conv2d",
+        ("trained_numbers", "numbers"),
+        ratio="x pair of nn.Conv2d",
         scale=1e3,
         where={"in": "64", "out": "128", "kernel": "3", "size": "64", "low_rank": "8", "mode": "forward"},
     ),
@@ -187,6 +346,17 @@ LINES = (
         "softmax attention",
         ratio="x better of both",
         where={"length": "4096", "causal": "False", "memory": "default"},
+    ),
+    Line(
+        "Sparse sketch of 65536 x 512 to 1024 rows, ms",
+        "sketches",
+        _same(f"sketch-simple{_AMD}"),
+        "time_ms",
+        {"sketch": "SJLT, vec_nnz 4"},
+        {"sketch": "scikit-learn, SparseRandomProjection"},
+        "scikit-learn",
+        ("distortion_coherent", "distortion"),
+        where={"m": "65536", "n": "512", "d": "1024", "dtype": "float32"},
     ),
     Line(
         "SVD of rank 100, 4096 x 2048, ms",

@@ -85,6 +85,11 @@ def write_page(rows: list[dict[str, str]]) -> None:
                 ratios = [f"{float(row['x nn.Linear']):.2f}" for row in several if row]
                 errors = [several[-1][key] for key in ("rms_error", "heavy_error")]  # type: ignore[index]
                 line(f"{columns}, {outputs}, {dtype}", name, *ratios, *errors)
+        if dtype == "float32":  # the simplest alternative: the layer in bfloat16
+            halves = [found[str(columns), str(outputs), str(n), "bfloat16", "nn.Linear"] for n in PAGE_BATCHES]
+            ratios = [f"{float(row['x float32']):.2f}" for row in halves]
+            errors = [halves[-1][key] for key in ("rms_error", "heavy_error")]
+            line(f"{columns}, {outputs}, {dtype}", "nn.Linear in bfloat16", *ratios, *errors)
     PAGE.write_text("\n".join(lines) + "\n")
 
 
