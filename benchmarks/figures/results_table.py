@@ -394,6 +394,18 @@ LINES = (
         ratio="x torch gels",
         where={"case": "200000 x 1000 float64, condition 1e+08"},
     ),
+    Line(
+        "Least squares, 16384 x 512, condition 1e2, ms",
+        "linalg",
+        _same(f"lstsq-simple{_AMD}"),
+        "time_ms",
+        {"method": "panther"},
+        {"method": "normal equations"},
+        "the normal equations",
+        ("distance", "error"),
+        ratio="x normal equations",
+        where={"case": "16384 x 512 float64, condition 1e+02"},
+    ),
 )
 
 
