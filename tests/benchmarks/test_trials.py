@@ -33,6 +33,15 @@ def test_linear_attention_keeps_a_model(task):
     assert row["correlation"] > 0.99
 
 
+def test_a_sliding_window_is_measured_without_training():
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_linearize
+
+    (row,) = trial_linearize.run("sliding", True)
+    assert (row["window"], row["first"]) == (8, 4)
+    assert 3.5 < row["loss"] < 4.7  # a model of random weights over 60 tokens
+
+
 def test_training_from_scratch_compares_forms_of_equal_bytes():
     pytest.importorskip("sklearn")
     from benchmarks.train import scratch_tasks, trial_scratch

@@ -3,7 +3,16 @@
 import os
 
 import pytest
-from file_survival import FORMATS, damage_files, save_at_once, shown, survive_kills
+from file_survival import (
+    FORMATS,
+    PLAIN_FORMATS,
+    damage_files,
+    save_and_rename,
+    save_at_once,
+    shown,
+    survive_kills,
+    torch_values,
+)
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="processes are forked"),
@@ -15,6 +24,18 @@ def test_a_kill_leaves_the_old_or_the_new_model(tmp_path):
     outcomes = survive_kills(tmp_path, 8, seed=0)
     assert outcomes["the old model"] + outcomes["a new model"] == 8, shown(outcomes)
     assert outcomes["files left over"] == 0
+
+
+def test_a_rename_is_enough_for_kills(tmp_path):
+    outcomes = survive_kills(tmp_path, 4, seed=0, save=save_and_rename, load=torch_values, files=1)
+    assert outcomes["the old model"] + outcomes["a new model"] == 4, shown(outcomes)
+    assert outcomes["files left over"] == 0
+
+
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
+def test_damage_of_plain_files_is_counted(tmp_path, name):
+    outcomes = damage_files(tmp_path / "folder", name, 20, seed=1)
+    assert outcomes["refused"] + outcomes["loaded right"] + outcomes["loaded wrong"] == 20, shown(outcomes)
 
 
 @pytest.mark.parametrize("name", FORMATS)
