@@ -297,8 +297,8 @@ LINES = (
         _same(f"train-text-runs{_AMD}"),
         "validation_loss",
         {"run": "sketched, killed twice"},
-        {"run": "dense"},
-        "a dense network",
+        {"run": "dense, narrower"},
+        "a narrower dense network",
         ("bytes_rank_0", "bytes a step"),
     ),
     Line(
@@ -324,7 +324,7 @@ LINES = (
         where={"in": "64", "out": "128", "kernel": "3", "size": "64", "low_rank": "8", "mode": "forward"},
     ),
     Line(
-        "The same, ms",
+        "The same beside two plain layers, ms",
         "convolutions",
         _same(f"conv-pair{_AMD}"),
         "time_us",
