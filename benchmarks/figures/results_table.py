@@ -185,6 +185,16 @@ LINES = (
         other_quality="loss_original",
     ),
     Line(
+        "SmolLM2-135M at 4,096 tokens with 256 exact positions, loss",
+        "linearize",
+        (f"linearize-smollm2{_AMD}", f"linearize-sliding{_AMD}"),
+        "loss",
+        {"window": "128"},
+        {"window": "256"},
+        "a sliding window",
+        where={"length": "4096"},
+    ),
+    Line(
         "SKLinear, 4096 x 4096, R = 128, batch 512, forward and backward, ms",
         "sklinear",
         _same(f"sklinear-pair{_AMD}"),
