@@ -287,7 +287,8 @@ def shell(file, **environment):
 
 
 SHOW = """import os, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get("PANTHER_BACKEND"), sys.argv[1:])
+words = os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get("PANTHER_BACKEND"), sys.argv[1:]
+os.write(1, (" ".join(map(str, words)) + os.linesep).encode())  # a line at once, because ranks share the output
 """
 
 
