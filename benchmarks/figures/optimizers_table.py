@@ -1,14 +1,16 @@
 """Write the tables of small optimizer states: ``python -m benchmarks.figures.optimizers_table``, after the trials.
 
 They go to docs/benchmarks/optimizers.inc and activations.inc: for each task and width, what each method reaches at
-equal steps and at equal time, the memory of its states, and the time of a step.
+equal steps and at equal time, the memory of its states, and the time of a step. optimizers-summary.inc has the losses
+of the main methods on all tasks.
 """
 
-__all__ = ["method_table"]
+__all__ = ["method_table", "summary_table"]
 
 import csv
 import io
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.figures.frontier_table import cpu_name, short
 from benchmarks.figures.layout import by_cpu
@@ -18,6 +20,9 @@ PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
 SUBJECTS = ("optimizers", "muon-ranks", "activations")
+SUMMARIZED = "optimizers"
+MAIN_METHODS = ("AdamW", "channel, a quarter", "tensor, rank 1", "Muon", "AdamW, narrower", "Adafactor")
+GENERATED = ".. Written by python -m benchmarks.figures.optimizers_table.\n\n"
 Rows = list[dict[str, str]]
 
 
@@ -40,14 +45,35 @@ def method_table(name: str, runs: Rows, speeds: Rows) -> str:
                 f"{float(speed['x_adamw']):.2f}" if speed else "",
             ]
         )
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines])
     task, width = name.rsplit("-", 1)
     seeds = max(len(_best_losses([row for row in runs if row["method"] == line[0]], "steps")) for line in lines)
     title = (
         f"{task.capitalize()}, width {width}: {UNITS.get(task, 'nats a token')}, {seeds} seed{'s' if seeds > 1 else ''}"
     )
-    head = [f".. csv-table:: {title}, {cpu_name(runs[0]['device'])}", "   :header-rows: 1", ""]
+    return _csv_table(f"{title}, {cpu_name(runs[0]['device'])}", [COLUMNS, *lines])
+
+
+def summary_table(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return the mean losses of the main methods, at equal steps and at equal time, with a line for each task.
+
+    Args:
+        tables: The task and width, and the runs, of each table of :func:`method_table`.
+    """
+    lines = []
+    for name, runs in tables:
+        cells = []
+        for method in MAIN_METHODS:
+            of_method = [row for row in runs if row["method"] == method]
+            losses = [_best_losses(of_method, equal) for equal in ("steps", "time")]
+            cells.append(" / ".join(f"{statistics.mean(values):.3f}" for values in losses if values))
+        lines.append([" ".join(name.rsplit("-", 1)), *cells])
+    return _csv_table("Losses after equal steps / after equal time", [("", *MAIN_METHODS), *lines])
+
+
+def _csv_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    head = [f".. csv-table:: {title}", "   :header-rows: 1", ""]
     return "\n".join([*head, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n\n"
 
 
@@ -70,16 +96,21 @@ def _subjects(subject: str) -> list[str]:
 def main() -> None:
     """Write the page of each subject that has results."""
     for subject in SUBJECTS:
-        parts = [".. Written by python -m benchmarks.figures.optimizers_table.\n\n"]
+        parts, tables = [GENERATED], []
         for name in _subjects(subject):
             found = [by_cpu(f"{subject}-{name}{suffix}", 1) for suffix in ("", "-speed")]
             for device in found[0]:
                 parts.append(method_table(name, found[0][device], found[1].get(device, [])))
+                tables.append((name, found[0][device]))
         if len(parts) == 1:
             continue  # no results
-        path = PAGES / f"{subject}.inc"
-        path.write_text("".join(parts).rstrip("\n") + "\n", encoding="utf-8")
-        print(path)
+        pages = {subject: "".join(parts)}
+        if subject == SUMMARIZED:
+            pages[f"{subject}-summary"] = GENERATED + summary_table(tables)
+        for page, text in pages.items():
+            path = PAGES / f"{page}.inc"
+            path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+            print(path)
 
 
 if __name__ == "__main__":
