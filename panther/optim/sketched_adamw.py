@@ -313,7 +313,8 @@ class SketchedAdamW(CheckedGroups):
         m, n = layout.shape
         layout = layout.oriented(parameter.shape[0] < parameter.shape[1])  # square matrices are not transposed here
         is_partial = any(len(rectangle.columns) < n for rectangle in layout.rectangles if rectangle.size)
-        numbers = 3 + (group["rank"] * m if is_partial else 0)
+        num_norms = 0 if group["update"] == "projected" else 3
+        numbers = num_norms + (group["rank"] * m if is_partial else 0)
         itemsize = torch.promote_types(parameter.dtype, torch.float32).itemsize
         return 2 * (layout.ranks - 1) / layout.ranks * numbers * float(itemsize)
 
