@@ -94,7 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments, importing the module of the chosen command only."""
     parser = argparse.ArgumentParser(
         prog="panther",
-        description="Sketched layers for PyTorch.",
+        description="Make PyTorch models small, and their training light.",
         epilog=_EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
