@@ -350,12 +350,19 @@ def name_hint(name: str, names: Collection[str], owner: str = "") -> str:
 def near_name(name: str, names: Collection[str]) -> str | None:
     """Return the entry of ``names`` that is a synonym of ``name`` or is spelled similarly, or None.
 
+    A name of several words with which one entry alone begins is spelled similarly too.
+
     Example:
         >>> near_name("num_gpus", ["gpus", "memory"])
         'gpus'
+        >>> near_name("log_every", ["log_every_n_steps", "seed"])
+        'log_every_n_steps'
     """
     synonyms = [synonym for synonym in _names_here(name) if synonym in names]
-    return next(iter(synonyms or get_close_matches(name, names, 1, cutoff=_CLOSE)), None)
+    if similar := synonyms or get_close_matches(name, names, 1, cutoff=_CLOSE):
+        return similar[0]
+    longer = [longer_name for longer_name in names if "_" in name and longer_name.startswith(f"{name}_")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def _names_here(name: str) -> list[str]:
