@@ -72,6 +72,19 @@ def test_the_release_check_says_which_interpreters_are_missing(monkeypatch):
     assert missing == ["3.0"]
 
 
+def test_the_release_check_passes_over_shims(monkeypatch, tmp_path):
+    shim = tmp_path / "python3.0"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(release_check, "PYTHONS", ("3.0",))
+    pythons, missing = release_check.interpreters(None)
+    assert list(pythons) == ["{}.{}".format(*sys.version_info)]
+    assert missing == ["3.0"]
+    with pytest.raises(SystemExit, match="127"):
+        release_check.interpreters([str(shim)])
+
+
 def test_the_switcher_lists_the_newest_release_first(tmp_path):
     for name in ("0.2.0", "0.10.0", "dev", "images"):
         (tmp_path / name).mkdir()

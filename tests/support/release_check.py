@@ -80,7 +80,13 @@ def interpreters(paths):
     on_path = (shutil.which(f"python{version}") for version in PYTHONS)
     for path in paths or filter(None, on_path):
         command = [path, "-c", "import sys; print('{}.{}'.format(*sys.version_info))"]
-        pythons.setdefault(run(command, ROOT, capture_output=True).stdout.strip(), path)
+        try:
+            version = run(command, ROOT, capture_output=True).stdout.strip()
+        except SystemExit:
+            if paths:
+                raise
+            continue  # a shim of pyenv, which knows the name of a Python that is not installed
+        pythons.setdefault(version, path)
     return pythons, [version for version in PYTHONS if version not in pythons]
 
 
