@@ -110,13 +110,7 @@ def _pair_case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]
             module = layers[name]
             rows.append(
                 {
-                    "in": case.in_channels,
-                    "out": case.out_channels,
-                    "kernel": case.kernel,
-                    "stride": case.stride,
-                    "size": case.size,
-                    "batch": case.batch,
-                    "low_rank": f"{layer.low_rank}{' (default)' if case.low_rank is None else ''}",
+                    **_columns(case, layer),
                     "mode": mode,
                     "layer": name,
                     "time_us": round(timing.median_s * 1e6, 1),
@@ -126,6 +120,20 @@ def _pair_case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]
                 }
             )
     return rows
+
+
+def _columns(case: Case, layer: SKConv2d) -> dict[str, Any]:
+    """Return the columns that name a case."""
+    return {
+        "in": case.in_channels,
+        "out": case.out_channels,
+        "kernel": case.kernel,
+        "groups": case.groups,
+        "stride": case.stride,
+        "size": case.size,
+        "batch": case.batch,
+        "low_rank": f"{layer.low_rank}{' (default)' if case.low_rank is None else ''}",
+    }
 
 
 def _case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
@@ -151,14 +159,7 @@ def _case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
             sketched = name.startswith("SK")
             rows.append(
                 {
-                    "in": case.in_channels,
-                    "out": case.out_channels,
-                    "kernel": case.kernel,
-                    "groups": case.groups,
-                    "stride": case.stride,
-                    "size": case.size,
-                    "batch": case.batch,
-                    "low_rank": f"{layer.low_rank}{' (default)' if case.low_rank is None else ''}",
+                    **_columns(case, layer),
                     "mode": mode,
                     "layer": name,
                     "way": way if sketched else "",

@@ -52,24 +52,16 @@ class Alternative:
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every case, print each as it comes, and write the CSVs."""
-    pairs: list[dict[str, Any]] = []
-    for shape in SHAPES[:1] if quick else SHAPES:
-        for dtype in DTYPES:
-            for batch in PAIR_BATCHES[:1] if shape[0] == _NARROW else PAIR_BATCHES:
-                found = _case(_pair(*shape, dtype, device), shape, dtype, batch, device, budget_s)
-                print_table(found)
-                pairs += found
-    if not quick:
-        print(f"written to {write_csv('sklinear-pair', pairs, device=device)}")
-    rows: list[dict[str, Any]] = []
-    for shape in SHAPES[:1] if quick else SHAPES:
-        for dtype in DTYPES:
-            for batch in BATCHES[:1] if shape[0] == _NARROW else BATCHES:
-                found = _case(_alternatives(*shape, dtype, device), shape, dtype, batch, device, budget_s)
-                print_table(found)
-                rows += found
-    if not quick:
-        print(f"written to {write_csv('sklinear', rows, device=device)}")
+    for subject, build, batches in (("sklinear-pair", _pair, PAIR_BATCHES), ("sklinear", _alternatives, BATCHES)):
+        rows: list[dict[str, Any]] = []
+        for shape in SHAPES[:1] if quick else SHAPES:
+            for dtype in DTYPES:
+                for batch in batches[:1] if shape[0] == _NARROW else batches:
+                    rows_of_case = _case(build(*shape, dtype, device), shape, dtype, batch, device, budget_s)
+                    print_table(rows_of_case)
+                    rows += rows_of_case
+        if not quick:
+            print(f"written to {write_csv(subject, rows, device=device)}")
 
 
 def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:

@@ -12,7 +12,7 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def constraints_beside(requirements):
-    """Return the lines of constraints.txt but for packages of which the requirements name one version."""
+    """Return the lines of constraints.txt, except for packages whose version the requirements name."""
     names = {re.match(r"[\w.-]+", requirement)[0].lower() for requirement in requirements if "==" in requirement}
     lines = CONSTRAINTS.read_text().splitlines()
     return [line for line in lines if line.partition("==")[0].lower() not in names]
