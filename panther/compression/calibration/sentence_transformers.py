@@ -62,7 +62,7 @@ def with_features(model: Any, calibration: Any) -> Any:
         batches = [calibration[index] for index in range(len(calibration))]
     else:
         return calibration
-    if names := next((_names_of_texts(batch) for batch in batches if _names_of_texts(batch)), None):
+    if names := next(filter(None, map(_names_of_texts, batches)), None):
         raise CompressionError(
             f"calibration has rows that name their texts ({', '.join(map(repr, names[:3]))}): give the texts, as "
             f"[row[{names[0]!r}] for row in calibration]"
