@@ -78,6 +78,9 @@ def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
     assert "give --model" in capsys.readouterr().err
     assert main([*command, "--to", "linears", "--reader", "vllm"]) == 2
     assert "--reader is for --to compressed-tensors, not for --to linears" in capsys.readouterr().err
+    for target in ("linears", "compressed-tensors"):
+        assert main([*command, "--to", target, "--sample", sample]) == 2
+        assert f"--sample is for --to onnx and torch, not for --to {target}: leave it out" in capsys.readouterr().err
     assert main(["export", "nowhere", "--to", "torch", "--out", "out"]) == 2
     assert "not a folder" in capsys.readouterr().err
 

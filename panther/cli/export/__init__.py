@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             require_extra(module, "onnx")
     elif args.activations is not None:
         raise PantherError(f"--activations is for --to onnx, not for --to {args.to}: leave it out")
+    if args.sample is not None and args.to in ("linears", "compressed-tensors"):
+        raise PantherError(f"--sample is for --to onnx and torch, not for --to {args.to}: leave it out")
     if args.reader is not None and args.to != "compressed-tensors":
         raise PantherError(f"--reader is for --to compressed-tensors, not for --to {args.to}: leave it out")
     with _disk_errors_explained(out), current_folder_importable(), _empty_after_an_error(out):

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from panther._text import counted
 from panther.compression.forms import Choice, Fits, Options, least_bytes, total_bytes, total_loss
 from panther.compression.selection.convex_hull import BYTES, Cost, choose_global, choose_uniform
-from panther.compression.selection.timing import Timing
+from panther.compression.selection.timing import SLOWER, Timing
 from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError
 
@@ -153,7 +153,7 @@ def allocate_fast_forms(
     if not slow:
         return allocation
     fast_options = {target: timing.without_slower(target, options) for target, options in fits.options.items()}
-    note = f"forms slower than the dense layers are used, in {counted(slow, 'layer')}, because "
+    note = f"forms below {SLOWER} of the dense layer's speed are used, in {counted(slow, 'layer')}, because "
     if limit is not None and least_bytes(fast_options) > limit:
         return replace(allocation, notes=(*allocation.notes, note + "the size cannot be reached without them"))
     fast_allocation = allocate_forms(trials, replace(fits, options=fast_options), allocate, limit, max_error)
