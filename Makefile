@@ -208,7 +208,7 @@ clean:
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) 'setuptools>=77' wheel
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
 	.venv-horovod/bin/python tests/support/torch_constraints.py >.venv-horovod/constraints.txt
-	$(subst .venv/,.venv-horovod/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation -e '.[test]' cloudpickle psutil pyyaml packaging
+	$(subst .venv/,.venv-horovod/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation -e '.[demo,test]' cloudpickle psutil pyyaml packaging
 	.venv-horovod/bin/python -c 'import horovod.torch' 2>/dev/null || docs/howto/scripts/build_horovod.sh .venv-horovod
 	touch $@
 

@@ -21,7 +21,6 @@ ANY_INPUT = {
     "docs/howto/advisor.rst": "reads the shape of a sample input",
     "docs/howto/compress-embeddings.rst": "shows which layers share codes, for any weights and tokens",
     "docs/howto/data-parallel.rst": "counts the bytes of gradients, which do not depend on the samples",
-    "docs/howto/keras.rst": "its environment has no scikit-learn; the labels follow from the images",
     "docs/howto/tensor-parallel.rst": "checks that shards have the outputs of the whole model, for any input",
 }
 PAGES = [

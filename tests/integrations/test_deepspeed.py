@@ -356,4 +356,4 @@ def test_the_script_of_the_page(tmp_path):
     done = waits.run(command, 800, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "saved at step 32; resumed there with the same sketches" in done.stdout
-    pr.load_compressed(tmp_path / "model", nn.Sequential(pr.nn.SKLinear(256, 256, 8), nn.ReLU(), nn.Linear(256, 4)))
+    pr.load_compressed(tmp_path / "model", nn.Sequential(pr.nn.SKLinear(64, 256, 8), nn.ReLU(), nn.Linear(256, 10)))

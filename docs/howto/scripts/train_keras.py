@@ -10,6 +10,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 import keras
 import numpy as np
 import tensorflow as tf
+from sklearn.datasets import load_digits
 
 from panther.integrations.keras import SKDense
 
@@ -20,19 +21,19 @@ tf.config.set_logical_device_configuration(
 )
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
-x = np.random.default_rng(0).standard_normal(
-    (512, 512), dtype=np.float32
-)
-y = (x[:, 0] > 0).astype("int32")
+# 28 batches of 64: the devices get equal shares of each.
+images, labels = load_digits(return_X_y=True)
+x = images[:1792].astype("float32") / 16
+y = labels[:1792].astype("int32")
 
 
 def train() -> list[float]:
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
-            keras.Input((512,)),
+            keras.Input((64,)),
             SKDense(256, 1, 16, activation="relu"),
-            keras.layers.Dense(2),
+            keras.layers.Dense(10),
         ]
     )
     model.compile(

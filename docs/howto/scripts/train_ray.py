@@ -1,4 +1,4 @@
-"""A sketched network on two of Ray's workers, restarted when one fails.
+"""A network for digits on two of Ray's workers, restarted if one fails.
 
 The environment variable OUT names the folder of the run.
 """
@@ -7,6 +7,7 @@ import os
 
 import ray
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -17,24 +18,31 @@ from panther.integrations.ray import RayTrainer
 
 def network():
     return nn.Sequential(
-        pr.nn.SKLinear(256, 256, 8), nn.ReLU(), nn.Linear(256, 4)
+        pr.nn.SKLinear(64, 256, 8), nn.ReLU(), nn.Linear(256, 10)
     )
 
 
-def samples():
-    x = torch.randn(
-        512, 256, generator=torch.Generator().manual_seed(0)
-    )
-    return TensorDataset(x, x[:, :64].sum(1).sign().add(1).long())
+def digits(rows):
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images[rows] / 16, dtype=torch.float32)
+    return TensorDataset(x, torch.tensor(labels[rows]))
+
+
+def training_data():
+    return digits(slice(1536))
+
+
+def held_out_data():
+    return digits(slice(1536, None))
 
 
 if __name__ == "__main__":
     config = pr.train.TrainConfig(
         epochs=2,
         batch_size=32,
-        learning_rate=1e-3,
+        learning_rate=1e-2,
         checkpoint_dir=os.environ["OUT"],
-        checkpoint_every_n_steps=4,
+        checkpoint_every_n_steps=12,
     )
     trainer = RayTrainer(
         network,
@@ -47,7 +55,7 @@ if __name__ == "__main__":
             failure_config=ray.train.FailureConfig(max_failures=3)
         ),
     )
-    result = trainer.fit(samples, samples)
+    result = trainer.fit(training_data, held_out_data)
     print(
         "validation loss",
         result.metrics["validation_loss"],
