@@ -178,6 +178,25 @@ def test_headings_and_text_fit_a_narrow_window(visit):
     assert not wider
 
 
+def test_words_of_titles_and_neighbours_stay_whole(visit):
+    page, broken = visit("index", 390), []
+    origin = page.url.removesuffix("/index.html")
+    for name in PAGES:
+        page.goto(f"{origin}/{name}.html", wait_until="load")
+        broken += page.evaluate(
+            """name => [...document.querySelectorAll('.bd-article h1, .prev-next-title')].flatMap(title => {
+                const text = title.firstChild, range = document.createRange();
+                return [...text.textContent.matchAll(/\\b\\w{2,15}\\b/g)].filter(word => {
+                    range.setStart(text, word.index);
+                    range.setEnd(text, word.index + word[0].length);
+                    return range.getClientRects().length > 1;
+                }).map(word => `${name}: ${word[0]}`);
+            })""",
+            name,
+        )
+    assert not broken
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_sentences_of_output_wrap(visit, width):
     page = visit("howto/networks", width)
