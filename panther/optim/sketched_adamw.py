@@ -73,8 +73,9 @@ class SketchedAdamW(CheckedGroups):
         ShapeError: If one of them is below 1, or a matrix has a side shorter than ``rank``.
 
     Cost: a step takes ``2 rank m n`` flops for an (m, n) matrix, twice as many with ``"projected"``; ``rank min(m, n)``
-    signs are drawn once a period, and kept as one bit each. Ranks that shard a matrix send one number, and
-    ``rank max(m, n)`` numbers if the shorter side is sharded. Moments of half-precision parameters are float32.
+    signs are drawn once a period, and kept as one bit each. Ranks that shard a matrix add up three numbers (none with
+    ``"projected"``), and ``rank max(m, n)`` numbers if the shorter side is sharded. Moments of half-precision
+    parameters are float32.
 
     Example:
         >>> import torch, panther as pr

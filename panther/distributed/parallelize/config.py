@@ -75,7 +75,7 @@ class ParallelismSettings(Settings):
 
     comm_hook: Literal["fp16", "bf16", "powersgd", "topk", "sketch", "projected"] | None = None
     """How gradients are compressed before they are sent, for DDP between all ranks, and for ``fsdp`` with
-    ``data_parallel_replicate_size`` between the replicas (except for ``powersgd``). None sends them unchanged."""
+    ``data_parallel_replicate_size`` between the replicas. None sends them unchanged."""
 
     powersgd_rank: int | None = None
     """For ``comm_hook="powersgd"``, the rank of the sent gradients. None is 4."""
