@@ -134,8 +134,8 @@ def check_gradients(
         call_name: The name of the call, for errors.
 
     Raises:
-        DistributedError: On every rank of a group, if gradients differ between ranks or a matrix is sharded in unequal
-            chunks.
+        DistributedError: On every rank of a group, if gradients differ between ranks, or the shards of a matrix are not
+            the chunks of torch.chunk.
 
     Cost: an all-reduce of 16 bytes for each group. On a GPU, the host waits for it.
     """

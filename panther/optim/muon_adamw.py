@@ -105,7 +105,7 @@ class MuonAdamW(CheckedGroups):
             ValueError: If a gradient is sparse.
             ShapeError: If a parameter has changed its shape since its momentum was made.
             DistributedError: On every rank, before anything changes, if some ranks have the gradient of a sharded
-                matrix and other ranks do not, or if a matrix is sharded in unequal chunks; if a rank has ended or is
+                matrix and other ranks do not, or if shards are not the chunks of torch.chunk; if a rank has ended or is
                 late; if the momentum of a sharded matrix is not sharded.
         """
         loss = None
