@@ -24,6 +24,7 @@ from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, check_version, require_extra
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.checks import check_arguments
+from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer
 from panther.tuning.runners.ray import join_cluster
 
@@ -48,6 +49,7 @@ class RayTrainer:
             the same time. ``resume`` is ``"auto"`` or a path.
         callbacks: Callbacks; every worker calls a copy of them.
         metrics: Functions ``metric(output, target)`` by name, for validation.
+        loss_weight: How much the mean loss of a batch counts in the loss of a step.
         scaling_config: A ``ray.train.ScalingConfig`` with the number of workers and the resources of each worker. None
             is one worker with one core.
         run_config: A ``ray.train.RunConfig`` with storage, restarts after failures and Ray's callbacks. Without a
@@ -81,6 +83,7 @@ class RayTrainer:
         callbacks: Sequence[Callback] = (),
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        loss_weight: Callable[[Any], Any] | str | int | None = None,
         scaling_config: Any = None,
         run_config: Any = None,
         address: str | None = None,
@@ -91,6 +94,7 @@ class RayTrainer:
                 "pass lambda: Model(...)"
             )
         check_arguments(optimizer, loss_fn, config, callbacks, metrics)
+        LossWeights(loss_fn, loss_weight)  # it checks loss_weight
         if isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 "the workers build the model: pass a function of its parameters as the optimizer, as torch.optim.AdamW"
@@ -111,7 +115,13 @@ class RayTrainer:
         self.scaling_config = scaling_config or ray_train.ScalingConfig()
         self.run_config = _complete_run_config(config, run_config or ray_train.RunConfig())
         self.config, self.address = config, address
-        self._arguments = (model_fn, optimizer, loss_fn, list(callbacks), metrics)
+        self._arguments = (
+            model_fn,
+            optimizer,
+            loss_fn,
+            list(callbacks),
+            {"metrics": metrics, "loss_weight": loss_weight},
+        )
 
     def fit(self, train: Any, validation: Any = None) -> Any:
         """Train the model, from its latest checkpoint if the run's folder has one.
@@ -225,10 +235,10 @@ def _first_line(error: Any) -> str:
 
 def _train(job: dict[str, Any]) -> History:
     """Run the Trainer; the history is the same on every worker."""
-    model_fn, optimizer, loss_fn, callbacks, metrics = job["arguments"]
+    model_fn, optimizer, loss_fn, callbacks, options = job["arguments"]
     report = _Report(job["config"])
     seed_generators(report.config.seed)
-    trainer = Trainer(model_fn(), optimizer, loss_fn, report.config, [*callbacks, report], metrics=metrics)
+    trainer = Trainer(model_fn(), optimizer, loss_fn, report.config, [*callbacks, report], **options)
     train, validation = (data() if callable(data) else data for data in job["data"])
     history = trainer.fit(train, validation)
     report.close(trainer)

@@ -186,18 +186,18 @@ def broken_on_one():
 
 
 @pytest.mark.parametrize(
-    ("model_fn", "data", "kind", "message"),
+    ("model_fn", "data", "options", "kind", "message"),
     [
-        (broken_on_one, samples, TrainingError, r"worker 1 raised KeyError: 'no such width'"),
-        (network, [], ConfigError, "the training data is empty"),
+        (broken_on_one, samples, {}, TrainingError, r"worker 1 raised KeyError: 'no such width'"),
+        (network, [], {}, ConfigError, "the training data is empty"),
+        (network, samples, {"loss_weight": lambda batch: -1}, ConfigError, r"the loss_weight of a batch is -1"),
     ],
 )
-def test_faults_on_workers_are_raised_here(cluster, scaling, tmp_path, model_fn, data, kind, message):
+def test_faults_on_workers_are_raised_here(cluster, scaling, tmp_path, model_fn, data, options, kind, message):
     from panther.integrations.ray import RayTrainer
 
-    trainer = RayTrainer(
-        model_fn, None, nn.CrossEntropyLoss(), settings(tmp_path / "run", timeout_s=20), scaling_config=scaling
-    )
+    config = settings(tmp_path / "run", timeout_s=20)
+    trainer = RayTrainer(model_fn, None, nn.CrossEntropyLoss(), config, scaling_config=scaling, **options)
     with pytest.raises(kind, match=message):
         trainer.fit(data)
 
@@ -245,6 +245,7 @@ def test_bad_arguments_are_refused_before_anything_starts(tmp_path, monkeypatch)
         ({"optimizer": torch.optim.SGD(model.parameters(), 1.0)}, "the workers build the model: pass a function"),
         ({"config": {"epochs": 1}}, "config must be a TrainConfig"),
         ({"config": TrainConfig(resume="never")}, "resume='never' would refuse a restarted worker"),
+        ({"loss_weight": 0.5}, "loss_weight must be a function of a batch, .*, not a float"),
         ({"scaling_config": {"num_workers": 2}}, "scaling_config must be a ray.train.ScalingConfig, not a dict"),
         ({"run_config": ray.train.ScalingConfig()}, "run_config must be a ray.train.RunConfig, not a ScalingConfig"),
     ):
