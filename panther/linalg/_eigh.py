@@ -102,7 +102,7 @@ def randomized_eigh(
         ValueError: If A is not symmetric.
 
     Cost: products of A with d columns and one more block, where d is the dimension of the search space, by default
-    ``2.4 (k + oversample)``.
+    ``2 (k + oversample)``, rounded up to a multiple of 80.
 
     Example:
         >>> A = torch.tensor([[0.0, 2.0], [2.0, -3.0]])

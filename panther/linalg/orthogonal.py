@@ -37,7 +37,8 @@ def cholesky_qr(
         DTypeError: If X is neither float32 nor float64.
         ValueError: If X has NaN or infinity.
 
-    Cost: ``6 m n^2`` flops in matrix products; ``4 m n^2`` more by Householder's method where Cholesky's fails.
+    Cost: ``6 m n^2`` flops in matrix products and ``m n^2`` in a triangular solve; ``4 m n^2`` more by Householder's method
+    where Cholesky's fails.
 
     Example:
         >>> X = torch.tensor([[3.0, 0.0], [4.0, 0.0], [0.0, 2.0]])
@@ -69,7 +70,8 @@ def orthonormalize(
         DTypeError: If X is neither float32 nor float64.
         ValueError: If X or basis has NaN or infinity.
 
-    Cost: ``6 m n^2 + 8 m n d`` flops in matrix products; Householder's method on (m, d + n) where Cholesky's fails.
+    Cost: ``6 m n^2 + 8 m n d`` flops in matrix products and ``m n^2`` in a triangular solve; Householder's method on
+    (m, d + n) where Cholesky's fails.
 
     Example:
         >>> # Rank one: the second column is another direction.

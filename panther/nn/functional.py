@@ -47,6 +47,7 @@ def sketched_linear(
     Raises:
         ShapeError: If the last dimension of ``x`` is not ``in``, or the factors do not fit together.
         DTypeError: If the dtypes differ, outside autocast.
+        TypeError: If ``x`` is not a tensor.
 
     Cost: ``4 R (in + out)`` flops for each row, against ``2 in out`` dense; backward 1.5 times that if U1 and U2
     require no gradient, twice that if they do.

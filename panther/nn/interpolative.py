@@ -74,6 +74,7 @@ class InterpolativeLinear(CompressedModule):
         >>> layer = InterpolativeLinear(1024, 1024, low_rank=512)
         >>> layer(torch.randn(8, 1024)).shape
         torch.Size([8, 1024])
+        >>> from panther.nn.interpolative import stored_bytes
         >>> stored_bytes(1024, 1024, 512, torch.float32) / (4 * 1024**2)
         0.7509765625
 

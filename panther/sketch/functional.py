@@ -100,7 +100,11 @@ def dense_sketch_operator(
         seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Raises:
-        ValueError: If ``distribution`` is neither.
+        ShapeError: If a size is negative.
+        DTypeError: If ``dtype`` is not one that :class:`GaussianSketch` takes.
+        ValueError: If ``distribution`` is unknown, or ``seed`` is outside its range.
+
+    Cost: ``m n / 4`` Philox calls; the references are in the classes.
 
     Example:
         >>> S = dense_sketch_operator(
@@ -297,6 +301,16 @@ def srht(
             entries :math:`\pm 1/\sqrt N`, as panther-ml has them, N the least power of two no smaller than both sizes.
         seed: As for :func:`dense_sketch_operator`.
 
+    Returns:
+        A tensor of shape ``(*batch, m)``, in the dtype of x.
+
+    Raises:
+        ShapeError: If x has no dimension, or m is negative.
+        DTypeError: If x is not floating.
+        ValueError: If ``seed`` is outside its range.
+
+    Cost: as :class:`SRHT`, whose docstring has the references.
+
     Example:
         >>> x = torch.randn(5, 300)
         >>> srht(x, 64, seed=0).shape
@@ -366,7 +380,12 @@ def sketch_tensor(
 
     Raises:
         ShapeError: If the axis does not exist, or the matrix has another shape.
-        TypeError: If both or neither of ``distribution`` and ``sketch_matrix`` are given.
+        DTypeError: If a dtype is not floating.
+        TypeError: If both or neither of ``distribution`` and ``sketch_matrix`` are given, or ``seed`` or
+            ``scale=False`` is given with the matrix.
+        ValueError: If ``distribution`` is unknown.
+
+    Cost: a product with the matrix, and :func:`dense_sketch_operator` if it is drawn.
 
     Example:
         >>> x = torch.randn(5, 300, 2)

@@ -55,7 +55,9 @@ class SparseSketch(SketchingOperator):
     The entries are :math:`\pm 1/\sqrt{\mathrm{vec\_nnz}}` where columns have ``vec_nnz`` entries,
     :math:`\pm\sqrt{m / (d\,\mathrm{vec\_nnz})}` where rows have (:math:`\pm 1` with ``scale=False``). Along the short
     axis the sketch keeps the geometry of any subspace of dimension well below d; along the long axis it samples, which
-    is cheaper, but accurate only if no few rows of A matter more than the rest.
+    is cheaper, but accurate only if no few rows of A matter more than the rest. For d > m the axes change places. The
+    references are D. M. Kane and J. Nelson, 2014, doi:10.1145/2559902, and for one entry in each column M. Charikar, K.
+    Chen and M. Farach-Colton (CountSketch), 2004, doi:10.1016/S0304-3975(03)00400-6.
 
     Args:
         d: Sketch size, the number of rows.

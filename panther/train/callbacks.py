@@ -35,7 +35,7 @@ class Callback:
         """Run before the first step, after resuming."""
 
     def on_step(self, trainer: "Trainer", loss: float) -> None:
-        """Run after every optimizer step, with the mean loss of its window over all ranks."""
+        """Run after every optimizer step, with the mean loss of its accumulation group over all ranks."""
 
     def on_skip(self, trainer: "Trainer") -> None:
         """Run after a step that ``on_nonfinite="skip"`` or the scaler of fp16 skipped; ``trainer.step`` counts it."""

@@ -81,8 +81,8 @@ print(f"accuracy {accuracy(model):.3f}")
 # -------
 #
 # With A the covariance of a layer's inputs and G the second moment of the gradients of random directions of the model's
-# output, an error D of the weight changes the output by ``trace(G D A D^T)`` in the mean square. For A = L L^T and G =
-# R^T R this is the squared norm of R D L. So the singular values of R W L say what each rank keeps of the output, where
+# output, an error D of the weight changes the output by about ``trace(G D A D^T)`` in the mean square. For A = L L^T and
+# G = R^T R this is the squared norm of R D L. So the singular values of R W L say what each rank keeps of the output, where
 # those of W say what it keeps of the weight (:doc:`/concepts/metric`).
 
 inputs, outputs, h = {}, {}, images[training]

@@ -161,5 +161,5 @@ panels[0].legend()
 plt.show()
 
 # %%
-# The kinds of Panther mix all rows before they reduce them, so a single important row is not lost.
+# In the other three kinds every row of A takes part in the product, so a single important row is not lost.
 # :doc:`/concepts/sketches` has their costs, and CONTRIBUTING.md says how to add a kind to Panther.

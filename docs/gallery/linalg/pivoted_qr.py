@@ -26,8 +26,8 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ
 # ----------------------------------
 #
 # Each column is a pixel of 1,797 digits. The first k pivots are k pixels; all other pixels are then linear functions of
-# them. For comparison: k pixels in the middle of the image by variance, and the k best linear combinations of pixels,
-# which no selection can beat.
+# them. For comparison: the k pixels of largest variance, and the k best linear combinations of pixels, which no
+# selection can beat.
 
 digits = load_digits()
 X = torch.tensor(digits.data)

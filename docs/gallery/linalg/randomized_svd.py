@@ -96,7 +96,7 @@ for name in methods:
     )
 
 # %%
-# The default of Panther stops its power iterations when another one would reduce the error by less than about 0.7 %.
+# The default of Panther stops when further blocks of its search space would reduce the error by less than about 0.2 %.
 # ``n_iter=10`` continues to the optimum.
 
 figure, axes = plt.subplots()

@@ -74,8 +74,8 @@ class LearnedLinearAttention(nn.Module):
         ShapeError: If a size is not positive.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: ``4 m d`` flops a position and head for the features, ``4 m d`` for their sums, and ``6 w d`` for the window,
-    ``12 w d`` if not causal, where softmax attention takes ``4 n d``, half of it if causal.
+    Cost: ``4 m d`` flops a position and head for the features, ``4 m d`` for their sums, and ``12 w d`` for the window,
+    ``8 w d`` if causal, where softmax attention takes ``4 n d``, half of it if causal.
 
     Example:
         >>> import torch
@@ -328,9 +328,9 @@ class LearnedLinearAttention(nn.Module):
             DTypeError: If the dtype or the device differs from the state's.
             TypeError: If ``state`` is not a state of this kind of layer.
 
-        Cost: for one token ``4 window d`` flops for each head, and ``4 m d`` for the sums. Once in a block of
-        ``window`` tokens its keys are added to the sums. The position of each sample in its block is known without
-        reading tensors, except while masked tokens precede a first key.
+        Cost: for one token ``8 window d`` flops for each head, and ``4 m d`` for its features and the sums. Once in a
+        block of ``window`` tokens its keys are added to the sums. The position of each sample in its block is known
+        without reading tensors, except while masked tokens precede a first key.
 
         Example:
             >>> attention = LearnedLinearAttention(

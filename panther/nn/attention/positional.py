@@ -45,6 +45,11 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         ``(batch, num_heads, n, perHead_in)`` to ``(batch, num_heads, n, num_realizations)``, for queries and for keys;
         their n may differ.
 
+    Raises:
+        ShapeError: If a size is not positive; in a call, if a shape does not fit.
+        TypeError: If a size or the seed is not an integer.
+        DTypeError: If ``dtype`` is not floating.
+
     Cost: ``4 perHead_in sines num_realizations`` flops for each position and head.
 
     Example:
