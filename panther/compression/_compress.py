@@ -47,8 +47,8 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     :class:`~panther.nn.QuantizedExperts`. A few unlabelled batches show
     which directions of each layer's input occur and how the model's output depends on each layer: with A the second
     moment of the inputs (about their mean, where there is a bias) and G the second moment of gradients of random
-    directions of the output, W is approximated in the norm :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and bytes
-    go where they gain most.
+    directions of the output, W is approximated in the norm whose square is :math:`\operatorname{tr}(G \Delta A
+    \Delta^T)`, and bytes go where they gain most.
 
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.

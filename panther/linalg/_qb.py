@@ -98,7 +98,7 @@ def qb(
     Warns:
         NumericalWarning: If k is None and rounding keeps even full rank from the tolerance.
 
-    Cost: ``2 n_iter + 2`` products of A with r columns, and ``8 m r^2`` flops to keep Q orthonormal.
+    Cost: ``2 n_iter + 2`` products of A with r columns, and ``4 (n_iter + 1) m r^2`` flops to keep Q orthonormal.
 
     Example:
         >>> A = torch.diag(0.5 ** torch.arange(50.0))

@@ -37,8 +37,8 @@ def cholesky_qr(
         DTypeError: If X is neither float32 nor float64.
         ValueError: If X has NaN or infinity.
 
-    Cost: ``6 m n^2`` flops in matrix products and ``m n^2`` in a triangular solve; ``4 m n^2`` more by Householder's method
-    where Cholesky's fails.
+    Cost: ``6 m n^2`` flops in matrix products and ``m n^2`` in a triangular solve; ``4 m n^2`` more by Householder's
+    method where Cholesky's fails.
 
     Example:
         >>> X = torch.tensor([[3.0, 0.0], [4.0, 0.0], [0.0, 2.0]])

@@ -205,8 +205,8 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             version, or does not fit the model.
         SketchMismatchError: If a seed is damaged in a file of format version 1, which has no checksums.
 
-    Cost: the bytes of the file in memory, once, on top of what ``model`` takes before; a second for each GB, a third of it
-    for checksums, and half a millisecond for each compressed layer.
+    Cost: the bytes of the file in memory, once, on top of what ``model`` takes before; a second for each GB, a third of
+    it for checksums, and half a millisecond for each compressed layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

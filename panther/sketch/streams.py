@@ -101,7 +101,7 @@ def signs(
         stream: Which matrix of this seed.
         rows: Contiguous range of rows.
         cols: Contiguous range of columns.
-        version: Version of the stream.
+        version: Version of the stream; ``STREAM_VERSION`` is the current one.
         dtype: Floating dtype; None is torch's default.
         device: None is torch's default.
 

@@ -45,9 +45,9 @@ class RandMultiHeadAttention(FeatureMap):
 
     The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of
     q and k, so that the sum over keys is taken once for all queries (K. Choromanski et al., "Rethinking attention with
-    Performers", ICLR 2021, arXiv:2009.14794). There are three differences: ``batch_first=True`` is the default, no weights
-    are returned, and masks are causal masks or masks of keys only. Queries and keys are projected, split into heads,
-    divided by :math:`d^{1/4}` (d the head's width), and mapped:
+    Performers", ICLR 2021, arXiv:2009.14794). There are three differences: ``batch_first=True`` is the default, no
+    weights are returned, and masks are causal masks or masks of keys only. Queries and keys are projected, split into
+    heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
 
     ``"hermite"``
         The default, by measured error: a polynomial of each query's logits about their mean over the keys it sees, of
@@ -117,8 +117,8 @@ class RandMultiHeadAttention(FeatureMap):
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: for lengths L and S, ``4 m E (L + S)`` flops with m random features, about half with ``"hermite"``, besides the
-    projections; E is ``embed_dim``.
+    Cost: for lengths L and S, ``4 m E (L + S)`` flops with m random features, about half with ``"hermite"``, besides
+    the projections; E is ``embed_dim``.
 
     Example:
         >>> import torch
