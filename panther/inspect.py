@@ -167,7 +167,7 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
         1 module sketched, quantized or with linear attention
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"tree takes an nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"tree takes an nn.Module, not {type(model).__name__}")
     check_depth(depth)
     rows: list[TreeRow] = []
     names: set[str] = set()

@@ -435,6 +435,8 @@ def _size_along(x: Tensor, axis: int) -> int:
         raise TypeError(f"input, of layout {x.layout}, must be dense: multiply a sketch and a sparse matrix by @")
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"axis must be an integer, not {type(axis).__name__}")
+    if x.ndim == 0:
+        raise ShapeError("input is a scalar, and must have an axis to sketch along: pass input[None]")
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis={axis} must be between {-x.ndim} and {x.ndim - 1} for a tensor of {x.ndim} dimensions")
     return x.shape[axis]

@@ -133,6 +133,7 @@ def test_bad_input():
     x = torch.ones(4, 5)
     for call, error, message in (
         (lambda: sketch_tensor(x, 2, 3, "gaussian"), ShapeError, "axis=2 must be between -2 and 1"),
+        (lambda: sketch_tensor(x[0, 0], 0, 3, "gaussian"), ShapeError, "input is a scalar, and must have an axis"),
         (lambda: sketch_tensor(x, 0.5, 3, "gaussian"), TypeError, "axis must be an integer, not float"),
         (lambda: sketch_tensor(x, 0, -1, "gaussian"), ShapeError, "new_size=-1 must be at least 0"),
         (lambda: sketch_tensor(x, 0, 3, "cauchy"), ValueError, "distribution='cauchy' must be DistributionFamily"),
@@ -147,7 +148,7 @@ def test_bad_input():
         (lambda: sketch_tensor([1.0], 0, 3, "gaussian"), TypeError, "input must be a tensor, not list"),
         (lambda: sketch_tensor(x.int(), 0, 3, "gaussian"), DTypeError, "must be a floating dtype"),
         (lambda: srht(x.int(), 3), DTypeError, "must be a floating dtype"),
-        (lambda: srht(torch.tensor(1.0), 3), ShapeError, "axis=-1 must be between"),
+        (lambda: srht(torch.tensor(1.0), 3), ShapeError, "input is a scalar, and must have an axis"),
         (lambda: dense_sketch_operator(3, 4, "sign"), ValueError, "must be DistributionFamily"),
         (lambda: gaussian_skop(3, -4), ShapeError, "d=-4 must be at least 0"),
         (lambda: count_skop(3, 4, dtype=torch.int32), DTypeError, "must be a floating dtype"),
