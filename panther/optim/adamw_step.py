@@ -12,6 +12,9 @@ from torch.optim.adamw import adamw
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
+# Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
+_ABSENT_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable")
+
 
 class CheckedGroups(torch.optim.Optimizer):
     """An optimizer that checks each group as it is added."""
@@ -46,13 +49,28 @@ class CheckedGroups(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def _refuse_capture(self) -> None:
+        """Raise RuntimeError in the capture of a CUDA graph, which would replay the present count of steps."""
+        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph cannot capture {type(self).__name__}.step(), because the count of steps is on the CPU, "
+                "and each replay would repeat the step of the capture: call step() outside of the graph"
+            )
+
     def _check_group(self, number: int) -> None:
         """Raise an error if the group of this number cannot be used."""
         check_adamw_settings(self.param_groups[number])
 
 
 def check_adamw_settings(group: dict[str, Any]) -> None:
-    """Raise ValueError if a setting of AdamW is out of range."""
+    """Raise ValueError if a setting of AdamW is out of range, or has no effect here."""
+    for name in _ABSENT_SETTINGS:
+        if group.get(name):
+            raise ValueError(f"a group has {name}={group[name]}, and this optimizer has no such setting: leave it out")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, not of shape {tuple(group['lr'].shape)}")
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{name} must be at least 0, not {group[name]}")

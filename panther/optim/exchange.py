@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -123,14 +123,12 @@ def add_up(x: Tensor, layout: ShardLayout) -> Generator[None, None, Tensor]:
     return message.to(x.device)
 
 
-def check_gradients(
-    layouts: Mapping[str, ShardLayout], with_gradient: Mapping[str, bool], call_name: str = _CALL
-) -> None:
+def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str = _CALL) -> None:
     """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
 
     Args:
-        layouts: The layouts of all matrices that are sharded, by names that are equal on all ranks.
-        with_gradient: For each name, whether this rank has a gradient.
+        matrices: For each matrix that is sharded, its name, which is equal on all ranks, its layout, and whether this
+            rank has a gradient. Matrices of several models may have equal names.
         call_name: The name of the call, for errors.
 
     Raises:
@@ -139,17 +137,21 @@ def check_gradients(
 
     Cost: an all-reduce of 16 bytes for each group. On a GPU, the host waits for it.
     """
-    names_by_group: dict[dist.ProcessGroup, list[str]] = {}
-    for name, layout in layouts.items():
-        names_by_group.setdefault(layout.group, []).append(name)
-    for group, names in names_by_group.items():
+    matrices_by_group: dict[dist.ProcessGroup, list[tuple[str, ShardLayout, bool]]] = {}
+    for matrix in matrices:
+        matrices_by_group.setdefault(matrix[1].group, []).append(matrix)
+    for group, of_group in matrices_by_group.items():
 
-        def describe(names: Sequence[str] = names) -> dict[str, str]:
-            if error := next((layouts[name].error for name in names if layouts[name].error), None):
+        def describe(of_group: Sequence[tuple[str, ShardLayout, bool]] = of_group) -> dict[str, str]:
+            if error := next((layout.error for _, layout, _ in of_group if layout.error), None):
                 raise DistributedError(error)
-            return {name: "present" if with_gradient[name] else "missing" for name in names}
+            texts: dict[str, str] = {}
+            for name, _, has_gradient in of_group:
+                text = "present" if has_gradient else "missing"
+                texts[name] = f"{texts[name]} and {text}" if name in texts else text
+            return texts
 
-        text = repr([(name, with_gradient[name], layouts[name].error is None) for name in names])
+        text = repr([(name, has_gradient, layout.error is None) for name, layout, has_gradient in of_group])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
         extremes = torch.tensor([digest, -digest], device=transport(group))
         with watched(call_name, group):

@@ -83,7 +83,7 @@ class MatrixUpdate:
 
     def apply(self, update: Tensor) -> None:
         """Change the parameter by an orthogonalised update of the shape that ``advance_momentum`` returned."""
-        rate = self._group["lr"]
+        rate = float(self._group["lr"])  # `alpha` takes no tensor of shape (1,)
         update = update.mT if self._is_transposed else update
         self._parameter.mul_(1 - rate * self._group["weight_decay"])
         self._parameter.add_(update.reshape(self._parameter.shape), alpha=-_RMS * rate * math.sqrt(self.shape[0]))
@@ -144,12 +144,17 @@ def _advance(tasks: Sequence[Generator[None, None, None]], active: deque[Generat
             active.remove(task)
 
 
-def check_parameter(parameter: Tensor, state: Mapping[str, Any]) -> None:
+def check_parameter(parameter: Tensor, state: Mapping[str, Any], rank: int | None) -> None:
     """Check a parameter and its state before a step.
+
+    Args:
+        parameter: The parameter.
+        state: Its state, which may be empty.
+        rank: The rank of its group; None is the full rank, which needs no basis.
 
     Raises:
         ValueError: If the gradient is sparse.
-        ShapeError: If the parameter has changed its shape since its state was made.
+        ShapeError: If the parameter or the rank of its group has changed since its state was made.
         DistributedError: If the parameter is sharded, and its state is not.
     """
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -160,6 +165,11 @@ def check_parameter(parameter: Tensor, state: Mapping[str, Any]) -> None:
     for key in ("momentum_buffer", "exp_avg", "basis"):
         if (tensor := state.get(key)) is None:
             continue
+        if key == "basis" and rank is not None and tensor.shape[-1] != rank:
+            raise ShapeError(
+                f"the basis of a parameter of shape {tuple(parameter.shape)} has the rank {tensor.shape[-1]}, and its "
+                f"group now has rank={rank}: make a new optimizer after the rank changes"
+            )
         if key != "basis" and tensor.shape != parameter.shape:
             raise ShapeError(
                 f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError, check_size
+from panther.errors import CheckpointError, DTypeError, ShapeError, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
@@ -52,6 +52,7 @@ class MuonAdamW(CheckedGroups):
         ValueError: If a setting is out of range.
         TypeError: If ``rank`` is not an integer.
         ShapeError: If an orthogonalised group has a parameter that is not a matrix, or a side is smaller than ``rank``.
+        DTypeError: If an orthogonalised group has a complex parameter.
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
     parameters. :func:`orthogonalize` runs once for all matrices of a shape. For a matrix (m, n), m >= n, that is
@@ -104,10 +105,12 @@ class MuonAdamW(CheckedGroups):
         Raises:
             ValueError: If a gradient is sparse.
             ShapeError: If a parameter has changed its shape since its momentum was made.
+            RuntimeError: If a CUDA graph captures the step.
             DistributedError: On every rank, before anything changes, if some ranks have the gradient of a sharded
                 matrix and other ranks do not, or if shards are not the chunks of torch.chunk; if a rank has ended or is
                 late; if the momentum of a sharded matrix is not sharded.
         """
+        self._refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,7 +119,7 @@ class MuonAdamW(CheckedGroups):
         layouts = self._sharded_layouts(orthogonalized)
         for group in self.param_groups:
             for p in group["params"]:
-                check_parameter(p, self.state.get(p, {}))
+                check_parameter(p, self.state.get(p, {}), group.get("rank") if group["orthogonalize"] else None)
         updates = [
             _update_class(group)(p, group, self.state[p], layouts.get(p))
             for group in orthogonalized
@@ -125,6 +128,15 @@ class MuonAdamW(CheckedGroups):
         ]
         run_overlapped(self._tasks(updates))
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, with its settings, as torch's optimizers do.
+
+        Raises:
+            CheckpointError: Before anything changes, if the state is of another kind of optimizer.
+        """
+        _check_state(state_dict)
+        super().load_state_dict(state_dict)
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
         from panther.optim import exchange, low_rank
@@ -145,16 +157,16 @@ class MuonAdamW(CheckedGroups):
         from panther.optim.exchange import check_gradients
         from panther.optim.shards import layout_of
 
-        layouts, layouts_by_name, with_gradient = {}, {}, {}
+        layouts, matrices = {}, []
         for number, group in enumerate(groups):
             names = group.get("param_names", ())
             for place, p in enumerate(group["params"]):
                 if (layout := layout_of(p)) is not None:
                     shape = tuple(p.shape)
                     name = names[place] if names else f"parameter {place} of matrix group {number}, of shape {shape},"
-                    layouts[p] = layouts_by_name[name] = layout
-                    with_gradient[name] = p.grad is not None
-        check_gradients(layouts_by_name, with_gradient)
+                    layouts[p] = layout
+                    matrices.append((name, layout, p.grad is not None))
+        check_gradients(matrices)
         return layouts
 
     def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
@@ -186,6 +198,11 @@ def _check_matrices(group: dict[str, Any]) -> None:
     if group["orthogonalize"]:
         if (rank := group.get("rank")) is not None:
             check_size("rank", rank, least=1)
+        if any(p.is_complex() for p in group["params"]):
+            raise DTypeError(
+                "a group with orthogonalize=True has a complex matrix, and orthogonalised updates are of real ones: "
+                "put it into a group without orthogonalize, which gets AdamW"
+            )
         wrong = next((tuple(p.shape) for p in group["params"] if p.dim() not in (2, 3)), None)
         if wrong is not None:
             raise ShapeError(
@@ -197,6 +214,21 @@ def _check_matrices(group: dict[str, Any]) -> None:
             raise ShapeError(
                 f"rank={rank} must be at most the sides of every matrix, and one has the shape {small}: use a smaller "
                 "rank, or a group with rank=None for it"
+            )
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a state has the settings and the tensors of this kind of optimizer."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        missing = [key for key in ("orthogonalize", "momentum", "betas") if key not in group]
+        if not missing:
+            keys = {"momentum_buffer"} if group["orthogonalize"] else {"step", "exp_avg", "exp_avg_sq"}
+            states = [state_dict["state"].get(index) for index in group["params"]]
+            missing = [key for state in states if state for key in sorted(keys - state.keys())]
+        if missing:
+            raise CheckpointError(
+                f"group {number} of the state has no {missing[0]!r}, so that it is of another kind of optimizer than "
+                "MuonAdamW: make an optimizer of this kind, or load no state"
             )
 
 

@@ -13,7 +13,7 @@ __all__ = ["orthogonalize", "orthogonalizing_factor"]
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError
+from panther.errors import DTypeError, ShapeError
 from panther.linalg.operand import full_precision
 
 # Coefficients of Muon's polynomial a s + b s^3 + c s^5, whose slope at 0 is steep: five rounds bring the singular
@@ -38,6 +38,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
     Raises:
         ShapeError: If there are fewer than two dimensions.
+        DTypeError: If the dtype is not a floating dtype.
 
     Cost: ``8 m n r + 28 r^3`` flops for each matrix, r = min(m, n), in float32 or wider, without TF32.
 
@@ -50,6 +51,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """
     if matrices.dim() < 2:
         raise ShapeError(f"orthogonalize takes matrices (*, m, n), not a tensor of shape {tuple(matrices.shape)}")
+    if not matrices.is_floating_point():
+        raise DTypeError(f"orthogonalize takes real matrices of a floating dtype, not {matrices.dtype}: convert them")
     if matrices.shape[-2] < matrices.shape[-1]:
         return orthogonalize(matrices.mT).mT
     M = matrices.to(torch.promote_types(matrices.dtype, torch.float32))

@@ -60,7 +60,7 @@ def param_groups(
         for name, layer in model.named_modules()
         if include(name, layer)
         for p in layer.parameters(recurse=False)
-        if p.ndim == 2 or (p.ndim == 3 and not isinstance(layer, _WITH_OTHER_STACKS))
+        if p.is_floating_point() and (p.ndim == 2 or (p.ndim == 3 and not isinstance(layer, _WITH_OTHER_STACKS)))
     }
     trainable = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trainable if p not in orthogonalized and p.ndim > 1]

@@ -52,7 +52,7 @@ class SketchedAdamW(CheckedGroups):
     All have the size of Adam's updates, whatever the rank: the first two are multiplied by the root of
     :math:`\min(m, n) / \mathrm{rank}`. Their norm may grow by 1 % from step to step. With fewer than four rows, take
     ``"tensor"``: the norm of one column of :math:`P G` may be near zero. Weight decay is decoupled.
-    Tensors that are not matrices, and groups with ``rank=None``, get AdamW; leave embeddings and heads to it, as
+    Tensors that are not real matrices, and groups with ``rank=None``, get AdamW; leave embeddings and heads to it, as
     :func:`sketched_param_groups` does.
 
     Args:
@@ -128,13 +128,16 @@ class SketchedAdamW(CheckedGroups):
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
-        check_group_settings(self.param_groups[number])
+        group = self.param_groups[number]
+        group["seed"] = check_seed(group["seed"])
+        check_group_settings(group)
         for index in range(len(self.param_groups[number]["params"])):
             check_sketch(*self.entry(number, index))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, unless its settings or parameters are refused."""
         super().add_param_group(param_group)
+        self._has_agreed = False
         if self._backward_steps is not None:
             self._add_hooks(self._backward_steps, len(self.param_groups) - 1)
 
@@ -227,8 +230,9 @@ class SketchedAdamW(CheckedGroups):
             ValueError: If a gradient is sparse.
             ShapeError: If a matrix has changed its shape since its moments were made.
             ConfigError: If a GradScaler calls it after :meth:`step_in_backward_`.
-            DistributedError: On every rank, before anything changes, if ranks have other seeds, or other gradients of
-                sharded matrices.
+            RuntimeError: If a CUDA graph captures the step.
+            DistributedError: On every rank, before anything changes, if ranks have other settings of sharded matrices,
+                or other gradients of them.
         """
         if self.steps_in_backward and "found_inf" in vars(self):  # set by GradScaler.step
             del self.grad_scale, self.found_inf
@@ -252,6 +256,7 @@ class SketchedAdamW(CheckedGroups):
 
     def _step_parameters(self, places: Sequence[tuple[int, int]]) -> None:
         """Take the step of parameters, by the numbers of their groups and their indices there."""
+        self._refuse_capture()
         entries = [self.entry(number, index) for number, index in places]
         sketched = [entry for entry in entries if is_sketched(entry[1], entry[2])]
         layouts = self._sharded_layouts(sketched)
@@ -283,7 +288,7 @@ class SketchedAdamW(CheckedGroups):
         return name, group["params"][index], group
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`; moments keep their dtype, where torch casts them to the parameter's.
+        """Load a state of :meth:`state_dict`; moments are float32 or wider, where torch has the parameter's dtype.
 
         Ranks, seeds and other settings are those of the state, as in torch's optimizers.
 
@@ -301,12 +306,15 @@ class SketchedAdamW(CheckedGroups):
             for (number, place), index in zip(entries, indices, strict=True):
                 check_state(*self.entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
         super().load_state_dict(state_dict)
+        self._has_agreed = False  # the groups may have other seeds now
         for (number, place), index in zip(entries, indices, strict=True):
             p = self.param_groups[number]["params"][place]
             for key in SKETCHED_STATES:
                 saved = state_dict["state"].get(index, {}).get(key)
-                if saved is not None and saved.dtype != self.state[p][key].dtype:
-                    self.state[p][key] = saved.to(device=self.state[p][key].device, copy=True)
+                # A model of another dtype may have saved the state.
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                if saved is not None and self.state[p][key].dtype != dtype:
+                    self.state[p][key] = saved.to(self.state[p][key].device, dtype, copy=True)
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
         if not is_sketched(parameter, group):
@@ -331,14 +339,11 @@ class SketchedAdamW(CheckedGroups):
             self._agree_on_sketches()
             self._has_agreed = True
         layouts = {p: layout for _, p, _ in sketched if (layout := layout_of(p)) is not None}
-        sharded = [(name, p) for name, p, _ in sketched if p in layouts]
-        check_gradients(
-            {name: layouts[p] for name, p in sharded}, {name: p.grad is not None for name, p in sharded}, _CALL
-        )
+        check_gradients([(name, layouts[p], p.grad is not None) for name, p, _ in sketched if p in layouts], _CALL)
         return layouts
 
     def _agree_on_sketches(self) -> None:
-        """Raise on every rank unless the ranks that share matrices have the same seeds, ranks and names."""
+        """Raise on every rank unless the ranks that share matrices have the same sketches of the same names."""
         from panther.distributed.comm.agreement import agree
         from panther.optim.shards import layout_of
 
@@ -347,8 +352,10 @@ class SketchedAdamW(CheckedGroups):
             for index in range(len(group["params"])):
                 name, p, _ = self.entry(number, index)
                 if is_sketched(p, group) and (layout := layout_of(p)) is not None:
-                    text = f"sketched with the seed {group['seed']} and the rank {group['rank']}"
-                    descriptions.setdefault(layout.group, {})[name] = text
-        fix = "give all ranks the same seed, rank and names of parameters"
+                    text = "sketched with the seed {seed}, rank={rank}, update={update!r} and period={period}"
+                    texts = descriptions.setdefault(layout.group, {})
+                    # Matrices of several models may have equal names.
+                    texts[name] = " and ".join(filter(None, (texts.get(name), text.format(**group))))
+        fix = "give all ranks the same settings and names of parameters"
         for ranks, texts in descriptions.items():
             agree(_CALL, lambda texts=texts: texts, ranks, fix, "sketches")  # type: ignore[misc]

@@ -31,8 +31,8 @@ def plain_name(name: str) -> str:
 
 
 def is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return whether the moments of a parameter are sketches."""
-    return group["rank"] is not None and p.dim() == 2 and p.numel() > 0
+    """Return whether the moments of a parameter are sketches, as those of real matrices in groups with a rank are."""
+    return group["rank"] is not None and p.dim() == 2 and p.numel() > 0 and not p.is_complex()
 
 
 def check_group_settings(group: Mapping[str, Any]) -> None:

@@ -168,7 +168,7 @@ class SketchedUpdate:
 
     def apply(self) -> None:
         """Change the parameter."""
-        rate, decay = self._group["lr"], self._group["weight_decay"]
+        rate, decay = float(self._group["lr"]), self._group["weight_decay"]
         parameter = self._parameter.mT if self._is_transposed else self._parameter
         if decay:
             parameter.mul_(1 - rate * decay)

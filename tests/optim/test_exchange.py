@@ -9,6 +9,7 @@ from ranks import on_ranks, weights_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import panther as pr
 from panther.distributed import CommunicationCounter, checkpoint, data_parallel, make_mesh, tensor_parallel
 from panther.errors import DistributedError, ShapeError
 from panther.optim import MuonAdamW
@@ -113,6 +114,29 @@ def test_a_gradient_that_some_ranks_lack_is_refused_by_name():
     for message, states in on_ranks(rank, 2):
         assert "1.weight is present on rank 0 and missing on rank 1: " in message
         assert states == 1
+
+
+@pytest.mark.parametrize("name", ["MuonAdamW", "SketchedAdamW"])
+def test_gradients_of_matrices_of_equal_names_are_compared_apart(name):
+    """Two models in one optimizer, as a generator and a discriminator, have equal names. gloo aborted the process."""
+
+    def rank():
+        mesh = make_mesh(dp=2)
+        pair = [nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])) for _ in range(2)]
+        settings = {"MuonAdamW": {"orthogonalize": True}, "SketchedAdamW": {"rank": 2, "seed": 0}}
+        groups = [{"params": [("weight", p)]} for p in pair]
+        optimizer = getattr(pr.optim, name)(groups, **settings[name])
+        for p in pair:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        if dist.get_rank() == 1:
+            pair[0].grad = None
+        with pytest.raises(DistributedError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    for message in on_ranks(rank, 2):
+        assert "weight is present and present on rank 0 and missing and present on rank 1" in message
 
 
 def test_a_matrix_with_nan_stays_alone():

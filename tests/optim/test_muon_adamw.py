@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.errors import ShapeError
+from panther.errors import CheckpointError, DTypeError, ShapeError
 from panther.optim import MuonAdamW, orthogonalize, param_groups
 
 
@@ -144,6 +144,46 @@ def test_a_parameter_without_a_gradient_stays_and_a_closure_is_called():
 def test_settings_that_cannot_be(settings, error, words):
     with pytest.raises(error, match=words):
         MuonAdamW(nn.Linear(3, 2).parameters(), **settings)
+
+
+def test_complex_matrices_are_refused():
+    """The Gram matrix without a conjugate gave a matrix that was not orthogonal."""
+    p = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+    with pytest.raises(DTypeError, match=r"complex matrix.*without orthogonalize"):
+        MuonAdamW([p], orthogonalize=True)
+    for matrix in (p.detach(), torch.arange(6).view(3, 2)):
+        with pytest.raises(DTypeError, match="real matrices of a floating dtype"):
+            orthogonalize(matrix)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Muon])
+def test_states_of_other_optimizers_are_refused_before_anything_changes(make):
+    p = nn.Parameter(torch.ones(4, 3))
+    p.grad = torch.ones(4, 3)
+    other = make([p])
+    other.step()
+    optimizer = MuonAdamW([p], orthogonalize=True)
+    with pytest.raises(CheckpointError, match="group 0 of the state has no 'orthogonalize'"):
+        optimizer.load_state_dict(other.state_dict())
+    state = other.state_dict() | {"param_groups": optimizer.state_dict()["param_groups"]}
+    if make is torch.optim.AdamW:
+        with pytest.raises(CheckpointError, match="has no 'momentum_buffer'"):
+            optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["orthogonalize"]
+    assert not optimizer.state
+    optimizer.step()
+
+
+def test_a_rank_that_changes_is_refused_before_anything_changes():
+    p = nn.Parameter(torch.ones(4, 3))
+    p.grad = torch.ones(4, 3)
+    optimizer = MuonAdamW([p], orthogonalize=True, rank=2)
+    optimizer.step()
+    momentum = optimizer.state[p]["momentum_buffer"].clone()
+    optimizer.param_groups[0]["rank"] = 3
+    with pytest.raises(ShapeError, match="has the rank 2, and its group now has rank=3"):
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], momentum)
 
 
 def test_a_trainer_takes_it():

@@ -252,6 +252,73 @@ def test_a_state_of_another_model_is_refused():
     make(model).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_a_state_of_a_model_of_another_dtype_continues(dtypes):
+    """The moments had the dtype of the state, and the next step raised an error after it had been counted."""
+    model = network(dtypes[0])
+    optimizer = make(model)
+    train(model, optimizer, range(2))
+    other = network(dtypes[1])
+    other.load_state_dict(model.state_dict())
+    resumed = make(other)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.state[other[0].weight]["sketch_avg"].dtype is dtypes[1]
+    for result, expected in zip(train(other, resumed, range(2, 5)), train(model, optimizer, range(2, 5)), strict=True):
+        torch.testing.assert_close(result.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("make_optimizer", [make, lambda model, **s: MuonAdamW([model[0].weight], 0.02, **s)])
+def test_a_rate_may_be_a_tensor(make_optimizer, shape):
+    settings = {} if make_optimizer is make else {"orthogonalize": True}
+    model, twin = network(torch.float64), network(torch.float64)
+    rate = torch.full(shape, 0.02, dtype=torch.float64)
+    optimizer = make_optimizer(model, **settings)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    expected = train(twin, make_optimizer(twin, **settings), range(2))
+    for pair in zip(train(model, optimizer, range(2)), expected, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_settings_of_groups_are_checked():
+    layer = nn.Linear(6, 5)
+    for settings, error, message in [
+        ({"seed": -1}, ValueError, "seed=-1 must be in"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer or None"),
+        ({"maximize": True}, ValueError, "maximize=True, and this optimizer has no such setting"),
+        ({"amsgrad": True}, ValueError, "amsgrad=True"),
+        ({"lr": torch.ones(2)}, ValueError, r"a tensor of one element, not of shape \(2,\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            SketchedAdamW([{"params": list(layer.named_parameters()), **settings}], **SETTINGS)
+    drawn = SketchedAdamW([{"params": list(layer.named_parameters()), "seed": None}], **SETTINGS)
+    assert isinstance(drawn.param_groups[0]["seed"], int)
+
+
+def test_complex_matrices_get_adamw():
+    p, twin = (nn.Parameter(torch.ones(6, 5, dtype=torch.complex64)) for _ in range(2))
+    optimizers = [SketchedAdamW([("weight", p)], lr=0.1, rank=2), torch.optim.AdamW([twin], lr=0.1)]
+    for optimizer in optimizers:
+        for q in (p, twin):
+            q.grad = torch.full((6, 5), 1 + 2j)
+        optimizer.step()
+    assert torch.equal(p, twin)
+
+
+@pytest.mark.parametrize("make_optimizer", [make, lambda model: MuonAdamW(model.parameters())])
+def test_a_cuda_graph_is_refused(monkeypatch, make_optimizer):
+    """Each replay would take the step of the capture: its bias correction, and its period."""
+    model = network()
+    optimizer = make_optimizer(model)
+    loss_of(model, 0).backward()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"CUDA graph cannot capture \w+AdamW\.step\(\)"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 @pytest.mark.distributed
 def test_seeds_that_differ_between_replicas_are_refused_by_a_trainer():
     """Replicas of DDP would become different models in silence."""

@@ -102,7 +102,7 @@ def test_moments_are_sharded_as_the_longer_side_is():
     assert on_ranks(rank) == [[24, 24, 48]] * 2
 
 
-@pytest.mark.parametrize("what", ["seed", "gradient"])
+@pytest.mark.parametrize("what", ["seed", "period", "gradient"])
 def test_ranks_that_differ_are_refused_on_all_of_them(what):
     def rank():
         import torch.distributed as dist
@@ -110,9 +110,10 @@ def test_ranks_that_differ_are_refused_on_all_of_them(what):
         mesh = make_mesh(dp=2)
         p = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]))
         is_first = dist.get_rank() == 0
-        if what == "seed" or is_first:
-            p.grad = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]) if what == "seed" else torch.zeros_like(p)
-        optimizer = SketchedAdamW([("weight", p)], rank=2, seed=int(is_first) if what == "seed" else 0)
+        if what != "gradient" or is_first:
+            p.grad = torch.ones_like(p)
+        settings = {} if what == "gradient" else {what: 1 + is_first}
+        optimizer = SketchedAdamW([("weight", p)], **{"rank": 2, "seed": 0} | settings)
         with pytest.raises(DistributedError) as caught:
             optimizer.step()
         assert torch.equal(whole(p), torch.ones(8, 6))
@@ -121,6 +122,25 @@ def test_ranks_that_differ_are_refused_on_all_of_them(what):
     first, second = on_ranks(rank)
     assert first == second
     assert what in first
+
+
+def test_seeds_of_a_group_that_is_added_later_are_compared():
+    def rank():
+        import torch.distributed as dist
+
+        mesh = make_mesh(dp=2)
+        first, second = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])) for _ in range(2))
+        optimizer = SketchedAdamW([("first", first)], rank=2, seed=0)
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+        first.grad, second.grad = None, torch.ones_like(second)
+        optimizer.add_param_group({"params": [("second", second)], "seed": dist.get_rank()})
+        with pytest.raises(
+            DistributedError, match=r"second is sketched with the seed 0.* and sketched with the seed 1"
+        ):
+            optimizer.step()
+
+    on_ranks(rank)
 
 
 def sketched(model):
