@@ -198,6 +198,26 @@ def test_groups_that_a_callback_adds_are_scheduled_saved_and_resumed(tmp_path, s
         assert_equal([outcome[number] for outcome in outcomes], expected_of_groups(6))
 
 
+def test_a_group_with_names_that_a_callback_adds_is_resumed(tmp_path):
+    """torch takes groups without names only into optimizers without names, and the resumed run ended with its error."""
+
+    def extended_by_name(trainer):
+        module = module_named(trainer, "0").requires_grad_(True)
+        trainer.optimizer.add_param_group({"params": list(module.named_parameters("0")), "lr": 0.03})
+
+    def run(folder, *callbacks):
+        model = build()
+        model[0].requires_grad_(False)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        settings = {"strategy": "single", "checkpoint_dir": str(tmp_path / folder), "checkpoint_every_n_steps": 3}
+        changes = [At(extended_by_name, 2), *callbacks]
+        return weights(train(model, torch.optim.AdamW(named, lr=0.02), settings, changes, steps=6))
+
+    with pytest.raises(KeyError, match="on purpose"):
+        run("stopped", At(breaks, 4))
+    assert_equal([run("stopped")], run("whole"))
+
+
 class Partly(nn.Module):
     """Leaves a layer out of some forwards, on all ranks or on one."""
 

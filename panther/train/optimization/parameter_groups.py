@@ -151,8 +151,11 @@ class ParameterGroups:
         if any(by_name[name] in present for names in added for name in names if name in by_name):
             return False  # this run's optimizer has the parameters in different groups
         for number, names in enumerate(added, start=count):
-            # A pipeline stage has only some of the parameters.
-            self._optimizer.add_param_group({"params": [by_name[name] for name in names if name in by_name]})
+            here = [name for name in names if name in by_name]  # a pipeline stage has only some of the parameters
+            group = {"params": [by_name[name] for name in here]}
+            # torch refuses groups without names in an optimizer whose other groups have names.
+            names_of_group = {"param_names": here} if "param_names" in self._optimizer.param_groups[0] else {}
+            self._optimizer.add_param_group(group | names_of_group)
             self.peak_rates.append(float(peak_rates[number]) if number < len(peak_rates) else self.peak_rates[0])
         self._find_absent()
         return bool(added)
