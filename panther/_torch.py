@@ -72,6 +72,7 @@ __all__ = [
     "put_parameters",
     "refresh_flat_weights",
     "run_backward",
+    "running_backward_id",
     "saved_tensor_hooks_are_set",
     "schema_of",
     "set_group_timeout",
@@ -503,7 +504,15 @@ def is_backward_running() -> bool:
 
     The id of the running graph is -1 outside of a backward pass. torch has no public function that returns it.
     """
-    return torch._C._current_graph_task_id() != -1
+    return running_backward_id() != -1
+
+
+def running_backward_id() -> int:
+    """Return the number of the running backward pass, -1 outside of one. torch has no public function that returns it.
+
+    The fallback is to take a backward pass for a new one if it reaches a module for the second time.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def saved_tensor_hooks_are_set() -> bool:

@@ -40,4 +40,5 @@ def projection_of(optimizer: "SketchedAdamW", p: Tensor) -> "Projection | None":
     seed = projection_seed(name, group["seed"], steps_done // group["period"])
     dtype = torch.promote_types(p.dtype, torch.float32)
     P = optimizer.period_signs.matrix(name, seed, group["rank"], columns, dtype=dtype, device=p.device)
-    return Projection(P.mul_(group["rank"] ** -0.5), is_transposed)
+    source = f"{name}, seed {group['seed']}, period {group['period']}"
+    return Projection(P.mul_(group["rank"] ** -0.5), is_transposed, source)

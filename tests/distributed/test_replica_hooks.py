@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from panther.distributed import CommunicationCounter, data_parallel, make_mesh, no_sync
-from panther.distributed.data.comm_hooks import hook_state, load_hook_state
+from panther.distributed.data.comm_hooks import DEFAULTS, hook_state, load_hook_state, register_replica_hook
 from panther.errors import DistributedError
 
 pytestmark = pytest.mark.distributed
@@ -116,6 +117,72 @@ def test_what_is_not_sent_arrives_later(name):
     for arrived, waiting, expected in on_ranks(run, 4):
         assert waiting.any()
         torch.testing.assert_close(arrived + waiting, expected, rtol=1e-10, atol=1e-12)
+
+
+class Branches(nn.Module):
+    """The forward takes one of two branches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(7, 9, bias=False) for _ in range(2))
+        self.head = nn.Linear(9, 5, bias=False)
+        self.double()
+
+    def forward(self, x, branch):
+        return self.head(self.branches[branch](x))
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_units_without_gradients_keep_error_feedback(name):
+    """The end of a step was the last unit of all. Without it, nothing waited for the next step, and PowerSGD counted
+    no step and never compressed."""
+
+    def run():
+        mesh = make_mesh(dp=1, replicate=2)["replicate", "dp"]
+        models = [Branches(), Branches()]
+        for model in models:
+            for layer in (*model.branches, model.head):
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        hooked, plain = models
+        register_replica_hook(hooked, name, DEFAULTS | COMPRESSED[name], mesh)
+        arrived = expected = 0
+        for number, branch in enumerate([0, 0, 0, 0, 1, 0, 0]):
+            for model in models:
+                model.zero_grad()
+                model(batch(number, dist.get_rank()), branch).square().mean().backward()
+            arrived = arrived + full(hooked.head.weight.grad)
+            mean = full(plain.head.weight.grad).clone()
+            dist.all_reduce(mean)
+            expected = expected + mean / 2
+        ((kind, state),) = hook_state(hooked).items()
+        if kind == "PowerSGD":
+            return state["iter"], arrived.norm(), expected.norm()
+        waits = state["residuals"]["head.weight"].clone()
+        dist.all_reduce(waits)
+        return arrived, waits / 2, expected
+
+    for outcome in on_ranks(run, 2):
+        if name == "powersgd":
+            assert outcome[0] == 7
+        else:
+            arrived, waiting, expected = outcome
+            assert waiting.any()
+            torch.testing.assert_close(arrived + waiting, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_rank_whose_shards_are_empty_takes_part():
+    """It has nothing that waits, and yet votes on whether the step was finite."""
+
+    def run():
+        mesh = make_mesh(dp=2, replicate=2)["replicate", "dp"]
+        model = data_parallel(nn.Linear(1, 1, bias=False), mesh, "fsdp", comm_hook="topk", topk_fraction=0.3)
+        for _ in range(3):
+            model(torch.ones(2, 1)).sum().backward()
+        return full(model.weight.grad).item()
+
+    assert on_ranks(run, 4) == [6.0] * 4
 
 
 def test_powersgd_sends_the_factors_of_shards():

@@ -8,6 +8,7 @@ from torch import nn
 
 import panther as pr
 from panther.distributed import CommunicationCounter, data_parallel, make_mesh
+from panther.distributed.data.comm_hooks.projected import Projection
 from panther.errors import ConfigError, DistributedError
 
 pytestmark = pytest.mark.distributed
@@ -119,14 +120,36 @@ def test_without_its_optimizer_it_is_refused():
         assert "no such optimizer has a matrix of the model" in message
 
 
-def test_optimizers_that_differ_between_ranks_are_refused_on_every_rank():
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rank", "would send 93 and 124 numbers of one bucket"),
+        ("seed", r"would add up different projections, the first one on this rank from weight, seed [23], period 200"),
+        ("period", "would add up different projections"),
+    ],
+)
+def test_optimizers_that_differ_between_ranks_are_refused_on_every_rank(setting, message):
     def run():
         model = data_parallel(nn.Linear(12, 31), comm_hook="projected")
-        optimizer = pr.optim.SketchedAdamW(
-            model.named_parameters(), rank=2 + dist.get_rank(), update="projected", seed=0
-        )
-        with pytest.raises(DistributedError, match="would send 93 and 124 numbers of one bucket"):
+        settings = {"rank": 2, "update": "projected", "seed": 0} | {setting: 2 + dist.get_rank()}
+        optimizer = pr.optim.SketchedAdamW(model.named_parameters(), **settings)
+        with pytest.raises(DistributedError, match=message):
             model(torch.ones(2, 12)).sum().backward()
         return len(optimizer.state)
 
     assert on_ranks(run, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_signs_that_are_equal_are_decoded(dtype):
+    """Of four rows of eight signs, two are equal or opposite in one of a hundred periods, and Cholesky's method ended
+    the run."""
+    G = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    signs = torch.tensor([[1, 1, -1, 1, 1, -1, 1, 1], [1, -1, -1, 1, 1, 1, 1, -1], [-1, -1, 1, -1, -1, 1, -1, -1]])
+    projection = Projection(signs.to(dtype) * 3**-0.5, False, "weight")
+    sketch = projection.apply(G)
+    decoded = torch.empty_like(G)
+    projection.decode(sketch, decoded)
+    expected = G @ torch.linalg.pinv(projection.P.double()).to(dtype) @ projection.P
+    tolerance = 10 * torch.finfo(dtype).eps
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=tolerance * G.abs().max().item())

@@ -209,7 +209,7 @@ def test_a_group_with_names_that_a_callback_adds_is_resumed(tmp_path):
         model = build()
         model[0].requires_grad_(False)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        settings = {"strategy": "single", "checkpoint_dir": str(tmp_path / folder), "checkpoint_every_n_steps": 3}
+        settings = {"strategy": "ddp", "checkpoint_dir": str(tmp_path / folder), "checkpoint_every_n_steps": 3}
         changes = [At(extended_by_name, 2), *callbacks]
         return weights(train(model, torch.optim.AdamW(named, lr=0.02), settings, changes, steps=6))
 

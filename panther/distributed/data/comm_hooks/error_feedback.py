@@ -64,7 +64,7 @@ class ErrorFeedback(StatefulHook):
             self._settle()
             scale = bucket.buffer().new_ones((), dtype=torch.float32) if self.loss_scale is None else self.loss_scale()
             self._scale, self._scale_before = scale, scale if self._scale is None else self._scale
-        self._buckets, self._ended = self._buckets + 1, bucket.is_last()
+        self._buckets, self._ended = self._buckets + 1, self._ended or bucket.is_last()
 
     def _note(self, mean: Tensor) -> Tensor:
         """Record whether the mean of a bucket over all ranks, which is equal on all ranks, is finite."""
@@ -77,11 +77,15 @@ class ErrorFeedback(StatefulHook):
 
         This is done at the beginning of the next step, because the buckets of a step overlap.
         """
-        if self._before:
+        if self._buckets and not self._ended and self.shards is not None:
+            self._end_shorter_step()
+        # A rank whose shards are all empty has no entries, and votes nevertheless.
+        if self._before or self._finite:
             assert self._scale is not None
             assert self._scale_before is not None
-            # A backward pass that raised has not sent all of its buckets.
-            complete = self._ended and len(self._finite) == self._buckets
+            # A backward pass that raised has not sent all of its buckets. Between replicas, the number of units with
+            # gradients may change from step to step, so that a smaller number does not mean an error.
+            complete = (self._ended or self.shards is not None) and len(self._finite) == self._buckets
             finite = torch.stack(self._finite).all() if complete else torch.zeros_like(self._scale, dtype=torch.bool)
             if self.shards is not None:
                 votes = finite.to(torch.int32)
@@ -90,7 +94,10 @@ class ErrorFeedback(StatefulHook):
             for key, before in self._before.items():
                 self._restore_unless(finite, key, before)
             self._scale = torch.where(finite, self._scale, self._scale_before)
-        self._before, self._finite, self._buckets = {}, [], 0
+        self._before, self._finite, self._buckets, self._ended = {}, [], 0, False
+
+    def _end_shorter_step(self) -> None:
+        """Count a step between replicas in which no bucket was the last one, because units had no gradients."""
 
     @abstractmethod
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:

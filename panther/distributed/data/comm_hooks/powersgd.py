@@ -64,6 +64,9 @@ class PowerSGD(ErrorFeedback):
         self._last = powerSGD_hook.powerSGD_hook(state, bucket).then(lambda future: self._note(future.value()))
         return self._last
 
+    def _end_shorter_step(self) -> None:
+        self._state.iter += 1  # torch counts last buckets
+
     def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
         if finite:  # this waits for a GPU, as torch's hook does too
             return

@@ -2,6 +2,7 @@
 
 __all__ = ["Projected", "Projection"]
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class Projection:
     """``(rank, columns)``, for the columns that this rank has."""
     is_transposed: bool
     """Whether P acts on the rows of the parameter, which are the columns of its transpose."""
+    source: str
+    """The name, the seed and the period from which P is drawn, equal on all ranks."""
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Return :math:`G P^T`, of shape ``(rows, rank)``."""
@@ -30,10 +33,17 @@ class Projection:
             return G.to(self.P.dtype) @ self.P.mT
 
     def decode(self, sketch: Tensor, gradient: Tensor) -> None:
-        """Write the matrix of the least norm with this sketch, :math:`S (P P^T)^{-1} P`, into the gradient."""
+        """Write the matrix of the least norm with this sketch, :math:`S (P P^T)^+ P`, into the gradient."""
         with full_precision():
-            L = torch.linalg.cholesky(self.P @ self.P.mT)
-            G = torch.cholesky_solve(sketch.mT, L).mT @ self.P
+            gram = self.P @ self.P.mT
+            L, failed = torch.linalg.cholesky_ex(gram)
+            tolerance = torch.finfo(gram.dtype).eps ** 0.5
+            # Rows of few signs may be equal: four rows of eight signs in a period of a hundred.
+            if failed or (L.diagonal().square() < tolerance * gram.diagonal()).any():
+                solution = torch.linalg.pinv(gram, rtol=tolerance, hermitian=True) @ sketch.mT
+            else:
+                solution = torch.cholesky_solve(sketch.mT, L)
+            G = solution.mT @ self.P
         gradient.copy_(G.mT if self.is_transposed else G)
 
 
@@ -66,7 +76,7 @@ class Projected:
         sizes = [part.numel() for part in parts]
         dtype = bucket.buffer().dtype
         message = torch.cat([part.to(dtype) for part in parts])
-        self._check_lengths(bucket.index(), message)
+        self._check_message(bucket.index(), message, projections)
         self._check_use(any(projections), bucket.is_last())
         work = dist.all_reduce(message.div_(dist.get_world_size(self.group)), group=self.group, async_op=True)
 
@@ -81,17 +91,30 @@ class Projected:
 
         return work.get_future().then(decode)
 
-    def _check_lengths(self, index: int, message: Tensor) -> None:
-        """Raise DistributedError on every rank if the messages of a bucket differ in length, once for each length."""
+    def _check_message(self, index: int, message: Tensor, projections: list[Projection | None]) -> None:
+        """Raise DistributedError on every rank if the messages of a bucket differ, once for each length.
+
+        They differ if their lengths do, or the sources of their projections.
+        """
         key = index, message.numel()
         if key in self._checked:
             return
-        lengths = [message.new_empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(lengths, torch.full_like(lengths[0], message.numel()), group=self.group)
-        if len(numbers := sorted({int(length) for length in lengths})) > 1:
+        sources = repr([projection and projection.source for projection in projections])
+        digest = int.from_bytes(hashlib.blake2b(sources.encode(), digest_size=7).digest())
+        entry = torch.tensor([message.numel(), digest], device=message.device)
+        entries = [torch.empty_like(entry) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(entries, entry, group=self.group)
+        lengths, digests = (sorted(set(column)) for column in zip(*(entry.tolist() for entry in entries), strict=True))
+        fix = "give every rank an optimizer of the same parameters, ranks, names, seeds and periods"
+        if len(lengths) > 1:
             raise DistributedError(
-                f"comm_hook='projected' would send {' and '.join(map(str, numbers))} numbers of one bucket on "
-                "different ranks: give every rank an optimizer of the same parameters, ranks and names"
+                f"comm_hook='projected' would send {' and '.join(map(str, lengths))} numbers of one bucket on "
+                f"different ranks: {fix}"
+            )
+        if len(digests) > 1:
+            raise DistributedError(
+                f"comm_hook='projected' would add up different projections, the first one on this rank from "
+                f"{next((projection.source for projection in projections if projection), None)}: {fix}"
             )
         self._checked.add(key)
 

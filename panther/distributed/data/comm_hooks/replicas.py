@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from panther._torch import fsdp_shards
+from panther._torch import fsdp_shards, running_backward_id
 from panther.errors import DistributedError
 
 
@@ -20,7 +20,7 @@ class ReplicaBucket:
         flat_gradients: The gradients with their padding.
         shards: The sharded parameters, and the views of their gradients on this rank.
         position: The number of units that this step has reduced before.
-        is_last: Whether this is the last unit of the step.
+        is_last: Whether this is the last unit of the step, if it reduces as many as the step before.
     """
 
     def __init__(
@@ -56,23 +56,40 @@ def reduce_over_replicas(model: nn.Module, send: Callable[[Any], Any]) -> None:
         model: The model, sharded by ``fully_shard`` over the ranks of one replica.
         send: Returns the future of the mean over the replicas for a bucket.
     """
-    reduced: set[nn.Module] = set()  # the units of the present step
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and fsdp_shards(module)]
+    step = _Step(len(units))
     for unit in units:
-        unit.set_all_reduce_hook(partial(_reduce_unit, unit, send, reduced, len(units)))
+        unit.set_all_reduce_hook(partial(_reduce_unit, unit, send, step))
 
 
-def _reduce_unit(
-    unit: Any, send: Callable[[Any], Any], reduced: set[nn.Module], num_units: int, buffer: Tensor
-) -> None:
+class _Step:
+    """The units that the present step has reduced, from whose number the last unit of the next step is predicted.
+
+    Units without gradients, such as a branch that the forward does not take, are not reduced.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self._expected = num_units
+        self._reduced: set[nn.Module] = set()
+        self._backward_id = -1
+
+    def add(self, unit: nn.Module) -> tuple[int, bool]:
+        """Return how many units the step has reduced before this unit, and whether this unit is probably the last."""
+        backward_id = running_backward_id()
+        # Reentrant checkpointing runs a step in several backward passes, so a new pass alone does not begin a step.
+        is_after_last = len(self._reduced) >= self._expected and backward_id != self._backward_id
+        if unit in self._reduced or is_after_last:
+            self._expected = len(self._reduced)
+            self._reduced.clear()
+        self._reduced.add(unit)
+        self._backward_id = backward_id
+        return len(self._reduced) - 1, len(self._reduced) == self._expected
+
+
+def _reduce_unit(unit: Any, send: Callable[[Any], Any], step: _Step, buffer: Tensor) -> None:
     """Replace the flat gradients of a unit, which are means over the ranks of a replica, by means over all ranks."""
     shards = _shards(unit, buffer)
-    if unit in reduced:  # the step before did not reduce every unit
-        reduced.clear()
-    bucket = ReplicaBucket(buffer, shards, len(reduced), len(reduced) == num_units - 1)
-    reduced.add(unit)
-    if bucket.is_last():
-        reduced.clear()
+    bucket = ReplicaBucket(buffer, shards, *step.add(unit))
     mean = send(bucket).wait()
     if mean.data_ptr() != buffer.data_ptr():
         buffer.copy_(mean)
