@@ -316,7 +316,7 @@ LINES = (
         "sketched-activations",
         _same(f"activations-characters-96{_AMD}"),
         "loss",
-        {"method": "count sketch, a half"},
+        {"method": "rows by norm, a quarter"},
         {"method": "checkpointing, 1 of 2 blocks"},
         "checkpointing",
         where={"equal": "time"},
