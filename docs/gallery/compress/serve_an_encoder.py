@@ -550,7 +550,7 @@ right.barh(
 right.invert_yaxis()
 right.set(
     xlabel="MB",
-    title="Memory of the server, at its peak",
+    title="Peak memory of the server",
     yticklabels=[],
 )
 plt.show()
