@@ -49,7 +49,7 @@ class RayTrainer:
             the same time. ``resume`` is ``"auto"`` or a path.
         callbacks: Callbacks; every worker calls a copy of them.
         metrics: Functions ``metric(output, target)`` by name, for validation.
-        loss_weight: How much the mean loss of a batch counts in the loss of a step.
+        loss_weight: How much the mean loss of a batch counts in the loss of a step, as for the Trainer.
         scaling_config: A ``ray.train.ScalingConfig`` with the number of workers and the resources of each worker. None
             is one worker with one core.
         run_config: A ``ray.train.RunConfig`` with storage, restarts after failures and Ray's callbacks. Without a

@@ -150,13 +150,20 @@ def test_the_theme_is_switched(visit):
     assert page.evaluate(ground) != before
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_no_page_scrolls_sideways(visit, width, theme):
-    page, wider = visit("index", width, theme), []
+def each_page(visit, width, theme="light"):
+    """Yield the name of each of ``PAGES`` and the window that shows it."""
+    page = visit("index", width, theme)
     origin = page.url.removesuffix("/index.html")
     for name in PAGES:
         page.goto(f"{origin}/{name}.html", wait_until="load")
+        yield name, page
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_page_scrolls_sideways(visit, width, theme):
+    wider = []
+    for name, page in each_page(visit, width, theme):
         needed = page.evaluate("document.documentElement.scrollWidth")
         if needed > width:
             wider.append(f"{name} needs {needed} pixels")
@@ -164,10 +171,8 @@ def test_no_page_scrolls_sideways(visit, width, theme):
 
 
 def test_headings_and_text_fit_a_narrow_window(visit):
-    page, wider = visit("index", 390), []
-    origin = page.url.removesuffix("/index.html")
-    for name in PAGES:
-        page.goto(f"{origin}/{name}.html", wait_until="load")
+    wider = []
+    for name, page in each_page(visit, 390):
         wider += page.evaluate(
             """name => [...document.querySelectorAll('.bd-article :is(h1, h2, h3, p, li, dd)')]
                 .filter(box => !box.closest('table, figure') && !box.querySelector('pre, table, figure, .math-block'))
@@ -179,10 +184,8 @@ def test_headings_and_text_fit_a_narrow_window(visit):
 
 
 def test_words_of_titles_and_neighbours_stay_whole(visit):
-    page, broken = visit("index", 390), []
-    origin = page.url.removesuffix("/index.html")
-    for name in PAGES:
-        page.goto(f"{origin}/{name}.html", wait_until="load")
+    broken = []
+    for name, page in each_page(visit, 390):
         broken += page.evaluate(
             """name => [...document.querySelectorAll('.bd-article h1, .prev-next-title')].flatMap(title => {
                 const text = title.firstChild, range = document.createRange();
@@ -240,10 +243,8 @@ def test_mathematics_is_drawn_by_the_browser(visit):
 def test_accessibility(visit, width, theme):
     if not AXE.exists():
         pytest.skip("axe-core is not there: make .venv/axe/axe.min.js")
-    page, found = visit("index", width, theme), []
-    origin = page.url.removesuffix("/index.html")
-    for name in PAGES:
-        page.goto(f"{origin}/{name}.html", wait_until="load")
+    found = []
+    for name, page in each_page(visit, width, theme):
         page.add_script_tag(path=str(AXE))
         rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
         for violation in page.evaluate("rules => axe.run(document, rules)", rules)["violations"]:
