@@ -1,6 +1,9 @@
 """Open and read regular files, and nothing else: a FIFO would be waited for without end, and a device has no end."""
 
-__all__ = ["UnsafeFileError", "describe_kind", "open_file", "parse_json", "read_json", "read_text"]
+__all__ = [
+    "UnsafeFileError", "check_inside", "check_no_pointer", "check_plain_name", "describe_kind", "is_plain_name",
+    "leaves_folder", "open_file", "parse_json", "read_json", "read_text",
+]  # fmt: skip
 
 import json
 import os
@@ -8,9 +11,9 @@ import stat
 from collections import Counter
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
-from panther.errors import PantherError
+from panther.errors import FormatError, PantherError
 
 _KINDS = {
     stat.S_IFLNK: "a link",
@@ -20,6 +23,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LONGEST_TEXT = 2**28  # bytes
 # A FIFO that takes the place of a file between the check and the opening must not be waited for.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -61,15 +66,69 @@ def _check_regular(path: str | os.PathLike[str], mode: int) -> None:
         raise UnsafeFileError(f"{os.fspath(path)} is {kind}, and only regular files are read: give a regular file")
 
 
+def check_no_pointer(file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    """Raise FormatError if an open file, which is at its beginning, is a pointer of Git LFS in place of weights."""
+    beginning = file.read(len(_POINTER))
+    file.seek(0)
+    if beginning == _POINTER:
+        raise FormatError(f"{os.fspath(path)} is a pointer of Git LFS and no weights: run git lfs pull there")
+
+
+def is_plain_name(name: Any) -> bool:
+    """Return whether a value is the name of a file in a folder: not a path, and neither ``.`` nor ``..``."""
+    return (
+        isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0") and not Path(name).drive
+    )
+
+
+def check_plain_name(name: Any, named_by: str | os.PathLike[str]) -> None:
+    """Raise FormatError unless a name that a file ``named_by`` holds is the name of a file in the folder of this file.
+
+    Every name that is read from a file is checked, because a path such as ``..`` leads out of the folder.
+    """
+    if not is_plain_name(name):
+        raise FormatError(
+            f"{os.fspath(named_by)} names {name!r:.60}, and may name only files and folders beside it: write a plain "
+            "name, without slashes"
+        )
+
+
+def leaves_folder(path: Path, folder: Path) -> bool:
+    """Return whether links make a path in a folder lead out of the folder.
+
+    In a snapshot of the cache of the Hugging Face hub, every file is a link to a blob of the same repository, which
+    counts as inside.
+    """
+    try:
+        actual, root = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        return True
+    if actual.is_relative_to(root):
+        return False
+    snapshots = [each for each in root.parents if each.name == "snapshots" and "--" in each.parent.name]
+    return not any(actual.parent == each.with_name("blobs") for each in snapshots)
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise FormatError if links make a path in a folder lead out of the folder, see :func:`leaves_folder`."""
+    if leaves_folder(path, folder):
+        raise FormatError(
+            f"{path} is a link that leaves {folder}, and might lead to a private file: put a copy of the file in place "
+            "of the link, or remove the link"
+        )
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a regular file in UTF-8.
 
     Raises:
         UnsafeFileError: If it is not a regular file.
         OSError: If it cannot be read.
-        ValueError: If it is not UTF-8.
+        ValueError: If it is not UTF-8, or has more than 256 MiB.
     """
     with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _LONGEST_TEXT:  # a sparse file can have any size
+            raise ValueError(f"it has {size:,} bytes, and a text has at most {_LONGEST_TEXT:,}")
         return file.read().decode("utf-8")
 
 

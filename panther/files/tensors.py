@@ -6,7 +6,7 @@ Here one tensor at a time is in memory beside the caller's own, and a file is op
 
 __all__ = [
     "MAPPED", "OpenTensor", "StoredTensor", "bytes_of", "contents_checksum", "mapped_copy", "open_tensors",
-    "read_slice", "stored_checksum", "stored_tensors", "write_file", "write_tensors",
+    "read_slice", "stored_checksum", "stored_metadata", "stored_tensors", "write_file", "write_tensors",
 ]  # fmt: skip
 
 import json
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import FormatError
-from panther.files.reader import open_file, parse_json
+from panther.files.reader import check_no_pointer, open_file, parse_json
 from panther.files.writer import new_file
 
 _DTYPES = {
@@ -73,9 +73,9 @@ class OpenTensor:
         bit.
 
         Raises:
-            FormatError: If the file cannot be read, or ends before.
+            FormatError: If the file cannot be read, ends before, or has more numbers than the memory holds.
         """
-        tensor = torch.empty(self.stored.shape, dtype=self.stored.dtype, device="cpu")
+        tensor = _new_tensor(self.stored, self.stored.shape)
         try:
             self.file.seek(self.stored.start)
             num_bytes = self.file.readinto(bytes_of(tensor))
@@ -120,11 +120,16 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], value_of: Callable[[st
         write_tensors(file, tensors, value_of)
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], value_of: Callable[[str], Tensor]) -> None:
-    """Write the contents of a file to an open one, as :func:`write_file` does."""
+def write_tensors(
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    value_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the contents of a file to an open one, as :func:`write_file` does, with further metadata."""
     # Large numbers first, so that each tensor begins at a multiple of its own size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -147,6 +152,16 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     with _opened(path) as file:
         return _described_tensors(file, path)
+
+
+def stored_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file; they are empty if it has none or is damaged."""
+    try:
+        with _opened(path) as file:
+            metadata = _read_header(file, path)[0].get("__metadata__")
+    except (ValueError, OSError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 @contextmanager
@@ -176,7 +191,7 @@ def _opened(path: Path) -> BufferedReader:
 def _described_tensors(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
     """Return the places of the tensors in an open file. Its header must describe every byte of the file once."""
     try:
-        header, begin_of_data, num_bytes = _read_header(file)
+        header, begin_of_data, num_bytes = _read_header(file, path)
         header.pop("__metadata__", None)
         tensors, places = {}, []
         for name, entry in header.items():
@@ -201,9 +216,10 @@ def _described_tensors(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int, int]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int, int]:
     """Return the header, the position of the first tensor, and the number of bytes from there to the file's end."""
     size = os.fstat(file.fileno()).st_size
+    check_no_pointer(file, path)
     length = int.from_bytes(file.read(8), "little")
     begin_of_data = 8 + length
     if length > _LONGEST_HEADER or begin_of_data > size:
@@ -225,7 +241,25 @@ def _described(name: str, entry: Any) -> tuple[str, list[int], int, int]:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and {*map(type, values)} <= {int} and min(values, default=0) >= 0
+    return isinstance(values, list) and {*map(type, values)} <= {int} and all(0 <= value < 2**63 for value in values)
+
+
+def _new_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of the CPU for numbers of a file.
+
+    A file without contents of its own can have any size, so that the size is compared with the memory first: systems
+    that promise any size end the process when it is used.
+    """
+    num_bytes = prod(shape) * stored.dtype.itemsize
+    try:
+        if not hasattr(os, "sysconf") or num_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            return torch.empty(shape, dtype=stored.dtype, device="cpu")
+    except (RuntimeError, MemoryError):  # of the allocator, or for sizes whose product needs more than 64 bits
+        pass
+    raise FormatError(
+        f"{stored.path} has a tensor of shape {shape} and {num_bytes:,} bytes, which the memory does not hold: give "
+        "the file that was written, or a machine with more memory"
+    )
 
 
 def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
@@ -238,10 +272,10 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
         out: Where to read it; by itself if that is contiguous memory of the CPU in the stored dtype.
 
     Raises:
-        FormatError: If the file ends before.
+        FormatError: If the file ends before, or the slice has more numbers than the memory holds.
     """
     plain = out is not None and out.is_cpu and out.dtype is stored.dtype and out.is_contiguous()
-    read: Any = out if plain else torch.empty(tuple(sizes), dtype=stored.dtype)
+    read: Any = out if plain else _new_tensor(stored, tuple(sizes))
     shape, size = stored.shape, stored.dtype.itemsize
     # The dimensions from `last` on are read in one run: all after it are full.
     last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)

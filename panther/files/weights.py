@@ -2,16 +2,15 @@
 
 __all__ = ["PICKLES", "check_weight_files", "weight_files"]
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from panther.errors import FormatError
+from panther.files.reader import check_inside, check_no_pointer, check_plain_name, open_file, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOME = 3  # names in a message
@@ -44,9 +43,8 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise FormatError(f"{index} names {len(names)} files, and {_listed(missing)} missing: copy them too")
     for name in names:
-        with (folder / name).open("rb") as file:
-            if file.read(len(_POINTER)) == _POINTER:
-                raise FormatError(f"{folder / name} is a pointer of Git LFS and no weights: run git lfs pull there")
+        with open_file(folder / name) as file:
+            check_no_pointer(file, folder / name)
     return [folder / name for name in names]
 
 
@@ -84,12 +82,13 @@ def _pickled_weights(folder: Path) -> str | None:
 def _indexed(index: Path) -> list[str]:
     """Return the names of the files that an index names."""
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = read_json(index)["weight_map"]
         names = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise FormatError(f"{index} is not an index of safetensors files: copy or write it again") from None
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise FormatError(f"{index} names files outside of its folder: copy or write it again")
+    for name in names:
+        check_plain_name(name, index)
+        check_inside(index.with_name(name), index.parent)
     return names
 
 

@@ -55,8 +55,13 @@ FOLDERS = {
     ),
     "an index of files elsewhere": (
         {"model.safetensors.index.json": '{"weight_map": {"a": "../x.safetensors"}}'},
-        r"names files outside of its folder",
+        r"names '../x.safetensors', and may name only files and folders beside it",
     ),
+    "an index of the folder above": (
+        {"model.safetensors.index.json": '{"weight_map": {"a": ".."}}'},
+        r"names '..', and may name only files and folders beside it",
+    ),
+    "a deep index": ({"model.safetensors.index.json": "[" * 200_000}, r"is not an index of safetensors files"),
     "a variant": ({"model.fp16.safetensors": None}, r"model.fp16.safetensors is a variant: give variant='fp16'"),
     "a pickle": ({"pytorch_model.bin": "x"}, r"holds pytorch_model.bin, a pickle, which can run code"),
     "a pointer": ({"model.safetensors": POINTER}, r"is a pointer of Git LFS and no weights: run git lfs pull"),

@@ -1,6 +1,7 @@
 """Files of safetensors, written tensor by tensor and read slice by slice, against the library of that name."""
 
 import json
+import math
 import os
 import struct
 import zlib
@@ -125,3 +126,50 @@ def test_what_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header + b"abc")
     with pytest.raises(FormatError, match=r"'x' in .* has the dtype F6_E2M3, which torch does not have"):
         stored_tensors(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    {
+        "a FIFO": "is a FIFO, and only regular files are read",
+        "a folder": "is a folder, and only regular files are read",
+        "a device": "is a device, and only regular files are read",
+        "a pointer": "is a pointer of Git LFS and no weights: run git lfs pull",
+        "truncated": "its tensors have 16 bytes and it has 8",
+        "deep": "it is nested too deeply",
+    }.items(),
+)
+def test_what_is_no_file_of_tensors_is_refused(tmp_path, kind, message):
+    path = tmp_path / "file"
+    write_file(path, tensors := {"a": torch.ones(4)}, tensors.__getitem__)
+    contents = path.read_bytes()
+    path.unlink()
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        deep = b"[" * 200_000
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        new = {"a pointer": pointer, "truncated": contents[:-8], "deep": struct.pack("<Q", len(deep)) + deep}
+        path.write_bytes(new[kind])
+    with pytest.raises(FormatError, match=message):
+        stored_tensors(path)
+    with pytest.raises(FormatError, match=message), open_tensors(path):
+        pass
+
+
+@pytest.mark.parametrize("shape", [[2**38], [0, 2**62, 2**62]], ids=["a sparse file", "sizes that overflow"])
+def test_tensors_larger_than_the_memory_are_refused(tmp_path, shape):
+    num_bytes = 4 * math.prod(shape)
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+    path = tmp_path / "file"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + num_bytes)
+    with open_tensors(path) as tensors, pytest.raises(FormatError, match="which the memory does not hold"):
+        tensors["a"].read()
+    stored = stored_tensors(path)["a"]
+    with pytest.raises(FormatError, match="which the memory does not hold"):
+        read_slice(stored, [0] * len(shape), shape)
