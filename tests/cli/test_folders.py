@@ -1,6 +1,7 @@
 """Folders that people have: what the commands copy of them, and what they say where weights are missing."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from safetensors.torch import save_file
 import panther as pr
 from panther.errors import FormatError, PantherError
 from panther.files.weights import check_weight_files
-from panther.integrations.folders.beside import copy_beside
+from panther.integrations.folders.beside import check_beside, copy_beside
+from panther.integrations.folders.sentence_transformers import loader_of, model_folder, module_folders
 
 KEPT = (
     "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modules.json",
@@ -112,3 +114,109 @@ def test_a_config_without_a_class_is_not_said_to_name_one(folder):
     save_file({"a": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(PantherError, match=r"do not fill a BertModel, built as config.json names no architecture: "):
         load_model(folder)
+
+
+def module_folder(folder, path="1_Pooling"):
+    """A folder of sentence-transformers with a private folder beside it."""
+    for name in ("private/key", "source/config.json", "source/tokenizer.json", "source/1_Pooling/config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "source/modules.json").write_text(json.dumps([{"path": ""}, {"path": path}]))
+    return folder / "source"
+
+
+@pytest.mark.parametrize("path", ["..", "../private", "1_Pooling/../..", "/etc", "C:\\x", "1_Pooling/..\\.."])
+@pytest.mark.parametrize("place", [0, 1])
+def test_modules_are_in_their_folder(path, place, tmp_path):
+    """People expect that a model of somebody else is written into the target, and not over what is beside it."""
+    source = module_folder(tmp_path)
+    (source / "config.json").unlink()
+    paths = [{"path": "1_Pooling"}, {"path": "1_Pooling"}]
+    paths[place] = {"path": path}
+    (source / "modules.json").write_text(json.dumps(paths))
+    (tmp_path / "config.json").write_text("{}")
+    for read in (model_folder, module_folders, loader_of, lambda folder: copy_beside(folder, tmp_path / "out")):
+        with pytest.raises(FormatError, match=r"modules\.json names the folder '.*', and may name only folders inside"):
+            read(source)
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_in_nested_folders(tmp_path):
+    source = module_folder(tmp_path, "./1_Pooling/inner/")
+    assert model_folder(source) == source
+    assert module_folders(source) == {"1_Pooling"}
+    assert loader_of(source) == "SentenceTransformer"
+
+
+@pytest.mark.parametrize("kind", ["deep", "damaged", "FIFO", "folder"])
+def test_a_list_of_modules_that_cannot_be_read(kind, tmp_path):
+    source = module_folder(tmp_path)
+    (source / "modules.json").unlink()
+    if kind == "FIFO":
+        os.mkfifo(source / "modules.json")
+    elif kind == "folder":
+        (source / "modules.json").mkdir()
+    else:
+        (source / "modules.json").write_text("[" * (200_000 if kind == "deep" else 1))
+    with pytest.raises(FormatError, match=r"modules\.json cannot be read as JSON \("):
+        copy_beside(source, tmp_path / "out")
+
+
+LEAVES = "is a link that leaves .*, and might lead to a private file: put a copy"
+ONLY_FILES = "of a module only files are copied, and links to files"
+LINKS = {
+    "a file of a module": ("1_Pooling/data", "../../private/key", LEAVES),
+    "a file beside the weights": ("notes.txt", "../private/key", LEAVES),
+    "a file of a sub-folder": ("templates/notes.txt", "../../private/key", LEAVES),
+    "a chain of links": ("notes.txt", "1_Pooling/out", LEAVES),
+    "a folder in a module": ("1_Pooling/data", "../../private", ONLY_FILES),
+    "a folder of the source in a module": ("1_Pooling/data", "..", ONLY_FILES),
+    "a loop": ("1_Pooling/data", "data", ONLY_FILES),
+    "a folder as a module": ("1_Pooling", "../private", r"1_Pooling is a link that leaves"),
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_links_that_leave_a_folder_are_not_copied(kind, tmp_path):
+    """People publish the result, which must not have their keys."""
+    source, (name, target, message) = module_folder(tmp_path), LINKS[kind]
+    if kind == "a chain of links":
+        (source / "1_Pooling/out").symlink_to("../../private/key")
+    if kind == "a folder as a module":
+        (source / "1_Pooling").rename(tmp_path / "elsewhere")
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).symlink_to(target)
+    for copy in (check_beside, copy_beside):
+        with pytest.raises(FormatError, match=message):
+            copy(source, tmp_path / "out")
+    assert not list(tmp_path.rglob("out/**/*key*"))
+
+
+def test_linked_folders_and_special_files_beside_the_weights(tmp_path):
+    source = module_folder(tmp_path)
+    (source / "data").symlink_to("../private")
+    (source / "loop").symlink_to(".")
+    (source / "dangling.txt").symlink_to("nothing")
+    (source / "same.json").symlink_to("tokenizer.json")
+    os.mkfifo(source / "pipe")
+    copy_beside(source, tmp_path / "out")
+    copied = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert copied == {"tokenizer.json", "same.json", "modules.json", "1_Pooling/config.json"}
+    os.mkfifo(source / "1_Pooling/pipe")
+    with pytest.raises(FormatError, match=f"pipe is a FIFO, and {ONLY_FILES}"):
+        copy_beside(source, tmp_path / "out")
+
+
+def test_a_snapshot_of_the_hub_is_copied(tmp_path):
+    """There, every file is a link to a blob."""
+    source, repository = module_folder(tmp_path), tmp_path / "hub/models--a--b"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    source.rename(snapshot := repository / "snapshots/0123")
+    files = [path for path in snapshot.rglob("*") if path.is_file()]
+    for number, path in enumerate(files):
+        path.rename(repository / f"blobs/{number}")
+        path.symlink_to(os.path.relpath(repository / f"blobs/{number}", path.parent))
+    copy_beside(snapshot, tmp_path / "out")
+    assert (tmp_path / "out/1_Pooling/config.json").read_text() == "source/1_Pooling/config.json"
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_symlink()]

@@ -1,13 +1,15 @@
 """Copy what lies beside the weights of a folder of transformers."""
 
-__all__ = ["copy_beside"]
+__all__ = ["check_beside", "copy_beside"]
 
 import fnmatch
-import shutil
-from collections.abc import Collection
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from panther.files import copy_file
+from panther.errors import FormatError
+from panther.files import check_inside, copy_file
+from panther.files.reader import describe_kind
 from panther.files.weights import PICKLES
 from panther.integrations.folders.sentence_transformers import model_folder, module_folders
 
@@ -26,33 +28,53 @@ def copy_beside(folder: Path, out: Path) -> None:
     puts beside the model are copied completely, because they contain further modules with weights. The model itself may
     be in a sub-folder. config.json is written with the weights, so that a folder without weights does not look like a
     model.
+
+    A link to a file is copied as the file, if it is in the folder or in the cache of the Hugging Face hub to which the
+    folder belongs. Linked folders are not copied. FIFOs, sockets and devices are not read.
+
+    Raises:
+        FormatError: As for :func:`check_beside`.
     """
-    inner, unread = model_folder(folder), {out.resolve()}
-    modules = module_folders(folder)
-    if inner == folder:
-        _copy(folder, out, modules, unread, leave="config.json")
-    else:
-        _copy(folder, out, modules - {inner.name}, unread | {inner.resolve()})
-        _copy(inner, out / inner.name, (), unread, leave="config.json")
+    for path, target in _files(folder, out):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy_file(path, target)
 
 
-def _copy(folder: Path, out: Path, modules: Collection[str], unread: Collection[Path], leave: str = "") -> None:
-    """Copy the files of a folder and of its sub-folders, except for the folders ``unread``.
+def check_beside(folder: Path, out: Path) -> None:
+    """Raise FormatError if :func:`copy_beside` will refuse to copy a file, before anything is written.
 
-    Sub-folders named in ``modules`` are copied completely. The file named ``leave`` is left out of this folder, but not
-    of its sub-folders.
+    It refuses a link that leaves the folder, because the result, which people publish, would have what it leads to; and
+    a linked folder or a special file among the files of a module, which would not be complete.
     """
-    for path in sorted(folder.iterdir()):
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() in unread:
-            continue
-        target = out / path.name
-        if path.is_dir() and not path.is_symlink():
-            if path.name in modules:
-                shutil.copytree(path, target, copy_function=copy_file, dirs_exist_ok=True)
-            else:
-                _copy(path, target, (), unread)
-            continue
-        is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and path.name != leave and not target.exists():
-            out.mkdir(parents=True, exist_ok=True)
-            copy_file(path, target)
+    for _ in _files(folder, out):
+        pass
+
+
+def _files(folder: Path, out: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the files to copy and where to."""
+    inner, modules, not_read = model_folder(folder), module_folders(folder), os.path.realpath(out)
+    waiting = [(folder, False)]
+    while waiting:
+        directory, is_module = waiting.pop()
+        for path in sorted(directory.iterdir()):
+            target = out / path.relative_to(folder)
+            is_left_out = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT)
+            if (is_left_out and not is_module) or os.path.realpath(path) == not_read:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                waiting.append((path, is_module or (directory == folder and path != inner and path.name in modules)))
+            elif path.is_file() and (is_module or (_is_copied(path, inner) and not target.exists())):
+                check_inside(path, folder)
+                yield path, target
+            elif is_module and not path.is_file():
+                kind = describe_kind(path.lstat().st_mode)
+                raise FormatError(
+                    f"{path} is {kind}, and of a module only files are copied, and links to files: put a copy of the "
+                    "file or the folder there, or remove it"
+                )
+
+
+def _is_copied(path: Path, inner: Path) -> bool:
+    """Return whether a file is needed beside the weights of the model in the folder ``inner``."""
+    is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
+    return not is_weights and path != inner / "config.json"

@@ -2,28 +2,37 @@
 
 __all__ = ["loader_of", "model_folder", "module_folders"]
 
-import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from panther.errors import FormatError
+from panther.files import check_inside, is_plain_name, read_json
 
 _MODULES, _CONFIG = "modules.json", "config_sentence_transformers.json"
 _CLASS = "SentenceTransformer"
 
 
 def module_folders(folder: Path) -> set[str]:
-    """Return the names of the sub-folders of modules; empty without a modules.json that can be read."""
-    return {path.split("/")[0] for path in _paths(folder) if path}
+    """Return the names of the sub-folders of modules; empty without a modules.json.
+
+    Raises:
+        FormatError: As for :func:`model_folder`.
+    """
+    return {path[0] for path in _paths(folder) if path}
 
 
 def model_folder(folder: Path) -> Path:
     """Return the folder of the transformers model in a folder of sentence-transformers; of another, the folder itself.
 
     The model is the first module. Its files are in the folder, or in a sub-folder such as ``0_Transformer``.
+
+    Raises:
+        FormatError: If modules.json cannot be read, or names a folder outside of this one.
     """
     paths = _paths(folder)
-    if not paths or (folder / "config.json").is_file():
+    if not paths or len(paths[0]) != 1 or (folder / "config.json").is_file():
         return folder
-    inner = folder / paths[0]
-    return inner if (inner / "config.json").is_file() and inner.parent == folder else folder
+    inner = folder / paths[0][0]
+    return inner if (inner / "config.json").is_file() else folder
 
 
 def loader_of(folder: Path) -> str | None:
@@ -31,15 +40,31 @@ def loader_of(folder: Path) -> str | None:
     if not _paths(folder):
         return None
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        return str(config.get("model_type", _CLASS))
+        name = read_json(folder / _CONFIG).get("model_type", _CLASS)
     except (OSError, ValueError, AttributeError):  # folders of the first versions have no such file
         return _CLASS
+    return name if isinstance(name, str) and name.isidentifier() else _CLASS
 
 
-def _paths(folder: Path) -> list[str]:
+def _paths(folder: Path) -> list[tuple[str, ...]]:
+    """Return the path of each module in a folder, in parts, each of which is the name of a folder in the one before."""
+    file = folder / _MODULES
     try:
-        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
-        return [str(module["path"]) for module in modules]
-    except (OSError, ValueError, KeyError, TypeError):
+        modules = read_json(file)
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{file} cannot be read as JSON ({error}): copy or write it again") from None
+    try:
+        paths = [PurePosixPath(module["path"]).parts for module in modules]
+    except (KeyError, TypeError):  # of a different program
+        return []
+    for path in paths:
+        if not all(map(is_plain_name, path)):
+            raise FormatError(
+                f"{file} names the folder {'/'.join(path)!r:.60}, and may name only folders inside {folder}: write "
+                "the name of a folder there, such as '1_Pooling'"
+            )
+        if path:
+            check_inside(folder.joinpath(*path), folder)
+    return paths
