@@ -1,6 +1,7 @@
 """Random-feature attention against softmax attention and against its own weights, formed; and against known faults."""
 
 import copy
+import inspect
 import math
 import pickle
 
@@ -11,6 +12,8 @@ from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from panther.compat import PantherMLAttention
+from panther.distributed.tensor._attention import HeadwiseMultiheadAttention, HeadwiseRandAttention
 from panther.errors import DTypeError, NumericalWarning, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
 from panther.nn.attention import _features
@@ -23,6 +26,7 @@ from panther.nn.attention._features import (
     taylor_features,
 )
 from panther.nn.attention._hermite import balanced_directions, hermite_rank
+from panther.nn.attention.linearized import LinearizedMultiheadAttention
 from panther.nn.functional import linear_attention
 
 KERNELS = ["hermite", "softmax", "oprf", "relu", "taylor"]
@@ -219,6 +223,30 @@ def test_causal_masks_and_the_constructors_value():
     always = attention_of(iscausal=True)
     assert torch.equal(always(x, x, x)[0], causal)
     assert torch.equal(always(x, x, x, is_causal=False)[0], layer(x, x, x)[0])
+
+
+SAME_ARGUMENTS = [
+    RandMultiHeadAttention, PantherMLAttention, LinearizedMultiheadAttention, HeadwiseRandAttention,
+    HeadwiseMultiheadAttention,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAME_ARGUMENTS)
+def test_arguments_have_the_positions_of_torch(kind):
+    """Expected: the seventh argument is average_attn_weights. It was is_causal, so that attention became causal."""
+    expected = [*inspect.signature(nn.MultiheadAttention.forward).parameters]
+    names = [*inspect.signature(kind.forward).parameters]
+    assert names == ([*expected[:4], "args", "kwargs"] if kind is HeadwiseRandAttention else expected)
+    assert names[:4] == expected[:4]
+
+
+def test_positions_and_names_of_arguments_agree():
+    layer, x = attention_of(), draw(2, 12, E)
+    expected = layer(x, x, x)[0]
+    for average in (False, True):
+        assert torch.equal(layer(x, x, x, None, False, None, average)[0], expected)
+        assert torch.equal(layer(x, x, x, average_attn_weights=average)[0], expected)
+    assert torch.equal(layer(x, x, x, None, False, None, True, True)[0], layer(x, x, x, is_causal=True)[0])
 
 
 def test_what_is_refused():

@@ -1,6 +1,8 @@
 """RandMultiHeadAttention token by token: against the whole sequence, for every feature map."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -160,13 +162,13 @@ def test_positions_continue_and_sequences_may_come_first():
     layer = attention_of("softmax", SRPE=encode, batch_first=False)
     x = draw(25, 2, E)
     with torch.no_grad():
-        output, state = read(layer, x, [10, 1, 14])
+        output, _ = read(layer, x, [10, 1, 14])
         assert rms_error(output, layer(x, x, x, is_causal=True)[0]) < KERNEL_RMS[torch.float64]
     with pytest.raises(ShapeError, match="SRPE counts positions from 0"):
         layer(x[-1:], x, x, is_causal=True)
     layer.SRPE = Turned()
     with pytest.raises(ValueError, match="Turned counts from 0"):
-        layer.step(x, state)
+        layer.step(x, layer.init_state(2))
 
 
 class Turned(nn.Module):
@@ -185,10 +187,83 @@ def test_states_that_do_not_fit_are_refused():
         layer.step(x[0], state)
     with pytest.raises(DTypeError, match=r"needs torch\.float64"):
         layer.double().step(x.double(), state)
-    layer = attention_of("softmax", torch.float32)
+
+
+def encoded(kernel):
+    """Return a layer whose map also has trained tensors."""
+    encode = sinSRPE(H, E // H, sines=3, num_realizations=16, seed=0)
+    return attention_of(kernel, torch.float32, SRPE=encode)
+
+
+def swap_data_(layer):
+    layer.directions.data = layer.directions + 1
+
+
+def train_(layer):
+    x = draw(2, 9, E, dtype=torch.float32)
+    layer(x, x, x, is_causal=True)[0].sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+
+
+CHANGES = {
+    "redraw": ("softmax", lambda layer: layer.redraw_features_()),
+    "calibrate": ("hermite", lambda layer: layer.calibrate_(3 * draw(2, 60, E, dtype=torch.float32) + 1)),
+    "calibrated norm": ("oprf", lambda layer: layer.calibrate_(3 * draw(2, 60, E, dtype=torch.float32))),
+    "load": ("relu", lambda layer: layer.load_state_dict(attention_of("relu", torch.float32, seed=4).state_dict())),
+    "copy in place": ("relu", lambda layer: layer.directions.copy_(layer.directions.roll(1, 0))),
+    "another tensor": ("softmax", lambda layer: setattr(layer, "directions", layer.directions.roll(1, 0))),
+    "another memory": ("softmax", swap_data_),
+    "rounding": ("hermite", lambda layer: layer.bfloat16().float()),
+    "number": ("oprf", lambda layer: setattr(layer, "feature_norm", 9.0)),
+    "noise": ("encoded taylor", lambda layer: layer.SRPE.redraw_features_()),
+    "training": ("encoded softmax", train_),
+    "reset": ("relu", lambda layer: (setattr(layer, "seed", 8), layer.reset_parameters())),
+}
+
+
+@pytest.mark.parametrize(("kernel", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_state_belongs_to_the_map_that_made_it(kernel, change):
+    """Only redrawn directions were noticed; a state from before calibrate_ gave outputs that were off by 0.75."""
+    layer = encoded(kernel[8:]) if kernel.startswith("encoded") else attention_of(kernel, torch.float32)
+    x = draw(2, 5, E, dtype=torch.float32)
     _, state = layer.step(x, layer.init_state(2))
-    with pytest.raises(ValueError, match="made with draw 0 of the directions and the layer has draw 1"):
-        layer.redraw_features_().step(x, state)
+    layer.step(x, state)
+    with torch.no_grad() if change is not train_ else torch.enable_grad():
+        change(layer)
+    with pytest.raises(ValueError, match="make a new state by init_state"):
+        layer.step(x, state)
+    layer.step(x, layer.init_state(2))
+
+
+@pytest.mark.parametrize("name", ["redraw", "calibrate", "calibrated norm", "load"])
+def test_compiled_code_sees_what_the_methods_of_a_layer_change(name):
+    kernel, change = CHANGES[name]
+    layer, x = attention_of(kernel, torch.float32), draw(2, 1, E, dtype=torch.float32)
+    torch.compiler.reset()
+    step = torch.compile(layer.step, backend="eager")
+    _, state = step(x, layer.init_state(2))
+    change(layer)
+    with pytest.raises(ValueError, match="make a new state by init_state"):
+        step(x, state)
+    torch.compiler.reset()
+
+
+def test_the_same_map_elsewhere_takes_the_state():
+    layer, x = attention_of("hermite", torch.float32), draw(2, 5, E, dtype=torch.float32)
+    _, state = layer.step(x, layer.init_state(2))
+    expected, _ = layer.step(x, state)
+    weights_only = copy.deepcopy(layer)
+    weights_only.load_state_dict(layer.state_dict())
+    for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), weights_only, layer.train()):
+        assert torch.equal(same.step(x, pickle.loads(pickle.dumps(state)))[0], expected)
+    wide = state._replace(**{name: getattr(state, name).double() for name in ("sums", "norms", "num_keys")})
+    assert rms_error(layer.double().step(x.double(), wide)[0], expected) < KERNEL_RMS[torch.float32]
+    with pytest.raises(ValueError, match="has the map"):
+        attention_of("hermite", seed=4).calibrate_(x.double()).step(x.double(), wide)
+    # Transforms of torch.func and fake tensors have no values to read.
+    pushed = torch.func.vmap(lambda x: layer.step(x[None], state_of_one)[0])
+    state_of_one = wide.select(torch.tensor([0]))
+    assert pushed(x.double()).shape == (2, 1, 5, E)
 
 
 @pytest.mark.parametrize("kernel", ["hermite", "softmax"])

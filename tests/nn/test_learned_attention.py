@@ -1,5 +1,7 @@
 """LearnedLinearAttention: against the weights of all pairs, masks, grouped heads and queries behind a cache."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -223,6 +225,11 @@ def test_steps_that_do_not_fit_are_refused():
         module.step(q[:, :, :3], k, v, state)
     with pytest.raises(ShapeError, match="with the heads and widths of the state"):
         module.step(q, k, v, module.init_state(2))
+    module.load_state_dict(copy.deepcopy(module.state_dict()))  # a write of the same numbers
+    module.step(q, k, v, state)
+    torch.nn.init.constant_(module.key_offset, 1)
+    with pytest.raises(ValueError, match="make a new state by init_state"):
+        module.step(q, k, v, state)
 
 
 class _Caller(nn.Module):

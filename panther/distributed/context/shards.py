@@ -68,7 +68,7 @@ class SequenceShards:
         if num_keys is not None:
             num_keys = gathered[: self.rank, :, H:].sum(0)
         state_units = None if state.units is None else units
-        return AttentionState(sums, state_units, norms, num_keys, self.rank * state.length, state.draws)
+        return AttentionState(sums, state_units, norms, num_keys, self.rank * state.length, state.feature_map)
 
     def sums_before(self, sums: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums (N, H, m, E + 1) over the ranks before this rank, and their units (N, H, 1)."""

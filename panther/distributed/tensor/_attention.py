@@ -72,7 +72,7 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
         """Return the state of this rank's heads before the first token."""
         check_size("batch_size", batch_size, least=0)
         like = self.local("Wq").new_empty(batch_size, len(self.local_heads), 0, self.head_dim)
-        return self._no_state(like, like)
+        return self._first_state(like, like)
 
     def step(
         self, x: Tensor, state: AttentionState, key_padding_mask: Tensor | None = None

@@ -26,6 +26,7 @@ from panther.nn.attention._hermite import (
     hermite_queries,
     key_norms,
 )
+from panther.nn.attention.decoding.fingerprints import fingerprint_of, renew_fingerprint
 from panther.nn.attention.decoding.states import AttentionState, units_with
 from panther.nn.functional import linear_attention
 from panther.nn.sketch_record import has_values, read_integers
@@ -57,6 +58,8 @@ class FeatureMap(nn.Module):
     _centered: bool
     _draws: int
     _forwards: int
+    map_fingerprint: str | None = None
+    """The fingerprint of the map that was computed last, see ``decoding/fingerprints.py``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -66,7 +69,19 @@ class FeatureMap(nn.Module):
         """Draw the next directions of the seed, the same on every device and every rank."""
         self._draws += 1
         self._draw_directions()
+        renew_fingerprint(self)
         return self
+
+    def map_tensors(self) -> list[Tensor]:
+        """Return the tensors that features of queries and keys depend on."""
+        tensors: list[Tensor | None] = [self.directions, self.center if self.kernel_fn == "hermite" else None]
+        if self.SRPE is not None:
+            tensors += [*self.SRPE.parameters(), *self.SRPE.buffers()]
+        return [x for x in tensors if x is not None]
+
+    def map_numbers(self) -> tuple[Any, ...]:
+        """Return everything else that features depend on, the formula of a subclass among it."""
+        return self.kernel_fn, self.feature_norm, type(self)._features.__qualname__
 
     def _draw_directions(self) -> None:
         if self.directions is not None:
@@ -136,6 +151,7 @@ class FeatureMap(nn.Module):
             state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._note_center()
+        renew_fingerprint(self)
 
     def _become_softmax_(self) -> None:
         """Change the kernel to "softmax", the default of the version that wrote the checkpoint."""
@@ -169,6 +185,7 @@ class FeatureMap(nn.Module):
         if self.kernel_fn == "oprf":
             norms = q.square().sum(-1).mean() + k.square().sum(-1).mean() + 2 * (q.mean(1) * k.mean(1)).sum(-1).mean()
             self.feature_norm = norms.item()
+            renew_fingerprint(self)
             return self
         assert self.directions is not None
         means = torch.stack((q.mean(1), k.mean(1)), 1)
@@ -177,6 +194,7 @@ class FeatureMap(nn.Module):
         self._note_center()
         of_q, of_k = q.mT @ q / q.shape[1], k.mT @ k / k.shape[1]
         self.directions.copy_(balanced_directions(of_q, of_k, self.directions.shape[1] // 2))
+        renew_fingerprint(self)
         return self
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
@@ -239,7 +257,11 @@ class FeatureMap(nn.Module):
             norms, num_keys = sums.new_zeros(N, H, 1), sums.new_zeros(N, 1)
         elif self.kernel_fn in ("softmax", "oprf"):
             units = sums.new_full((N, H, 1), -torch.inf)
-        return AttentionState(sums, units, norms, num_keys, 0, self._draws)
+        return AttentionState(sums, units, norms, num_keys, 0)
+
+    def _first_state(self, k: Tensor, v: Tensor) -> AttentionState:
+        """Return the state before the first key, for a caller who may keep it while the map changes."""
+        return self._no_state(k, v)._replace(feature_map=fingerprint_of(self))
 
     def _absorb(self, state: AttentionState, k: Tensor, v: Tensor, exponent: Tensor | None) -> AttentionState:
         """Return the state after these keys, from keys that are not yet scaled."""
@@ -254,17 +276,12 @@ class FeatureMap(nn.Module):
             squares = key_norms(phi_k, self.feature_width)
             norms = absorb_keys(squares, v[..., :0], scale, norms[..., None], before)[0][..., 0]
             num_keys = num_keys + _num_keys(phi_k, scale)[..., -1:] if phi_k.shape[-2] else num_keys
-        return AttentionState(sums, units, norms, num_keys, state.length + phi_k.shape[-2], state.draws)
+        return AttentionState(sums, units, norms, num_keys, state.length + phi_k.shape[-2], state.feature_map)
 
     def _extend(
         self, state: AttentionState, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None
     ) -> tuple[Tensor, AttentionState]:
         """Return the outputs at the positions after a state, and the state after them."""
-        if state.draws != self._draws:
-            raise ValueError(
-                f"the state was made with draw {state.draws} of the directions and the layer has draw {self._draws}: "
-                "redraw before init_state, or set redraw_interval=None"
-            )
         if state.length == 0 and k.shape[-2] > 1:  # the operators of a whole sequence
             phi_q, phi_k, scale = self._mapped(q, k, exponent, causal=True)
             return self._combined(phi_q, phi_k, v, scale, True), self._absorb_features(state, phi_k, v, scale)
@@ -278,7 +295,7 @@ class FeatureMap(nn.Module):
             phi_q, phi_k, scale = self._mapped(q, k, exponent, causal=True)
             units, scale = _with_units(state, scale, phi_k)
         y, sums, units = continued_attention(phi_q, phi_k, v, scale, state.sums, units)
-        return y, AttentionState(sums, units, norms, num_keys, state.length + k.shape[-2], state.draws)
+        return y, AttentionState(sums, units, norms, num_keys, state.length + k.shape[-2], state.feature_map)
 
     def _hermite_queries(
         self, state: AttentionState, q: Tensor, phi_k: Tensor, scale: Tensor | None, units: Tensor | None

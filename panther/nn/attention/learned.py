@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from panther._torch import buffers_of, version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
+from panther.nn.attention.decoding.fingerprints import fingerprint_of
 from panther.nn.attention.decoding.states import WindowedAttentionState, check_state
 from panther.nn.attention.decoding.windowed import (
     advanced,
@@ -102,6 +103,8 @@ class LearnedLinearAttention(nn.Module):
     """Called with the operands of each call while :func:`panther.linearize_` reads them; attention is exact then."""
     shards: Any = None
     """The ranks that hold the sequence in shards: :class:`panther.distributed.context.shards.SequenceShards`."""
+    map_fingerprint: str | None = None
+    """The fingerprint of the features that was computed last, see ``decoding/fingerprints.py``."""
 
     def __init__(
         self,
@@ -167,6 +170,14 @@ class LearnedLinearAttention(nn.Module):
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def map_tensors(self) -> list[Tensor]:
+        """Return the tensors that features depend on."""
+        return list(self.parameters(recurse=False))
+
+    def map_numbers(self) -> tuple[int]:
+        """Return everything else that a state depends on."""
+        return (self.window,)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
@@ -294,7 +305,11 @@ class LearnedLinearAttention(nn.Module):
         key_heads = self.num_heads if num_key_heads is None else check_size("num_key_heads", num_key_heads, least=1)
         width = self.head_dim if value_dim is None else check_size("value_dim", value_dim, least=1)
         k, v = (self.query_weight.new_empty(0, key_heads, 0, size) for size in (self.head_dim, width))
-        return empty_state(batch_size, self.num_heads, self.num_features, self.window, k, v)
+        return self._first_state(batch_size, k, v)
+
+    def _first_state(self, batch_size: int, k: Tensor, v: Tensor) -> WindowedAttentionState:
+        state = empty_state(batch_size, self.num_heads, self.num_features, self.window, k, v)
+        return state._replace(feature_map=fingerprint_of(self))
 
     def step(
         self,
@@ -327,6 +342,7 @@ class LearnedLinearAttention(nn.Module):
             ShapeError: If shapes do not fit, or the state has a different batch size.
             DTypeError: If the dtype or the device differs from the state's.
             TypeError: If ``state`` is not a state of this kind of layer.
+            ValueError: If the state was made by other features, for example before a training step.
 
         Cost: for one token ``8 window d`` flops for each head, and ``4 m d`` for its features and the sums. Once in a
         block of ``window`` tokens its keys are added to the sums. The position of each sample in its block is known
@@ -345,7 +361,7 @@ class LearnedLinearAttention(nn.Module):
             (torch.Size([2, 4, 1, 16]), 201)
         """
         self._check_heads(q, k)
-        check_state(state, WindowedAttentionState, len(q), q)
+        check_state(state, WindowedAttentionState, len(q), q, self)
         if q.shape[-2] != k.shape[-2] or k.shape[1] != state.keys.shape[1] or v.shape[-1] != state.values.shape[-1]:
             raise ShapeError(
                 f"step takes as many queries as keys, and keys and values with the heads and widths of the state, "
@@ -370,7 +386,7 @@ class LearnedLinearAttention(nn.Module):
     ) -> WindowedAttentionState:
         """Return the state after these keys and values, without attending; None is the state before the first key."""
         if state is None:
-            state = empty_state(len(k), self.num_heads, self.num_features, self.window, k, v)
+            state = self._first_state(len(k), k, v)
         k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
         return advanced(self, state, extended(state, k, v, key_mask, self.window))
 

@@ -315,9 +315,10 @@ class RandMultiHeadAttention(FeatureMap):
         key_padding_mask: Tensor | None = None,  # (N, S) or (S,)
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend; arguments mean the same as for nn.MultiheadAttention.
+        """Attend; arguments have the order and the meaning that they have for nn.MultiheadAttention.
 
         In causal attention there may be more keys than queries: the queries then have the last positions, as with a
         cache, and the causal mask has its diagonal at the lower right.
@@ -330,6 +331,7 @@ class RandMultiHeadAttention(FeatureMap):
             need_weights: Must be False.
             attn_mask: None, an empty mask, or the causal mask. With ``is_causal=True`` any mask counts as the causal
                 mask, if there are as many keys as queries.
+            average_attn_weights: Ignored, because no weights are returned.
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
@@ -398,7 +400,7 @@ class RandMultiHeadAttention(FeatureMap):
         """
         check_size("batch_size", batch_size, least=0)
         like = self.Wq.new_empty(batch_size, self.num_heads, 0, self.head_dim)
-        return self._no_state(like, like)
+        return self._first_state(like, like)
 
     def step(
         self,
@@ -424,8 +426,8 @@ class RandMultiHeadAttention(FeatureMap):
             ShapeError: If shapes do not fit, or the state has a different batch size.
             DTypeError: If a dtype or the device differs from the layer's.
             TypeError: If ``state`` is not a state of this kind of layer.
-            ValueError: If the directions have been drawn anew since the state was made, or ``SRPE`` cannot count from
-                a later position.
+            ValueError: If the state was made by another feature map, for example before :meth:`calibrate_`, or
+                ``SRPE`` cannot count from a later position.
 
         Cost: ``8 m E`` flops a token for m random features, about half with ``"hermite"``, besides the projections; the
         state does not grow.
@@ -445,7 +447,7 @@ class RandMultiHeadAttention(FeatureMap):
         if x.dim() != 3:
             raise ShapeError(f"step takes x with three dimensions, a batch included, not {tuple(x.shape)}: x[None]")
         x = x if self.batch_first else x.transpose(0, 1)
-        check_state(state, AttentionState, len(x), self.Wq)
+        check_state(state, AttentionState, len(x), self.Wq, self)
         q, k, v, exponent = self._operands(x, x, x, key_padding_mask)
         if self.SRPE is not None:
             q, k = self._with_positions(q, k, state.length)

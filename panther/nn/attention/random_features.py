@@ -104,7 +104,7 @@ class RandomFeatureAttention(FeatureMap):
         scale: float | None = None,
     ) -> tuple[Tensor, AttentionState]:  # (N, H, T, E)
         """Attend from the next tokens to themselves and to all earlier tokens; return the output and the new state."""
-        check_state(state, AttentionState, len(q), q)
+        check_state(state, AttentionState, len(q), q, self)
         return self._extend(state, *self._inputs(q, k, v, key_mask, scale))
 
     def state_after(
@@ -113,7 +113,7 @@ class RandomFeatureAttention(FeatureMap):
         """Return the state after these keys and values, without attending; None is the state before the first key."""
         like = k.new_empty(len(k), self.num_heads, 0, k.shape[-1])
         _, k, v, exponent = self._inputs(like, k, v, key_mask, None)
-        return self._absorb(self._no_state(k, v) if state is None else state, k, v, exponent)
+        return self._absorb(self._first_state(k, v) if state is None else state, k, v, exponent)
 
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None

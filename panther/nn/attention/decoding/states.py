@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
+from panther.nn.attention.decoding.fingerprints import check_map
 
 
 class AttentionState(NamedTuple):
@@ -31,8 +32,8 @@ class AttentionState(NamedTuple):
     """For ``"hermite"``, the number of keys that are not masked, (N, 1)."""
     length: int
     """Tokens so far, masked tokens included."""
-    draws: int
-    """How often the layer's directions had been drawn."""
+    feature_map: str | None = None
+    """The fingerprint of the feature map that made the sums; None if it is unknown."""
 
     def select(self, indices: Tensor) -> "AttentionState":
         """Return the state of the samples at ``indices`` of the batch, for example of the beams that survive."""
@@ -60,6 +61,8 @@ class WindowedAttentionState(NamedTuple):
     """For each sample, the number of positions from its first key that takes part."""
     length: int
     """Tokens so far, masked tokens included."""
+    feature_map: str | None = None
+    """The fingerprint of the feature map that made the sums; None if it is unknown."""
 
     def select(self, indices: Tensor) -> "WindowedAttentionState":
         """Return the state of the samples at ``indices`` of the batch, for example of the beams that survive."""
@@ -71,8 +74,11 @@ class WindowedAttentionState(NamedTuple):
         return WindowedAttentionState(*_selected(self, indices))._replace(positions=positions)
 
 
-def check_state(state: Any, kind: type, batch_size: int, like: Tensor) -> None:
-    """Raise unless ``state`` has this kind, batch size, and the device and accumulation dtype of ``like``."""
+def check_state(state: Any, kind: type, batch_size: int, like: Tensor, attention: Any) -> None:
+    """Raise unless ``state`` has this kind and batch size, the device and accumulation dtype of ``like``, and the map.
+
+    The map is the feature map of the module ``attention``.
+    """
     if not isinstance(state, kind):
         raise TypeError(f"state must be the result of init_state or step, not {type(state).__name__}")
     sums: Tensor = state.sums  # type: ignore[attr-defined]
@@ -87,6 +93,7 @@ def check_state(state: Any, kind: type, batch_size: int, like: Tensor) -> None:
             f"the state is {sums.dtype} on {sums.device}, and {like.dtype} on {like.device} needs {dtype} there: make "
             "the state after moving the layer"
         )
+    check_map(state, attention)
 
 
 def units_with(state: AttentionState, log_scale: Tensor | None) -> Tensor | None:
@@ -118,7 +125,7 @@ def merged(states: Sequence[AttentionState]) -> AttentionState:
             norms = None if norms is None or state.norms is None else norms + state.norms
     counts = [state.num_keys for state in states if state.num_keys is not None]
     num_keys = torch.stack(counts).sum(0) if counts else None
-    return AttentionState(sums, units, norms, num_keys, sum(state.length for state in states), first.draws)
+    return AttentionState(sums, units, norms, num_keys, sum(state.length for state in states), first.feature_map)
 
 
 def _selected(state: tuple[Any, ...], indices: Tensor) -> list[Any]:

@@ -98,7 +98,9 @@ def advanced(attention: Any, state: WindowedAttentionState, chunk: Extended) -> 
     blocks = ((_block(new, window), _block(old, window)) for new, old in zip(positions, state.positions, strict=True))
     shifts = tuple((new - old) * window for new, old in blocks)
     sums, units, keys, values, is_key = _moved(attention, state, chunk, shifts)
-    return WindowedAttentionState(sums, units, keys, values, is_key, positions, state.length + chunk.tokens)
+    return WindowedAttentionState(
+        sums, units, keys, values, is_key, positions, state.length + chunk.tokens, state.feature_map
+    )
 
 
 def attend_chunk(
@@ -191,7 +193,7 @@ def attend_token(
         denominator = weights.sum(-1).reshape(shift.shape) + far[..., -1:]
         y = (numerator / denominator.masked_fill(largest == -torch.inf, 1)).to(v.dtype)
     positions = tuple(position + 1 for position in state.positions)
-    return y, WindowedAttentionState(sums, units, keys, values, is_key, positions, state.length + 1)
+    return y, WindowedAttentionState(sums, units, keys, values, is_key, positions, state.length + 1, state.feature_map)
 
 
 def _moved(
