@@ -49,7 +49,7 @@ settings.register_profile("panther", fuzz)
 settings.load_profile("panther")
 
 # Adapters whose file does not have the name of the library that its examples need.
-_LIBRARIES = {"pretrained": "transformers", "_model_card": "transformers"}
+_LIBRARIES = {"pretrained": "transformers"}
 
 
 def _library(path: Path) -> str | None:

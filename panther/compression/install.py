@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from panther._model_libraries import layers_replaced
 from panther.compression.calibration.model_state import deferred_interrupts
 from panther.compression.calibration.targets import Survey, replace_modules, swap_modules
 from panther.compression.forms import Fits, Replacement, inherit_flags, total_loss
@@ -18,7 +19,6 @@ from panther.compression.selection.allocation import Allocation, model_bytes
 from panther.compression.selection.measurement import Measured
 from panther.compression.selection.timing import SLOWER
 from panther.errors import PerformanceWarning
-from panther.nn.specs import note_in_config_
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
             outcome.write_()
         inherit_flags(replacement)
         swap_modules(model, replacement)
-        note_in_config_(model)
+        layers_replaced(model)
     return report
 
 

@@ -154,13 +154,13 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return _described_tensors(file, path)
 
 
-def stored_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a file; they are empty if it has none or is damaged."""
+def stored_metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a file; None if it is missing or damaged."""
     try:
         with _opened(path) as file:
             metadata = _read_header(file, path)[0].get("__metadata__")
     except (ValueError, OSError):
-        return {}
+        return None
     return metadata if isinstance(metadata, dict) else {}
 
 

@@ -1,7 +1,8 @@
 """Which files of a folder hold the weights of its model, and what to do where these files are not all there."""
 
-__all__ = ["PICKLES", "check_weight_files", "weight_files"]
+__all__ = ["PICKLES", "check_weight_files", "has_usual_weights", "weight_files"]
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,21 +23,26 @@ _FOREIGN = {
 }
 
 
+def has_usual_weights(folder: Path) -> bool:
+    """Return whether a folder has weights, or an index of weights, under the names that transformers looks for."""
+    return any(os.path.lexists(folder / name) for name in (_WEIGHTS, _INDEX))
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder of transformers or diffusers, without copies in other forms.
+    """Return the safetensors files that transformers or diffusers would read in a folder, and no others.
 
     Raises:
         FormatError: If an index or the numbers of shards name a file that is missing, or a file is a pointer of Git
             LFS.
     """
     index = folder / _INDEX
-    if not index.is_file() and not (folder / _WEIGHTS).is_file():
+    if not has_usual_weights(folder):
         indices = sorted(folder.glob("*.safetensors.index.json"))
         index = indices[0] if len(indices) == 1 else index
-    if index.is_file():
-        names = _indexed(index)
-    elif (folder / _WEIGHTS).is_file():
+    if os.path.lexists(folder / _WEIGHTS):  # transformers reads it, and no index that earlier shards have left there
         names = [_WEIGHTS]
+    elif index.is_file():
+        names = _indexed(index)
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         _check_numbers(folder, names)

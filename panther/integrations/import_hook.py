@@ -4,29 +4,41 @@ transformers does not refuse a folder of a quantization method that it does not 
 with random numbers. Every process that imports Panther therefore registers the method, immediately if transformers'
 registry is loaded, and otherwise as soon as it is loaded. The registered classes import the adapter when transformers
 first uses them, because the adapter reads many modules of transformers, which are incomplete during its import.
+
+The method alone does not suffice. transformers asks it only if the config that is saved or read names compressed
+layers. Models are often saved with other configs: a model that contains a compressed one, a part, or a dense model of
+the same config. ``save_pretrained`` and ``from_pretrained`` of all models are therefore wrapped: saving writes the
+record of the layers that the model has, and loading refuses weights of compressed layers that it would not use.
 """
 
-__all__ = ["register_with_transformers"]
+__all__ = ["MARKS", "register_with_transformers"]
 
+import functools
 import importlib
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-_REGISTRY = "transformers.quantizers.auto"
+from panther._model_libraries import register_library
+
+_REGISTRY, _MODELS = "transformers.quantizers.auto", "transformers.modeling_utils"
 _ADAPTER = "panther.integrations.transformers"
 _METHOD = "panther"
+# Last parts of the names of tensors that only compressed layers have.
+MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton", "down", "up")
 _log = logging.getLogger("panther.integrations")
 
 
 def register_with_transformers() -> None:
-    """Register the method "panther", now or when transformers is imported."""
-    if _REGISTRY in sys.modules:
-        # A different thread may be importing the registry; import_module waits until it is complete.
-        _register(importlib.import_module(_REGISTRY))
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register the method "panther" and wrap saving and loading, now or when transformers is imported."""
+    for name, complete in ((_REGISTRY, _register), (_MODELS, _wrap)):
+        if name in sys.modules:
+            # A different thread may be importing the module; import_module waits until it is complete.
+            complete(importlib.import_module(name))
+        elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(name, complete))
 
 
 def _register(registry: ModuleType) -> None:
@@ -40,6 +52,62 @@ def _register(registry: ModuleType) -> None:
             "numbers",
             error,
         )
+
+
+def _wrap(models: ModuleType) -> None:
+    """Wrap ``save_pretrained`` and ``from_pretrained`` of the base class of all models, once."""
+    base = getattr(models, "PreTrainedModel", None)
+    if base is None or hasattr(base.save_pretrained, "_panther"):
+        return
+    register_library(_Transformers(base))
+    save, load = base.save_pretrained, base.from_pretrained.__func__
+
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if "panther.nn.base" not in sys.modules and not _is_recorded(model):
+            return save(model, *args, **kwargs)  # no layer is compressed, and the adapter needs not be imported
+        state = kwargs.get("state_dict", args[2] if len(args) > 2 else None)  # folder, is_main_process, state_dict
+        with _adapter().saving(model, state=state):
+            return save(model, *args, **kwargs)
+
+    @functools.wraps(load)
+    def from_pretrained(kind: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        model, info = load(kind, *args, output_loading_info=True, **kwargs)
+        if any(name.rpartition(".")[2] in MARKS for name in info["unexpected_keys"]):
+            _adapter().check_loaded(info)
+        return (model, info) if output_loading_info else model
+
+    save_pretrained._panther = True  # type: ignore[attr-defined]
+    base.save_pretrained, base.from_pretrained = save_pretrained, classmethod(from_pretrained)
+
+
+def _is_recorded(model: Any) -> bool:
+    entry = getattr(model.config, "quantization_config", None)
+    return isinstance(entry, Mapping) and entry.get("quant_method") == _METHOD
+
+
+def _adapter() -> Any:
+    return importlib.import_module(_ADAPTER)
+
+
+class _Transformers:
+    """transformers, for the layers below; the adapter is imported at the first model with compressed layers."""
+
+    def __init__(self, base: type) -> None:
+        self._base = base
+
+    def is_model(self, module: Any) -> bool:
+        """Return whether a module is a PreTrainedModel."""
+        return isinstance(module, self._base)
+
+    def layers_replaced(self, model: Any) -> None:
+        """Update the names of tied weights."""
+        _adapter().layers_replaced(model)
+
+    def files(self, model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return config.json, the settings of generation, and the code of a model of trust_remote_code."""
+        files: dict[str, bytes] = _adapter().model_files(model, specs)
+        return files
 
 
 class _Unloaded:
@@ -56,15 +124,18 @@ class _Unloaded:
         return getattr(self._load(), name)
 
     def _load(self) -> Any:
-        return getattr(importlib.import_module(_ADAPTER), self.__name__)
+        return getattr(_adapter(), self.__name__)
 
 
 class _Finder:
-    """A finder of transformers' registry: it asks the other finders, and registers the method after the import."""
+    """A finder of one module of transformers: it asks the other finders, and completes the module after its import."""
+
+    def __init__(self, name: str, complete: Callable[[ModuleType], None]) -> None:
+        self.name, self._complete = name, complete
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Return the spec of transformers' registry, and None for all other modules."""
-        if name != _REGISTRY:
+        """Return the spec of the module, and None for all other modules."""
+        if name != self.name:
             return None
         for finder in list(sys.meta_path):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
@@ -76,7 +147,7 @@ class _Finder:
         return None
 
     def _follow(self, loader: Any) -> None:
-        """Make a loader register the method after it has executed the module; a loader serves a single import."""
+        """Make a loader complete the module after it has executed it; a loader serves a single import."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -85,6 +156,6 @@ class _Finder:
             del loader.exec_module
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _register(module)
+            self._complete(module)
 
         loader.exec_module = exec_module

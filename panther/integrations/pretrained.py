@@ -1,9 +1,10 @@
 """``panther.from_pretrained``: a transformers model from its folder. transformers is imported by the call."""
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "without_hub_kernels"]
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,23 @@ from safetensors import SafetensorError, safe_open
 from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
-from panther.files.weights import check_weight_files
-from panther.integrations._saved_weights import MARKS
+from panther.files.tensors import StoredTensor, stored_tensors
+from panther.files.weights import check_weight_files, has_usual_weights, weight_files
+from panther.integrations.import_hook import MARKS
 from panther.nn.attention.record import check_recorded
-from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
+from panther.nn.io import check_folder, inference_manifest, saved_manifest, weights_path
 from panther.nn.linears import expanded
 from panther.nn.specs import QUANTIZATION_METHOD, is_symmetric_record
 
+_log = logging.getLogger("panther.integrations")
 _BLOCK = 1 << 20  # elements that are compared at a time
+_SCALED = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize == 1}
+_SCALED -= {torch.bool}
+# Implementations that transformers has itself.
+_IMPLEMENTATIONS = {
+    "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
+    "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
+}
 
 # Arguments by which the loaded model has other tensors than the folder.
 _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}
@@ -75,8 +85,8 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     folder = Path(dir)
     if not folder.is_dir():
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
-    manifest = None
-    if (folder / INFERENCE_MANIFEST).is_file():
+    manifest = saved_manifest(folder)
+    if manifest is not None:
         check_folder(folder)  # first, because it completes an interrupted save by renaming its files
         manifest = inference_manifest(folder)
     if not (folder / "config.json").is_file():
@@ -87,11 +97,12 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     config = _read_config(folder)
     make = _model_class(transformers, config, folder)
     argument_names = set(kwargs)
-    usual = [name for name in ("model.safetensors", "model.safetensors.index.json") if (folder / name).exists()]
-    if not usual and any(folder.glob(f"model.{QUANTIZATION_METHOD}*.safetensors")):
+    if not has_usual_weights(folder) and any(folder.glob(f"model.{QUANTIZATION_METHOD}*.safetensors")):
         kwargs.setdefault("variant", QUANTIZATION_METHOD)  # transformers does not look for this variant by itself
     if manifest is None:
         check_weight_files(folder, make.__name__, kwargs.get("variant"))
+    stored = {name: each for path in weight_files(folder) for name, each in stored_tensors(path).items()}
+    kwargs = without_hub_kernels(config) | {"trust_remote_code": False} | kwargs
     kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     try:
         model, info = make.from_pretrained(folder, **kwargs)
@@ -109,14 +120,65 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
             f"{type(reason).__name__}: {text[:300]}: {folder} cannot be loaded, because config.json or another of its "
             "files is damaged or was written for a different version of transformers: copy or write the folder again"
         ) from error
-    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
-    check_recorded({name for file in files for name in file.keys()}, model, folder)  # noqa: SIM118  not a mapping
+    check_recorded(stored.keys(), model, folder)
     with_new_sizes = bool(kwargs.get("ignore_mismatched_sizes"))
+    _check_scales(model, info["unexpected_keys"], stored, config, folder)
     is_compressed = manifest is not None or _is_compressed(config)
     _check_filled(model, info, folder, manifest, is_compressed=is_compressed, with_new_sizes=with_new_sizes)
     if manifest is not None and not argument_names & _CHANGING and not with_new_sizes:
         _check_as_saved(model, manifest, folder)
     return (expanded(model) if expand else model).eval()
+
+
+def without_hub_kernels(config: Mapping[str, Any]) -> dict[str, None]:
+    """Return arguments of ``from_pretrained`` that replace settings of a config.json by transformers' defaults.
+
+    transformers asks the hub for an implementation of attention or of experts that it does not have itself, also with
+    ``local_files_only=True``. All implementations compute the same up to rounding.
+    """
+    arguments: dict[str, None] = {}
+    for key, value in _settings_in(config):
+        name = key.strip("_").removesuffix("_internal")
+        if name in _IMPLEMENTATIONS and value not in _IMPLEMENTATIONS[name]:
+            arguments[name] = None
+            _log.warning(
+                "config.json asks for %s=%r, which may be code of the hub: the default is used, and "
+                "from_pretrained(folder, %s=...) chooses another one",
+                name, value, name,
+            )  # fmt: skip
+    return arguments
+
+
+def _settings_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of all settings in a config and in the configs in it."""
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _settings_in(inner)
+    if isinstance(value, Mapping):
+        yield from value.items()
+
+
+def _check_scales(
+    model: Any, unexpected: Iterable[str], stored: Mapping[str, StoredTensor], config: Mapping[str, Any], folder: Path
+) -> None:
+    """Raise FormatError if weights of 8 bits were loaded as they are, without the scales that they need."""
+    state = model.state_dict()
+    prefix = f"{model.base_model_prefix}."
+    has_quantizer = bool(config.get("quantization_config")) and not _is_compressed(config)
+    unexpected = sorted(map(str, unexpected))
+    compressed = {name.rpartition(".")[0] for name in stored if name.rpartition(".")[2] in MARKS}
+    for name, place in stored.items():
+        spellings = (name, prefix + name, name.removeprefix(prefix))
+        present = next((state[each] for each in spellings if each in state), None)
+        is_used = name not in unexpected and name.rpartition(".")[0] not in compressed
+        if place.dtype not in _SCALED or not is_used or (present is not None and present.dtype is place.dtype):
+            continue
+        scale = next((each for each in unexpected if each.startswith(name.removesuffix(".weight"))), None)
+        if scale is not None or not (has_quantizer or place.dtype.is_floating_point):
+            raise FormatError(
+                f"{name!r} in {folder} is {place.dtype}, and its scales{f' {scale!r}' if scale else ''} would not be "
+                "applied: restore the entry 'quantization_config' of the original config.json, or write the folder "
+                "again with the weights multiplied by their scales"
+            )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -148,9 +210,15 @@ def _model_class(transformers: Any, config: Mapping[str, Any], folder: Path) -> 
     # The common base of the Auto classes is not public.
     kinds = (transformers.PreTrainedModel, *transformers.AutoModel.__mro__[:-1])
     if not isinstance(make, type) or not issubclass(make, kinds):
+        fix = "build it, and call pr.load_compressed(folder, model)"
+        if config.get("auto_map"):
+            fix = (
+                "its code is in the folder, and runs if you trust it: "
+                f"transformers.AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)"
+            )
         raise FormatError(
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
-            "does not have: build it, and call pr.load_compressed(folder, model)"
+            f"does not have: {fix}"
         )
     return make
 
@@ -159,6 +227,8 @@ def _why_no_model(transformers: Any, make: Any, folder: Path) -> Exception | Non
     """Return the error of building the model of a folder's config.json without weights, or None if there is none."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for name in without_hub_kernels(_read_config(folder)):
+            setattr(config, f"_{name}", None)
         with torch.device("meta"):
             (make.from_config if hasattr(make, "from_config") else make)(config)
     except Exception as error:

@@ -6,12 +6,12 @@ import warnings
 
 from torch import nn
 
+from panther._model_libraries import layers_replaced
 from panther._torch import has_hooks, put_module
 from panther.errors import PerformanceWarning
 from panther.nn.linear import SKLinear
 from panther.nn.linears import reason_to_skip
 from panther.nn.low_rank import LowRankLinear
-from panther.nn.specs import note_in_config_
 
 
 def fuse_(model: nn.Module) -> nn.Module:
@@ -57,7 +57,7 @@ def fuse_(model: nn.Module) -> nn.Module:
             new[layer].down, new[layer].up = first.down, first.up
     for name in layers.keys() - reasons.keys() - {""}:
         put_module(model, name, new[layers[name]])
-    note_in_config_(model)
+    layers_replaced(model)
     outcome = f"found no SKLinear in this {type(model).__name__}, so nothing was changed"
     if reasons:
         name, reason = next(iter(reasons.items()))

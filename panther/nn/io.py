@@ -9,6 +9,7 @@ worst be refused.
 __all__ = ["load_compressed", "save_compressed"]
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._keywords import explain_keywords
+from panther._model_libraries import layers_replaced, model_files
 from panther._torch import (
     buffers_of,
     original_of_compiled,
@@ -33,7 +35,7 @@ from panther._version import __version__
 from panther.errors import FormatError, check_flag
 from panther.files.folder import commit_files, committed_path, finish_commit
 from panther.files.records import read_record, read_valid_json, record_checksum
-from panther.files.tensors import StoredTensor, bytes_of, open_tensors, write_tensors
+from panther.files.tensors import OpenTensor, StoredTensor, bytes_of, open_tensors, stored_metadata, write_tensors
 from panther.files.writer import Draft
 from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
@@ -45,17 +47,18 @@ from panther.nn.specs import (
     SYMMETRIC,
     is_symmetric_record,
     load_modules,
-    model_config,
     module_names_of,
     module_specs,
-    note_in_config_,
 )
 
 # All versions can be read. 1 has no checksums; 1 and 2 have fitted layers for low rank. 4 has symmetric layers without
 # zero points, and is written for models with such layers. Other models have version 3, which older versions read.
+_log = logging.getLogger("panther.nn")
 _FORMAT, _VERSIONS = "panther", range(1, 5)
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
-_COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
+# Key of a mark in the metadata of the weights, which the manifest has too. Weights with a mark belong to a manifest,
+# which may be lost, and weights without the mark of a manifest are of a different program, which saved them later.
+_MARK = "panther_manifest"
 
 
 @explain_keywords
@@ -109,7 +112,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     specs = module_specs(model)
     _alias_copies(tensors, aliases, specs)
     _leave_out_zeros(model, tensors, aliases, specs)
-    return write_folder(dir, tensors, tensors.__getitem__, specs, aliases, model_config(model, specs))
+    return write_folder(dir, tensors, tensors.__getitem__, specs, aliases, model_files(model, specs))
 
 
 def write_folder(
@@ -118,9 +121,9 @@ def write_folder(
     value_of: Callable[[str], Tensor],
     modules: dict[str, Any],
     aliases: dict[str, str],
-    config: dict[str, Any] | None = None,
+    files: Mapping[str, bytes],
 ) -> Path:
-    """Write the files of the format, and config.json if there is one, and rename them when they are complete.
+    """Write the files of the format, and further ``files`` by name, and rename them when they are complete.
 
     ``tensors`` has the dtypes and shapes. ``value_of`` returns a tensor with values. Only one is in memory at a time.
     """
@@ -141,18 +144,20 @@ def write_folder(
             return new
 
         drafts, manifest_draft = {_WEIGHTS: draft(_WEIGHTS)}, draft(INFERENCE_MANIFEST)
-        write_tensors(drafts[_WEIGHTS].file, tensors, value)
-        if config is not None:
-            drafts[_CONFIG] = draft(_CONFIG)
-            drafts[_CONFIG].file.write(_text(config))
-        manifest = _manifest(modules, aliases, checksums, config)
-        manifest_draft.file.write(_text(manifest))
-        commit_files(folder, drafts, manifest_draft, _commit_of(manifest), _COMMITTED)
+        mark = f"{record_checksum({'modules': modules, 'aliases': aliases, 'names': sorted(tensors)}):08x}"
+        write_tensors(drafts[_WEIGHTS].file, tensors, value, {_MARK: mark})
+        for name, contents in files.items():
+            drafts[name] = draft(name)
+            drafts[name].file.write(contents)
+        manifest = _manifest(modules, aliases, checksums, files, mark)
+        manifest_draft.file.write((json.dumps(manifest, indent=1) + "\n").encode())
+        commit_files(folder, drafts, manifest_draft, _commit_of(manifest), _committed_names(manifest))
     return folder
 
 
-def _text(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, indent=1) + "\n").encode()
+def _committed_names(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files that one rename of the manifest replaces."""
+    return [_WEIGHTS, _CONFIG, *manifest.get("files", ())]
 
 
 def _commit_of(manifest: Mapping[str, Any]) -> str:
@@ -161,7 +166,7 @@ def _commit_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _manifest(
-    modules: dict[str, Any], aliases: dict[str, str], checksums: dict[str, int], config: dict[str, Any] | None
+    modules: dict[str, Any], aliases: dict[str, str], checksums: dict[str, int], files: Mapping[str, bytes], mark: str
 ) -> dict[str, Any]:
     manifest = {
         "format": _FORMAT,
@@ -171,9 +176,12 @@ def _manifest(
         "modules": modules,
         "aliases": aliases,
         "checksums": checksums,
+        "mark": mark,
     }
-    if config is not None:
-        manifest["config_checksum"] = record_checksum(config)
+    if _CONFIG in files:
+        manifest["config_checksum"] = record_checksum(json.loads(files[_CONFIG]))
+    if further_names := sorted(files.keys() - {_CONFIG}):
+        manifest["files"] = further_names
     return manifest | {"checksum": record_checksum(manifest)}
 
 
@@ -252,7 +260,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
         }
         model.load_state_dict(placed, strict=False, assign=True)
         _tie(model, {**aliases, **_zeros_aliases(aliases, records)})
-    note_in_config_(model)
+    layers_replaced(model)
     return expanded(model) if expand else model
 
 
@@ -263,7 +271,8 @@ def check_folder(dir: Path) -> None:
     know nothing of Panther find them.
     """
     try:
-        finish_commit(dir, _COMMITTED, lambda: inference_manifest(dir)["commit"])
+        names = _committed_names(inference_manifest(dir))
+        finish_commit(dir, names, lambda: inference_manifest(dir)["commit"])
     except OSError as error:
         raise FormatError(
             f"the process that saved to {dir} was killed, and this process cannot give the new files their names "
@@ -341,10 +350,15 @@ def _description_checksum(tensor: Tensor | StoredTensor) -> int:
     return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
 
 
+def tensor_checksum(reader: OpenTensor) -> int:
+    """Return the checksum of a tensor as the manifest has it."""
+    return reader.checksum(_description_checksum(reader.stored))
+
+
 def inference_manifest(folder: Path) -> dict[str, Any]:
     """Return the checked contents of a folder's panther.json, with the ``"commit"`` that pending files are named by."""
     path = folder / INFERENCE_MANIFEST
-    if not path.is_file() and (folder / _CONFIG).is_file():
+    if not os.path.lexists(path) and (folder / _CONFIG).is_file():
         raise FormatError(
             f"{path} is missing, and config.json is there: pr.from_pretrained(folder) loads what save_pretrained wrote"
         )
@@ -354,8 +368,9 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
         manifest["checksums"] = None
     keys = ("weights", "modules", "aliases", "checksums")
     weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
-    if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
-        raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
+    for name in (weights, *(manifest.get("files") or ())):
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+            raise FormatError(f"{path} names the file {name!r}: it must be a plain file name in that folder")
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")
     for name, spec in modules.items():
@@ -366,6 +381,35 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
     numbers = checksums.values() if isinstance(checksums, dict) else [None]
     if manifest["format_version"] > 1 and not all(type(number) is int for number in numbers):
         raise FormatError(f"{path}: 'checksums' must map names to numbers")
+    return manifest
+
+
+def saved_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the checked contents of a folder's panther.json; None if a different program wrote the folder's weights.
+
+    That program may have replaced the weights of an older save, and left its panther.json.
+
+    Raises:
+        FormatError: If the manifest is damaged or no regular file, or is lost.
+    """
+    weights, manifest = folder / _WEIGHTS, None
+    if os.path.lexists(folder / INFERENCE_MANIFEST):
+        manifest = inference_manifest(folder)
+        weights = weights_path(folder, manifest)
+    metadata = stored_metadata(weights)
+    if manifest is None and metadata and _MARK in metadata:
+        raise FormatError(
+            f"{folder / INFERENCE_MANIFEST} is lost, and with it the checksums and shared tensors of {_WEIGHTS}, which "
+            "pr.save_compressed wrote: copy or write the folder again"
+        )
+    if manifest is not None and "mark" in manifest and metadata is not None and _MARK not in metadata:
+        try:
+            _read_folder(folder, keep=False)
+        except FormatError:
+            _log.warning(
+                "%s is of an older save, whose weights were replaced: it is ignored", folder / INFERENCE_MANIFEST
+            )
+            return None
     return manifest
 
 
@@ -425,13 +469,12 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any], keep: bool) -> dict
                 "files must be of one save, write it again"
             )
         for name, reader in readers.items():
-            checksum = _description_checksum(reader.stored)
             try:
                 if keep:
                     tensors[name] = reader.read()
-                    checksum = zlib.crc32(bytes_of(tensors[name]), checksum)
+                    checksum = zlib.crc32(bytes_of(tensors[name]), _description_checksum(reader.stored))
                 else:
-                    checksum = reader.checksum(checksum)
+                    checksum = tensor_checksum(reader)
             except FormatError as error:
                 raise _as_damaged_save(path, error) from None
             if checksums is not None and checksums[name] != checksum:

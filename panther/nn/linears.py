@@ -1,6 +1,6 @@
 """Conversion of compressed layers to nn.Linear, convolutions and embeddings, for tools that know only these."""
 
-__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "reason_to_skip", "to_linears_"]
+__all__ = ["LinearsReport", "ReplacedLayer", "expanded", "plain_pairs", "reason_to_skip", "to_linears_"]
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from panther._model_libraries import layers_replaced
 from panther._text import counted, format_table
 from panther._torch import buffers_of, parameters_of
 from panther.nn.base import CompressedModule, keep_own_forward
@@ -27,7 +28,6 @@ from panther.nn.quantized import (
 )
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import StackedExperts, put_layer
-from panther.nn.specs import note_in_config_
 
 _CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
 _TABLES = (QuantizedEmbedding, QuantizedEmbeddingBag)
@@ -66,6 +66,10 @@ class LinearsReport:
             lines.append(format_table([heading, *rows], "<<<>>"))
         lines += [f"skipped: {name}, {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
+
+
+class ConvPair(nn.Sequential):
+    """Two convolutions, the first without bias and the second of width 1, that replace one."""
 
 
 class LinearPair(nn.Sequential):
@@ -176,10 +180,15 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
         replaced.append(
             ReplacedLayer(name, type(module).__name__, _described(new[module]), _bytes(module), _bytes(new[module]))
         )
-    note_in_config_(model)
+    layers_replaced(model)
     return LinearsReport(
         tuple(replaced), tuple((name, reasons[module]) for name, module in layers if module in reasons)
     )
+
+
+def plain_pairs(model: nn.Module) -> list[str]:
+    """Return the names of the pairs of plain layers that ``to_linears_`` put in the place of compressed layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, (ConvPair, LinearPair))]
 
 
 def expanded(model: nn.Module) -> nn.Module:
@@ -259,7 +268,7 @@ def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in)
     return inner * powers[:, None], outer / powers
 
 
-def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | QuantizedConv2d) -> nn.Sequential:
+def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | QuantizedConv2d) -> ConvPair:
     groups = module.groups
     with torch.no_grad():
         if isinstance(module, QuantizedConv2d):  # without groups
@@ -282,7 +291,7 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | Quantize
         module.dim, rows, module.out_channels, 1, groups=groups, bias=module.bias is not None, device="meta"
     )
     first.weight, second.weight = (_parameter(t, trained) for t in (kernel, mix))
-    return nn.Sequential(first, second)
+    return ConvPair(first, second)
 
 
 def _root_power_of_two(scale: float) -> float:

@@ -7,23 +7,16 @@ __all__ = [
     "TRAINED_SCALES",
     "allow_saving",
     "build_modules",
+    "config_entry",
     "is_symmetric_record",
     "load_modules",
-    "model_config",
     "module_names_of",
     "module_specs",
-    "note_in_config_",
-    "own_config_",
-    "pretrained_models_in",
 ]
 
-import copy
-import json
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +37,9 @@ from panther.nn.quantized import (
     QuantizedExperts,
     QuantizedLinear,
 )
-from panther.nn.quantized.conversions import keep_expert_names_
 from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import stacked_layers
-from panther.nn.quantized.ties import declare_ties_
 
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _CLASSES: dict[str, type[Any]] = {
@@ -77,13 +68,9 @@ def allow_saving(*layers: type[CompressedModule]) -> None:
 _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integers.
 
 # Version of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers
-# reads. Version 2 has parts, whose layers have their names within the part.
+# reads. Version 2, which is no longer written, has parts, whose layers have their names within the part.
 # Version 3 has symmetric layers without zero points, see SYMMETRIC.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 3
-_PARTS_VERSION = 2
-_PARTS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-# The copies of configs that were made for models.
-_OWN_CONFIGS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 # Key of a record in a training checkpoint: the layer has parameters that train its scales.
 TRAINED_SCALES = "trained_scales"
@@ -137,121 +124,13 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
     return modules | attention_records(model)
 
 
-def note_in_config_(model: nn.Module) -> None:
-    """Write the compressed layers of a transformers model to its config, so that ``save_pretrained`` saves them.
-
-    transformers is not imported. A config belongs to the PreTrainedModel that has it: for a wrapper around such models,
-    for example of sentence-transformers or with a value head, the config of each inner model is written, with the names
-    of the layers in that model. A part of a transformers model, such as an encoder, shares the config of the whole
-    model. It is listed there as a part, because its names in the whole model are unknown. A model with a quantizer,
-    which writes the entry itself, or with an entry of another method is not changed.
-    """
-    owners = pretrained_models_in(model)
-    for owner in owners:
-        _note_modules_(owner, model)
-        declare_ties_(owner, _pretrained_class())
-        keep_expert_names_(owner)
-    if not owners and _pretrained_class() is not None and hasattr(getattr(model, "config", None), "to_json_string"):
-        _note_part_(model)
-
-
-def _note_modules_(model: nn.Module, root: nn.Module) -> None:
-    config: Any = model.config
-    if getattr(model, "hf_quantizer", None) is not None or not _may_note(config):
-        return
-    specs = _specs_or_none(model)
-    if specs != {}:
-        own_config_(model, root).quantization_config = _config_entry(specs)
-    elif getattr(config, "quantization_config", None) is not None:
-        del own_config_(model, root).quantization_config
-
-
-def own_config_(model: nn.Module, root: nn.Module) -> Any:
-    """Give a transformers model a copy of its config, once, and return it: models can be built from one config object.
-
-    Modules of ``root``, a model around it or the model itself, that hold the config or one of the configs in it get the
-    copies. Attention reads its implementation there when it runs.
-    """
-    config: Any = model.config
-    if _OWN_CONFIGS.get(model) is not config:
-        entry = getattr(config, "quantization_config", None)
-        copies: dict[int, Any] = {id(entry): entry}  # it is replaced, never changed, and can hold calibration batches
-        copied = copy.deepcopy(config, copies)
-        for module in root.modules():
-            for name, value in [*vars(module).items()]:
-                if isinstance(value, _config_class()) and id(value) in copies:
-                    setattr(module, name, copies[id(value)])
-        _OWN_CONFIGS[model] = config = copied
-    return config
-
-
-def _note_part_(part: nn.Module) -> None:
-    config: Any = part.config
-    specs = _specs_or_none(part)
-    if not _may_note(config) or not specs:
-        return
-    entry = getattr(config, "quantization_config", None) or _config_entry({})
-    record = _PARTS.setdefault(part, {})
-    record.update({"class": type(part).__name__, "modules": specs})
-    other_records = [entry_record for entry_record in entry.get("parts", ()) if entry_record is not record]
-    config.quantization_config = entry | {"version": _PARTS_VERSION, "parts": [*other_records, record]}
-
-
-def _may_note(config: Any) -> bool:
-    entry = getattr(config, "quantization_config", None)
-    return entry is None or (isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD)
-
-
-def _specs_or_none(model: nn.Module) -> dict[str, Any] | None:
-    """Return the records of a model, or None if a layer cannot be saved."""
-    try:
-        return module_specs(model)
-    except (FormatError, SketchMismatchError):
-        return None
-
-
-def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the config.json of a transformers model, with its compressed layers, or None for other models."""
-    if not _has_config(model):
-        return None
-    config: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator, union-attr]
-    config.pop("quantization_config", None)
-    config["architectures"] = [type(model).__name__]
-    dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    return config | ({"quantization_config": _config_entry(specs)} if specs else {})
-
-
-def _has_config(model: nn.Module) -> bool:
-    return model in pretrained_models_in(model)
-
-
-def _pretrained_class() -> Any:
-    """Return the base class of transformers' models, or None if it is not imported, so that there are no models."""
-    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-
-
-def _config_class() -> Any:
-    """Return the base class of transformers' configs, which its models cannot be built without."""
-    return sys.modules["transformers.configuration_utils"].PreTrainedConfig
-
-
-def pretrained_models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in a model, which may be the model itself."""
-    kind = _pretrained_class()
-    if kind is None:
-        return []
-    if isinstance(model, kind):
-        return [model]
-    return [owner for child in model.children() for owner in pretrained_models_in(child)]
-
-
-def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
+def config_entry(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry ``quantization_config`` of config.json that records the compressed layers of a model."""
     return {
         "quant_method": QUANTIZATION_METHOD,
-        "version": CONFIG_VERSION if any(map(is_symmetric_record, (specs or {}).values())) else 1,
+        "version": CONFIG_VERSION if any(map(is_symmetric_record, specs.values())) else 1,
         "panther_version": __version__,
-        "modules": specs,
+        "modules": dict(specs),
     }
 
 

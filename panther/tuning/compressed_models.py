@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from panther._model_libraries import layers_replaced
 from panther._torch import children_of, put_child
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey, Target, replace_modules, swap_modules
@@ -31,7 +32,6 @@ from panther.compression.selection.measurement import measure
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.quantized.stacked import StackedExperts
-from panther.nn.specs import note_in_config_
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
 from panther.tuning.plan import Plan, TrialError, copy_or_call_again
 
@@ -234,7 +234,7 @@ class CompressedModels:
                 layer = convert_attention(twin, copy.deepcopy(layer.get_submodule(CHILD)))
             swap_modules(model, {twin: layer.train(twin.training)})
         if plan.attention:
-            note_in_config_(model)
+            layers_replaced(model)
         return model, report
 
 

@@ -246,7 +246,6 @@ def test_a_folder_that_contradicts_its_config_is_refused(tmp_path):
 
 def test_attention_by_random_features_comes_back_from_a_folder(tmp_path):
     """A search puts it in the place of softmax attention too."""
-    from panther.nn.specs import note_in_config_
     from panther.tuning.attention import replacement_of
 
     model, data = fresh("bert"), batches("bert")
@@ -256,7 +255,6 @@ def test_attention_by_random_features_comes_back_from_a_folder(tmp_path):
         (new,) = replacement_of(dict(model.named_modules()), settings, 3).values()
         new.linear_attention.calibrate_(*torch.randn(2, 1, 4, 20, 8).unbind())
         model.set_submodule(name, new.eval())
-    note_in_config_(model)
     expected = output(model, data[-1])
     for folder in folders(model, tmp_path):
         torch.testing.assert_close(output(pr.from_pretrained(folder), data[-1]), expected, rtol=0, atol=0)

@@ -16,8 +16,14 @@ from transformers.quantizers import auto
 assert auto.AUTO_QUANTIZER_MAPPING["panther"].__name__ == "PantherQuantizer"
 assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["panther"].from_dict({"modules": {}}).quant_method == "panther"
 assert auto.AUTO_QUANTIZER_MAPPING["panther"] is sys.modules["panther.integrations.transformers"].PantherQuantizer
+import transformers.modeling_utils
 assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("panther")]
 assert "exec_module" not in vars(auto.__spec__.loader)
+base, count = transformers.PreTrainedModel, 0
+for name in ("save_pretrained", "from_pretrained"):
+    function = getattr(base, name)
+    count += hasattr(function, "__wrapped__") and not hasattr(function.__wrapped__, "__wrapped__")
+assert count == 2
 """
 
 
@@ -50,15 +56,16 @@ def test_the_hook_loads_nothing_and_goes_away():
     run("""
 before = list(sys.meta_path)
 import panther, importlib
-(hook,) = [finder for finder in sys.meta_path if finder not in before]
+hooks = [finder for finder in sys.meta_path if finder not in before]
+assert sorted(hook.name for hook in hooks) == ["transformers.modeling_utils", "transformers.quantizers.auto"]
 importlib.reload(panther)
-assert [finder for finder in sys.meta_path if finder not in before] == [hook]
+assert [finder for finder in sys.meta_path if finder not in before] == hooks
 loaded = {"torch", "transformers", "numpy", "panther.nn", "panther.integrations.transformers"} & set(sys.modules)
 assert not loaded, loaded
 import importlib.util, transformers
 assert importlib.util.find_spec("transformers.quantizers.auto").name == "transformers.quantizers.auto"
 import transformers.quantizers.auto
-assert hook not in sys.meta_path
+assert [hook.name for hook in sys.meta_path if hook in hooks] == ["transformers.modeling_utils"]
 import inspect
 assert "class AutoHfQuantizer" in inspect.getsource(transformers.quantizers.auto)
 """)
@@ -82,7 +89,7 @@ for _ in range(2):
         assert str(error) == "of its own" and error.__cause__ is None
     else:
         raise AssertionError
-assert sum(type(finder).__module__.startswith("panther") for finder in sys.meta_path) == 1
+assert sum(type(finder).__module__.startswith("panther") for finder in sys.meta_path) == 2
 (folder / "auto.py").write_text("AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING = {}, {}")
 import importlib
 importlib.invalidate_caches()

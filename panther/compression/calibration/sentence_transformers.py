@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from panther._model_libraries import models_in
 from panther.errors import CompressionError
-from panther.nn.specs import pretrained_models_in
 
 PLAIN = (
     "is outside of the transformers model, in a module that sentence-transformers loads with plain layers only: to "
@@ -38,7 +38,7 @@ def plain_modules(model: nn.Module) -> set[nn.Module]:
     """
     if not is_sentence_model(model):
         return set()
-    loadable = {module for inner in pretrained_models_in(model) for module in inner.modules()}
+    loadable = {module for inner in models_in(model) for module in inner.modules()}
     return set(model.modules()) - loadable
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._keywords import explain_keywords
+from panther._model_libraries import layers_replaced
 from panther.compression.calibration.checks import check_model
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
@@ -24,7 +25,6 @@ from panther.compression.selection.measurement import model_speed
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
 from panther.nn.attention.linearized import convert_attention
-from panther.nn.specs import note_in_config_
 from panther.sketch import check_seed
 
 _MEMORY = 2**30
@@ -198,7 +198,7 @@ def linearize_(
     if write_ is not None:
         write_()
     swap_modules(model, replacement)
-    note_in_config_(model)
+    layers_replaced(model)
     return report
 
 

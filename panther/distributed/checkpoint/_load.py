@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from panther._model_libraries import model_files
 from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._restore import (
     Restore,
@@ -31,7 +32,7 @@ from panther.errors import CheckpointError, FormatError
 from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
 from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
-from panther.nn.specs import TRAINED_SCALES, model_config
+from panther.nn.specs import TRAINED_SCALES
 
 
 @dataclass(frozen=True)
@@ -276,8 +277,8 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
             value = fold_scales(value, logs)
         return rounded(name, value)
 
-    config = None if model is None else model_config(model, modules)
-    write_folder(target, tensors, value_of, modules, aliases, config)
+    files = {} if model is None else model_files(model, modules)
+    write_folder(target, tensors, value_of, modules, aliases, files)
 
 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

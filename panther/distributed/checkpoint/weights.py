@@ -36,7 +36,7 @@ from panther.errors import CheckpointError, FormatError
 from panther.files import read_json
 from panther.files.tensors import stored_tensors
 from panther.nn.attention.record import convert_as_saved_
-from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
+from panther.nn.io import INFERENCE_MANIFEST, saved_manifest, weights_path
 from panther.nn.specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, is_symmetric_record, module_specs
 
 
@@ -115,8 +115,8 @@ def stored_weights(folder: Path) -> StoredWeights:
     if (folder / ".metadata").is_file():
         files = _DCPReader(folder)
         return StoredWeights(folder, files, {}, {name: name for name in files.read_metadata().state_dict_metadata})
-    if (folder / INFERENCE_MANIFEST).is_file():
-        return _inference_weights(folder)
+    if (manifest := saved_manifest(folder)) is not None:
+        return _inference_weights(folder, manifest)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} holds no weights: give a folder with safetensors, a checkpoint of "
@@ -128,9 +128,8 @@ def stored_weights(folder: Path) -> StoredWeights:
     return StoredWeights(folder, TensorReader(metadata, chunks), saved_modules(folder), places)
 
 
-def _inference_weights(folder: Path) -> StoredWeights:
+def _inference_weights(folder: Path, manifest: Mapping[str, Any]) -> StoredWeights:
     """Return the weights of a folder of ``save_compressed``, which are in one file that the manifest names."""
-    manifest = inference_manifest(folder)
     path = weights_path(folder, manifest)
     tensors: dict[str, Any] = {}
     chunks = {}
@@ -175,8 +174,8 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
     Raises:
         FormatError: If the folder holds no model, or a file with records is damaged.
     """
-    if (folder / INFERENCE_MANIFEST).is_file():
-        return inference_manifest(folder)["modules"]
+    if (manifest := saved_manifest(folder)) is not None:
+        return manifest["modules"]
     if (folder / ".metadata").is_file():
         return {}
     if _has_checkpoint(folder):

@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 
 import panther as pr
+from panther._model_libraries import layers_replaced
 from panther._torch import buffers_of
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
-from panther.integrations._model_card import write_model_card
-from panther.integrations._saved_weights import (
+from panther.integrations._training import checked_options, compare_and_log, compress_and_log
+from panther.integrations.transformers.model_card import write_model_card
+from panther.integrations.transformers.saved_weights import (
     SavedWeights,
     leave_out_zeros_,
     read_saved_weights,
     set_zeros_,
     share_tied_,
 )
-from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
-from panther.nn.linears import LinearPair
 from panther.nn.quantized.conversions import conversions_to_keep, keep_expert_names_
 from panther.nn.quantized.experts import QuantizedExperts
 from panther.nn.quantized.matrix import QuantizedMatrix
@@ -47,8 +47,6 @@ from panther.nn.specs import (
     QUANTIZATION_METHOD,
     build_modules,
     module_specs,
-    note_in_config_,
-    own_config_,
 )
 
 transformers: Any = require_extra("transformers", "transformers")
@@ -136,6 +134,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 
     tied: Sequence[tuple[str, str]] = ()
     """Pairs of names of layers that share their tensors: the first one is loaded."""
+
+    state: Mapping[str, Tensor] | None = None
+    """The tensors that ``save_pretrained`` was given, while a model is saved."""
 
     placements: TensorParallelReport | None = None
     """Placements of the layers, with ``tp_plan="auto"``."""
@@ -263,18 +264,13 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are saved
-        pairs = [name for name, module in model.named_modules() if isinstance(module, LinearPair)]
-        if pairs:
-            raise FormatError(
-                f"{len(pairs)} of the layers are pairs of nn.Linear (first {pairs[0]!r}), which from_pretrained cannot "
-                "build: save the model before to_linears_, or the pairs by pr.save_compressed"
-            )
         if not module_specs(model):
             self.remove_quantization_config(model)
             return None, {}
         set_quantization_config_(model)
         declare_ties_(model, transformers.PreTrainedModel)  # the scales of one layer of a pair may be trained now
-        state, addresses = inference_state(model), set[int]()
+        state = inference_state(model) if self.state is None else dict(self.state)
+        addresses = set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
         trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())
         copies: dict[str, Tensor] = {}
@@ -288,7 +284,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     if state[key].numel() and state[key].data_ptr() in addresses and key not in ties:
                         copies[key] = state[key].clone()
                     addresses.add(state[key].data_ptr())
-        return (state | copies if copies or trained else None), {}
+        return (state | copies if copies or trained or self.state is not None else None), {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Replace compressed layers by dense ones; attention stays linear, which config.json records."""
@@ -296,7 +292,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         if dtype is None and isinstance(config_dtype, str):  # save_pretrained leaves the name of a dtype there
             dtype = getattr(torch, config_dtype)
         model = super().dequantize(model, dtype)
-        note_in_config_(model)
+        layers_replaced(model)
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -304,7 +300,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         for name, module in [*model.named_modules()]:
             if isinstance(module, CompressedModule):
                 put_layer(model, name, _dense(module).to(dtype))
-        note_in_config_(model)
+        layers_replaced(model)
         model.tie_weights()  # type: ignore[operator]
         return model
 
@@ -400,7 +396,7 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
             if module is not head and isinstance(module, CompressedModule) and _share_codes(module, embeddings):
                 put_layer(model, name, _dense(module))
     if isinstance(head, CompressedModule) or isinstance(embeddings, CompressedModule):
-        note_in_config_(model)
+        layers_replaced(model)
         model.tie_weights()
     return model.resize_token_embeddings(new_num_tokens, **kwargs)
 
@@ -419,15 +415,14 @@ def _share_codes(module: nn.Module, other: nn.Module) -> bool:
 
 
 def set_quantization_config_(model: Any) -> Any:
-    """Set the quantizer of this module, which keeps the config of a transformers model up to date when it is saved.
+    """Set the quantizer of this module, as ``from_pretrained`` does, for a model with compressed layers.
 
-    :func:`panther.compress`, :func:`panther.sketch_layers_` and :func:`panther.load_compressed` write the compressed
-    layers into ``model.config``, which is enough for ``save_pretrained``. With the quantizer, later changes of the
-    layers (``pack_()``, ``to(torch.bfloat16)``, layers replaced by hand) are saved too, factors that layers share can
-    be saved, and ``model.dequantize()`` works. Models that ``from_pretrained`` compressed or loaded have the quantizer.
+    ``save_pretrained`` writes the record of the compressed layers in any case. With the quantizer,
+    ``model.dequantize()`` works, and transformers and other libraries know that the model is quantized. Models that
+    ``from_pretrained`` compressed or loaded have the quantizer.
 
     Args:
-        model: A PreTrainedModel with compressed layers, whose config is changed.
+        model: A PreTrainedModel with compressed layers.
 
     Returns:
         ``model``.
@@ -449,14 +444,20 @@ def set_quantization_config_(model: Any) -> Any:
                 f"this {type(model).__name__} is quantized by {type(quantizer).__name__} too, and config.json has room "
                 "for one method: save it by pr.save_compressed"
             )
-        own_config_(model, model)  # other models can be built from the same config object
         quantizer = PantherQuantizer(PantherConfig(modules=specs))
         model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, QUANTIZATION_METHOD
     quantizer.quantization_config.modules = specs
     quantizer.quantization_config.parts = []
-    model.config.quantization_config = quantizer.quantization_config
+    if is_ours(getattr(model.config, "quantization_config", None)):  # other models can have the same config object
+        model.config.quantization_config = quantizer.quantization_config
     keep_expert_names_(model)
     return model
+
+
+def is_ours(entry: Any) -> bool:
+    """Return whether an entry ``quantization_config`` of a config, or None, is Panther's."""
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else getattr(entry, "quant_method", None)
+    return bool(method == QUANTIZATION_METHOD)
 
 
 def _check_pretrained(model: Any, function: str, fix: str = "") -> None:

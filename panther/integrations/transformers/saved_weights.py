@@ -1,8 +1,8 @@
 """The weights files from which transformers loads a compressed model, compared with the layers that they are for."""
 
 __all__ = [
-    "MARKS",
     "SavedWeights",
+    "check_loaded",
     "leave_out_zeros_",
     "read_saved_weights",
     "set_zeros_",
@@ -11,25 +11,23 @@ __all__ = [
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 
 from panther._torch import buffers_of, parameters_of
 from panther.errors import FormatError
+from panther.files.tensors import open_tensors, stored_tensors
+from panther.integrations.import_hook import MARKS
 from panther.nn.base import CompressedModule
-from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
+from panther.nn.io import saved_manifest, tensor_checksum
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 from panther.nn.quantized.ties import tied_layers
 from panther.nn.specs import is_symmetric_record
-
-# Last parts of the names of tensors that only compressed layers have.
-MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton")
 
 
 @dataclass(frozen=True)
@@ -191,6 +189,35 @@ def _share_form(first: nn.Module, second: nn.Module) -> bool:
     return isinstance(first, QuantizedState) and isinstance(second, QuantizedState) and shapes[0] == shapes[1]
 
 
+def check_loaded(info: Mapping[str, Iterable[str]]) -> None:
+    """Raise FormatError if weights of the model are new although the files hold them as a compressed layer.
+
+    Args:
+        info: What ``from_pretrained(..., output_loading_info=True)`` of transformers returns: ``missing_keys``, tensors
+            of the model that are in no file, and ``unexpected_keys``, tensors of files that are not in the model.
+
+    A part of a model can have shorter names than the files, and a model around it longer ones.
+    """
+    compressed = {name.rpartition(".")[0] for name in info["unexpected_keys"] if name.rpartition(".")[2] in MARKS}
+    endings = {end: layer for layer in compressed for end in _endings(layer)}
+    for missing_name in sorted(info["missing_keys"]):
+        name = missing_name.removesuffix(".weight")
+        if layer := endings.get(name) or next((end for end in _endings(name) if end in compressed), None):
+            raise FormatError(
+                f"the weights files hold {layer!r} as a compressed layer of Panther, and the config that was used does "
+                "not name it, so that it would be filled with random numbers: load the folder by "
+                "pr.from_pretrained(folder), which reads its config.json, without config= and in the class that was "
+                "saved; save a part of a model by its own save_pretrained; and if config.json has lost its entry "
+                "'quantization_config', save the model again"
+            )
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield a name without its first 0, 1, 2, ... parts."""
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
 def _spellings(model: Any, name: str) -> tuple[str, str, str]:
     prefix = f"{model.base_model_prefix}."
     return name, prefix + name, name.removeprefix(prefix)
@@ -203,8 +230,28 @@ def read_saved_weights(files: Iterable[str] | None) -> SavedWeights | None:
         return None
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        with safe_open(path, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+        shapes |= {name: stored.shape for name, stored in stored_tensors(path).items()}
     folder = paths[0].parent
-    aliases = inference_manifest(folder)["aliases"] if (folder / INFERENCE_MANIFEST).is_file() else {}
-    return SavedWeights(folder, shapes, aliases)
+    return SavedWeights(folder, shapes, _aliases(folder, paths, shapes))
+
+
+def _aliases(folder: Path, paths: Iterable[Path], names: Collection[str]) -> dict[str, str]:
+    """Return the aliases in panther.json, if it describes these files: ``save_pretrained`` leaves an older one there.
+
+    It describes them if its aliases are in no file and the tensors that they share have its checksums. For speed the
+    other tensors are not read.
+    """
+    manifest = saved_manifest(folder)
+    aliases: dict[str, str] = {} if manifest is None else manifest["aliases"]
+    shared = set(aliases.values())
+    if manifest is None or not shared <= set(names) or not aliases.keys().isdisjoint(names):
+        return {}
+    checksums = manifest["checksums"]
+    if checksums is not None and not shared <= checksums.keys():
+        return {}
+    for path in paths if checksums is not None else ():
+        with open_tensors(path) as readers:
+            for name in shared & readers.keys():
+                if tensor_checksum(readers[name]) != checksums[name]:
+                    return {}
+    return aliases

@@ -1,0 +1,161 @@
+"""What ``save_pretrained`` writes about compressed layers: the record of the layers that the saved model has.
+
+The record is made when a model is saved, and is in the model's config until then only if transformers read it there.
+Each model of transformers inside the saved one, such as the text tower of CLIP, gets the record of its layers in its
+config, because transformers may load it alone from the folder.
+"""
+
+__all__ = ["layers_replaced", "model_files", "saving"]
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from panther._torch import plain_name
+from panther.errors import FormatError, require_extra
+from panther.integrations.transformers.quantizer import PantherConfig, PantherQuantizer, is_ours
+from panther.nn.linears import plain_pairs
+from panther.nn.quantized.conversions import keep_expert_names_
+from panther.nn.quantized.ties import declare_ties_
+from panther.nn.specs import config_entry, module_specs
+
+transformers: Any = require_extra("transformers", "transformers")
+_dynamic_modules: Any = require_extra("transformers.dynamic_module_utils", "transformers")
+
+
+def layers_replaced(model: Any) -> None:
+    """Name the tied tensors of a model of transformers, and the weights that it converts, for its present layers."""
+    declare_ties_(model, transformers.PreTrainedModel)
+    keep_expert_names_(model)
+
+
+@contextmanager
+def saving(
+    model: Any, specs: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Make the configs of a model describe its layers, and give it a quantizer, while it is saved.
+
+    Args:
+        model: A PreTrainedModel.
+        specs: The records of its compressed layers; None for the layers that it has.
+        state: The tensors that are saved, from a caller that gathered them; None for the model's own.
+
+    Raises:
+        FormatError: If ``from_pretrained`` could not build the model again.
+        SketchMismatchError: If a seed is damaged.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved, without a config
+        yield
+        return
+    if pairs := plain_pairs(model):
+        raise FormatError(
+            f"{len(pairs)} of the layers are pairs of plain layers, which to_linears_ made (first {pairs[0]!r}), and "
+            "from_pretrained cannot build them: save the model before to_linears_, and make the pairs by "
+            "pr.from_pretrained(folder, expand=True)"
+        )
+    specs = module_specs(model) if specs is None else specs
+    quantizer = present = getattr(model, "hf_quantizer", None)
+    if specs and not isinstance(quantizer, PantherQuantizer | None):
+        raise FormatError(
+            f"this {type(model).__name__} is quantized by {type(quantizer).__name__} too, and config.json has room "
+            "for one method: save it by pr.save_compressed, and load it by pr.load_compressed into a model that is "
+            "built in the same way"
+        )
+    entries = _entries(model, specs)
+    previous = {key: vars(config).get("quantization_config") for key, (config, _) in entries.items()}
+    for config, entry in entries.values():
+        _set_entry(config, entry)
+    if specs and quantizer is None:
+        quantizer = model.hf_quantizer = PantherQuantizer(PantherConfig(modules=specs))
+    if isinstance(quantizer, PantherQuantizer):
+        quantizer.state = state
+    try:
+        yield
+    finally:
+        if isinstance(quantizer, PantherQuantizer):
+            quantizer.state = None
+        if present is None:
+            vars(model).pop("hf_quantizer", None)
+        for key, (config, _) in entries.items():
+            if config is not model.config or not is_ours(previous[key]):  # the quantizer keeps its entry up to date
+                _set_entry(config, previous[key])
+
+
+def _entries(model: Any, specs: Mapping[str, Any]) -> dict[int, tuple[Any, dict[str, Any] | None]]:
+    """Return the configs of a model and of all models in it, each with its entry; None for configs without one.
+
+    An entry of a different method is left as it is.
+    """
+    entries: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+    for name, module in model.named_modules():  # the model that is saved is the first one
+        if isinstance(module, transformers.PreTrainedModel) and id(module.config) not in entries:
+            records = _records_in(specs, plain_name(f"{name}.") if name else "")
+            entries[id(module.config)] = module.config, config_entry(records) if records else None
+    for config in _configs_in(model.config):
+        entries.setdefault(id(config), (config, None))
+    return {
+        key: (config, entry)
+        for key, (config, entry) in entries.items()
+        if entry is not None or is_ours(getattr(config, "quantization_config", None))
+    }
+
+
+def _records_in(specs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the records of the layers whose names begin with a prefix, by the rest of their names."""
+    records: dict[str, Any] = {}
+    first_names: dict[str, str] = {}
+    for name, spec in specs.items():
+        if name.startswith(prefix):
+            layer, owner = name.removeprefix(prefix), spec.get("alias_of", name)
+            records[layer] = {"alias_of": first_names[owner]} if owner in first_names else specs[owner]
+            first_names.setdefault(owner, layer)
+    return records
+
+
+def _configs_in(config: Any) -> Iterator[Any]:
+    """Yield a config and the configs in it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, transformers.PreTrainedConfig):
+            yield from _configs_in(value)
+
+
+def _set_entry(config: Any, entry: Any) -> None:
+    if entry is not None:
+        config.quantization_config = entry
+    else:
+        vars(config).pop("quantization_config", None)
+
+
+def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return what ``save_pretrained`` writes beside the weights of a model, by file name.
+
+    These are config.json, generation_config.json of a model that generates, and the code of a model that was loaded
+    with ``trust_remote_code=True``.
+    """
+    if not isinstance(getattr(model, "hf_quantizer", None), PantherQuantizer | None):
+        return {}  # config.json describes the layers of a different method
+    config, entry = model.config, config_entry(specs) if specs else None
+    with saving(model, specs), tempfile.TemporaryDirectory() as folder:
+        previous_values = dict(vars(config))
+        try:
+            if entry is not None or is_ours(getattr(config, "quantization_config", None)):
+                _set_entry(config, entry)
+            config.architectures = [type(model).__name__]
+            dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+            config.dtype = str(dtype).removeprefix("torch.")
+            if getattr(model, "_auto_class", None) is not None:
+                config.auto_map = dict(getattr(config, "auto_map", None) or {})
+                _dynamic_modules.custom_object_save(model, folder, config=config)
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        finally:
+            vars(config).clear()
+            vars(config).update(previous_values)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
