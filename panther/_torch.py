@@ -43,6 +43,7 @@ __all__ = [
     "functional_collectives",
     "group_timeout",
     "has_forward_of_convolution",
+    "has_gradient_hooks",
     "has_hooks",
     "has_packed_weights",
     "hides_weights",
@@ -440,6 +441,11 @@ def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
     """
     hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
     return any(hooks if beside_forward_pre else [*hooks, module._forward_pre_hooks])
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a tensor has hooks on its gradient. torch has no public function that returns them."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from panther.sketch import check_seed, signs
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
 _MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
 
+from panther.nn.factors import inherit_settings
 
 def keep_own_forward(module: nn.Module, args: Any) -> None:
     """Do nothing, as a forward pre-hook: torch's fast paths are off for a module that has a hook.
@@ -151,10 +152,11 @@ class CompressedModule(nn.Module):
 
     @torch.no_grad()
     def _with_bias_of(self, dense: Any) -> Self:
-        """Copy the bias and the training mode of the dense layer that this layer replaces, and return this layer."""
+        """Copy the bias and the settings of the dense layer that this layer replaces, and return this layer."""
         if self.bias is not None:
             self.bias.copy_(dense.bias)
-        return self.train(dense.training)
+        inherit_settings(self, dense)
+        return self
 
     @torch.no_grad()
     def _to_dense(self) -> Any:

@@ -10,19 +10,30 @@ by :math:`U^T S`.
 """
 
 __all__ = [
+    "check_dense",
     "check_init",
     "fittable",
+    "inherit_attributes",
+    "inherit_settings",
     "interpolated_rows",
     "leading_factors",
     "learnable_factors",
     "lstsq_by_groups",
     "lstsq_factors",
+    "overrides_forward",
+    "settings_refusal",
+    "weight_refusal",
 ]
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from panther._torch import buffers_of, children_of, has_gradient_hooks, has_hooks, parameters_of
 from panther.linalg import cqrrpt, randomized_svd
 from panther.sketch import signs
 
@@ -47,6 +58,109 @@ def check_init(init: str) -> None:
         )
     if init not in _INITS:
         raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+
+
+def check_dense(dense: Any, kind: type[nn.Module], maker: str) -> None:
+    """Raise unless a layer computes what a class of torch.nn does, so that a new layer can approximate it.
+
+    Raises:
+        TypeError: If the layer has another class, or a forward of its own.
+        ValueError: If the new layer would lose a part of the layer, such as hooks or parametrizations.
+    """
+    if not isinstance(dense, kind):
+        raise TypeError(f"{maker} takes an nn.{kind.__name__}, not {type(dense).__name__}")
+    name = type(dense).__name__
+    if overrides_forward(dense, kind):
+        raise TypeError(
+            f"{maker} reads the weight of an nn.{kind.__name__}, and {name} is a subclass whose forward may do more: "
+            "pass a layer of torch.nn with its weight, and apply the remaining part around the new layer"
+        )
+    weighted = dense.out_proj if isinstance(dense, nn.MultiheadAttention) else dense
+    if reason := weight_refusal(weighted) or settings_refusal(dense):
+        raise ValueError(f"{maker} cannot replace this {name}: it {reason}")
+
+
+def overrides_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a subclass may compute something else than its base; a convolution may also pad its input."""
+    own: Any = type(module)
+    if issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        from panther.nn.conv.padding import only_pads  # here, because the package of convolutions imports this module
+
+        return own.__call__ is not kind.__call__ or not only_pads(module)
+    return own.__call__ is not kind.__call__ or own.forward is not kind.forward
+
+
+def weight_refusal(module: nn.Module) -> str | None:
+    """Return why the weight of a dense layer is not a parameter that can be read, or None if it is."""
+    if hasattr(module, "parametrizations"):
+        return "is parametrized: remove the parametrizations first"
+    if "weight" not in parameters_of(module):
+        held = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
+        if held and not any(name.startswith("weight_") for name in parameters_of(module)):
+            return f"has a weight that is {held}: register it as an nn.Parameter first"
+        return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
+    weight = parameters_of(module)["weight"]
+    if weight is None or is_lazy(weight):
+        return "has no weight yet: run the model once first"
+    if weight.layout is not torch.strided:
+        return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
+    if not weight.numel():
+        return "has a weight without entries"
+    further = {*parameters_of(module), *buffers_of(module), *children_of(module)} - {"weight", "bias"}
+    if further and type(module).__module__.startswith("torch.nn."):  # a subclass may use them to pad its input
+        return f"also has {', '.join(sorted(further))}, which would be lost: remove what is not used"
+    return None
+
+
+def settings_refusal(module: nn.Module) -> str | None:
+    """Return what a dense layer has that a new layer in its place would lose, or None."""
+    if hasattr(module, "parametrizations"):  # of nn.MultiheadAttention, which has no weight
+        return "is parametrized: remove the parametrizations first"
+    for name in ("forward", "_conv_forward"):
+        if name in vars(module):
+            return f"has a {name} that was set on it (as accelerate does), which would be lost: remove it first"
+    if has_hooks(module):
+        return "has hooks, which would be lost: remove them first"
+    if any(map(has_gradient_hooks, module.parameters())):
+        return "has hooks on gradients, which would be lost: remove them first"
+    return None
+
+
+def inherit_settings(new: nn.Module, old: nn.Module) -> None:
+    """Give a new layer what users set on the layer that it replaces: its modes, and attributes of it and its tensors.
+
+    Parameters other than the bias are like the weight.
+    """
+    new.train(old.training)
+    for name, parameter in new.named_parameters():
+        like = parameters_of(old)["bias" if name == "bias" else "weight"]
+        parameter.requires_grad_(like is not None and like.requires_grad)
+        vars(parameter).update({} if like is None else vars(like))
+    inherit_attributes(new, old)
+
+
+def inherit_attributes(new: nn.Module, old: nn.Module) -> None:
+    """Give a new layer the attributes that users set on the layer of torch.nn that it replaces."""
+    kind = next((kind for kind in type(old).__mro__ if kind.__module__.startswith("torch.nn.")), nn.Module)
+    own_names = vars(new).keys() | (_attribute_names(kind) if kind in _DENSE else vars(old).keys())
+    vars(new).update({name: value for name, value in vars(old).items() if name not in own_names})
+
+
+_DENSE: tuple[Any, ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+)
+
+
+@cache
+def _attribute_names(kind: Any) -> frozenset[str]:
+    """Return the names of the attributes that the constructor of a dense layer sets."""
+    return frozenset(vars(kind(2, 2, 1, device="meta")))  # the third number is a valid argument of each class
 
 
 def fittable(weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from panther.errors import (
     check_size,
 )
 from panther.nn.base import CompressedModule, check_linear_input
-from panther.nn.factors import fittable, interpolated_rows, leading_factors
+from panther.nn.factors import check_dense, fittable, interpolated_rows, leading_factors
 from panther.nn.sketch_record import has_values
 
 _INDEX_BYTES = 4
@@ -201,8 +201,7 @@ class InterpolativeLinear(CompressedModule):
             >>> torch.allclose(layer.weight, dense.weight, atol=1e-6)
             True
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        check_dense(linear, nn.Linear, "from_linear")
         A = fittable(linear.weight.detach())
         layer = cls._in_place_of(linear, low_rank=low_rank)
         layer.set_factors_(*leading_factors(A, layer.low_rank))

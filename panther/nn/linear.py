@@ -13,7 +13,7 @@ from panther.errors import check_flag, check_size
 from panther.kernels import pack_signs, unpack_signs
 from panther.kernels.ops.reduced_copies import reduced_copy
 from panther.nn.base import SketchedModule, is_autocasting
-from panther.nn.factors import check_init, fittable, lstsq_factors
+from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
@@ -255,8 +255,7 @@ class SKLinear(SketchedModule):
             >>> bool((layer.weight - dense.weight).norm() < dense.weight.norm())
             True
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        check_dense(linear, nn.Linear, "from_linear")
         check_init(init)
         A = fittable(linear.weight.detach()).mT
         layer = cls._in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)

@@ -16,6 +16,7 @@ from panther._torch import buffers_of, parameters_of
 from panther.nn.base import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.conv.padded import dense_conv
+from panther.nn.factors import overrides_forward
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
@@ -203,12 +204,13 @@ def expanded(model: nn.Module) -> nn.Module:
 
 def reason_to_skip(module: CompressedModule) -> str | None:
     """Return why a layer cannot be replaced, with the remedy, or None if it can."""
-    if not isinstance(module, _KNOWN):
+    kind = next((kind for kind in _KNOWN if isinstance(module, kind)), None)
+    if kind is None:
         return f"a {type(module).__name__}, for which no plain layers are known"
     held = {**parameters_of(module), **buffers_of(module), **module.__dict__}
     if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
         return "its factors are sharded or parametrized: call unshard_module or remove_parametrizations first"
-    return None
+    return f"a subclass of {kind.__name__} with a forward of its own" if overrides_forward(module, kind) else None
 
 
 def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:

@@ -9,14 +9,13 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from panther._torch import parameters_of
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn.base import CompressedModule, check_linear_input
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
-from panther.nn.factors import fittable, leading_factors, learnable_factors
+from panther.nn.factors import check_dense, fittable, leading_factors, learnable_factors
 from panther.nn.sketch_sizes import divisible, warn_unless_smaller
 
 torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.
@@ -259,8 +258,7 @@ class LowRankLinear(_LowRank):
             >>> bool((layer.weight - dense.weight).norm() < dense.weight.norm())
             True
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        check_dense(linear, nn.Linear, "from_linear")
         A = fittable(linear.weight.detach())
         layer = cls._in_place_of(linear, rank=rank)
         layer.set_factors_(*leading_factors(A, layer.rank, seed), seed)
@@ -432,10 +430,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
             >>> LowRankConv2d.from_conv(dense, rank=16).down.shape
             torch.Size([16, 32, 3, 3])
         """
-        if not isinstance(conv, nn.Conv2d):
-            raise TypeError(f"from_conv takes an nn.Conv2d, not {type(conv).__name__}")
-        if is_lazy(conv.weight):
-            raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
+        check_dense(conv, nn.Conv2d, "from_conv")
         A = fittable(conv.weight.detach()).flatten(1).unflatten(0, (conv.groups, -1))
         layer = cls._in_place_of(conv, rank=rank)
         pairs = [leading_factors(group, layer.rank // layer.groups, seed) for group in A]

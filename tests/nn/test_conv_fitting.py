@@ -102,5 +102,5 @@ def test_bad_input():
     for wrong in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1), nn.Linear(1, 1)):
         with pytest.raises(TypeError, match=rf"from_conv takes an nn\.Conv2d, not {type(wrong).__name__}"):
             SKConv2d.from_conv(wrong)
-    with pytest.raises(ValueError, match="the LazyConv2d has no weight yet: run it once first"):
+    with pytest.raises(ValueError, match="LazyConv2d: it has no weight yet: run the model once first"):
         SKConv2d.from_conv(nn.LazyConv2d(4, 3))

@@ -133,7 +133,7 @@ def test_bad_input():
             convert(module.to("meta"), 2)
         with pytest.raises(TypeError, match=r"takes an nn\..*, not Conv1d"):
             convert(nn.Conv1d(1, 1, 1), 2)
-    with pytest.raises(ValueError, match="the LazyConv2d has no weight yet: run it once first"):
+    with pytest.raises(ValueError, match="LazyConv2d: it has no weight yet: run the model once first"):
         LowRankConv2d.from_conv(nn.LazyConv2d(4, 3), 2)
     with pytest.raises(ShapeError, match="rank=3 must be divisible by groups=2"):
         LowRankConv2d(4, 4, 3, groups=2, rank=3)

@@ -18,11 +18,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, put_child, storage_key
+from panther._torch import children_of, has_packed_weights, put_child, storage_key
 from panther.compression.calibration.sentence_transformers import PLAIN, plain_modules
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 from panther.nn.conv.padding import only_pads, padding_of
+from panther.nn.factors import settings_refusal, weight_refusal
 from panther.nn.quantized.stacked import StackedExperts, is_experts, stacked_names
 
 Selector = type | str | Callable[[nn.Module, str], bool]
@@ -419,18 +420,9 @@ def _refusal(
     is_named_type = _is_named_type(module, included)
     if hasattr(holder, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
-    if "weight" not in parameters_of(module):
-        held = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
-        if held and not any(name.startswith("weight_") for name in parameters_of(module)):
-            return f"has a weight that is {held}: register it as an nn.Parameter first"
-        return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
-    weight = parameters_of(module)["weight"]
-    if weight is None or is_lazy(weight):
-        return "has no weight yet: run the model once first"
-    if weight.layout is not torch.strided:
-        return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
-    if not weight.numel():
-        return "has a weight without entries"
+    if reason := weight_refusal(module):
+        return reason
+    weight = module.get_parameter("weight")
     if (
         isinstance(module, (nn.Linear, *further_kinds))
         and kind not in (nn.Linear, *further_kinds)
@@ -454,8 +446,8 @@ def _refusal(
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(holder):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
-    if has_hooks(module):  # hooks of a module of experts stay
-        return "has hooks, which would be lost: remove them first"
+    if reason := settings_refusal(module):  # hooks of a module of experts stay
+        return reason
     # isfinite would copy the weight, which may be mapped from a file; aminmax returns NaN if any entry is.
     if weight.numel() and not all(map(isfinite, torch.stack(torch.aminmax(weight.detach())).tolist())):
         return "has a weight with NaN or infinite entries"

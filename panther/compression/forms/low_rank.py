@@ -5,6 +5,7 @@ Also seeded sketches, which :func:`panther.sketch_layers_` and ``method="random"
 
 __all__ = ["convert_low_rank", "convert_seeded"]
 
+import copy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.nn import LowRankConv2d, LowRankLinear, SKConv2d, SKLinear
 from panther.nn.conv.padding import padding_of
 from panther.nn.conv.product import take_format_
+from panther.nn.factors import overrides_forward
 
 
 class LowRank(Form):
@@ -78,6 +80,10 @@ def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, see
 
     def make(module: nn.Module) -> SKLinear | SKConv2d | LowRankLinear | LowRankConv2d:
         rank = 2 * num_terms * low_rank
+        kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Linear
+        if isinstance(module, kind) and overrides_forward(module, kind):  # `include` names its type
+            module = copy.copy(module)
+            module.__class__ = kind
         if init == "svd" and isinstance(module, nn.Conv2d):
             return LowRankConv2d.from_conv(module, rank * target.groups, seed=seed)
         if init == "svd":

@@ -12,6 +12,7 @@ from panther._torch import buffers_of, parameters_of
 from panther.compression.calibration.targets import Target
 from panther.errors import PerformanceWarning
 from panther.nn.base import CompressedModule
+from panther.nn.factors import inherit_settings
 
 Replacement = dict[nn.Module, nn.Module]
 """The new layer of each old layer."""
@@ -46,9 +47,6 @@ def replace_layers(
 
 
 def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
-    """Give new layers the training mode of the old ones and the ``requires_grad`` flags of their parameters."""
+    """Give new layers the training mode and flags of the old ones, and what users set on them."""
     for old, new in replacement.items():
-        new.train(old.training)
-        for name, parameter in new.named_parameters():
-            like = parameters_of(old)["bias" if name == "bias" else "weight"]
-            parameter.requires_grad_(like is not None and like.requires_grad)
+        inherit_settings(new, old)

@@ -21,6 +21,7 @@ from panther.nn.attention.decoding.states import AttentionState, check_state
 from panther.nn.attention.feature_map import KERNELS, FeatureMap
 from panther.nn.attention.positional import sinSRPE
 from panther.nn.base import keep_own_forward
+from panther.nn.factors import check_dense, inherit_attributes
 from panther.sketch import check_seed
 
 # The approximation is not checked on fewer keys.
@@ -513,8 +514,7 @@ class RandMultiHeadAttention(FeatureMap):
             ... ).batch_first
             True
         """
-        if not isinstance(mha, nn.MultiheadAttention):
-            raise TypeError(f"from_mha takes an nn.MultiheadAttention, not {type(mha).__name__}")
+        check_dense(mha, nn.MultiheadAttention, "from_mha")
         if mha.bias_k is not None or mha.add_zero_attn:
             raise ValueError(
                 "add_bias_kv and add_zero_attn append keys, which this layer cannot do: use a layer without them"
@@ -525,18 +525,20 @@ class RandMultiHeadAttention(FeatureMap):
             kdim=mha.kdim, vdim=mha.vdim, batch_first=mha.batch_first, device=weight.device, dtype=weight.dtype,
             **kwargs,
         )  # fmt: skip
-        if mha._qkv_same_embed_dim:
-            weights: tuple[Tensor, ...] = mha.in_proj_weight.chunk(3)
-        else:
-            weights = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight)
+        packed: list[Any] = [mha.in_proj_weight] * 3
+        if not mha._qkv_same_embed_dim:
+            packed = [mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight]
+        pairs = dict(zip(("Wq", "Wk", "Wv", "W0"), (*packed, weight), strict=True))
+        if mha.in_proj_bias is not None:
+            pairs |= dict(zip(("bq", "bk", "bv", "b0"), (*[mha.in_proj_bias] * 3, mha.out_proj.bias), strict=True))
         with torch.no_grad():
-            for to, source in zip((layer.Wq, layer.Wk, layer.Wv, layer.W0), (*weights, weight), strict=True):
-                to.copy_(source)
-            if mha.in_proj_bias is not None:
-                biases = (*mha.in_proj_bias.chunk(3), mha.out_proj.bias)
-                for bias, source in zip((layer.bq, layer.bk, layer.bv, layer.b0), biases, strict=True):
-                    bias.copy_(source)  # type: ignore[union-attr]
+            for i, (name, source) in enumerate(pairs.items()):
+                parameter = layer.get_parameter(name)
+                is_packed = len(source) > len(parameter)
+                parameter.copy_(source.chunk(3)[i % 4] if is_packed else source).requires_grad_(source.requires_grad)
+                vars(parameter).update(vars(source))
             layer._align_with_weights()
+        inherit_attributes(layer, mha)
         layer._unchecked = True
         return layer.train(mha.training)
 

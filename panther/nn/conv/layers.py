@@ -8,13 +8,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from panther.errors import ShapeError
 from panther.nn.base import SketchedModule
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
-from panther.nn.factors import check_init, fittable, lstsq_by_groups
+from panther.nn.factors import check_dense, check_init, fittable, lstsq_by_groups
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 
 torch.fx.wrap("convolve")  # A symbolic trace must not branch on the input's layout.
@@ -140,11 +139,8 @@ class _SKConv(ConvGeometry, SketchedModule):
             >>> SKConv2d.from_conv(dense, num_terms=1, low_rank=8).S.shape
             torch.Size([16, 32, 3, 3])
         """
-        if not isinstance(conv, cls.dense_class):
-            raise TypeError(f"from_conv takes an nn.{cls.dense_class.__name__}, not {type(conv).__name__}")
+        check_dense(conv, cls.dense_class, "from_conv")
         check_init(init)
-        if is_lazy(conv.weight):
-            raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
         weight = conv.weight.detach()
         A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
         layer = cls._in_place_of(conv, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from panther.kernels import quantized_weight
 from panther.kernels.ops.library import autocast
 from panther.nn.conv.geometry import ConvGeometry, check_input
 from panther.nn.conv.product import convolve, convolve_dense
+from panther.nn.factors import check_dense
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 
@@ -114,6 +114,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H', W')``; also without N."""
         check_input(input, self.in_channels, 2, self.dtype)
+        self.check_writes()
         x, bias = autocast(input.device, input, self.bias)
         geometry = (bias, self.stride, self.padding, self.dilation, self.groups)
         if self.bits is None and self.groups == 1:
@@ -164,10 +165,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             ... )
             True
         """
-        if not isinstance(conv, nn.Conv2d):
-            raise TypeError(f"from_conv takes an nn.Conv2d, not {type(conv).__name__}")
-        if is_lazy(conv.weight):
-            raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
+        check_dense(conv, nn.Conv2d, "from_conv")
         return cls._fitted_to(conv, bits=bits, group_size=group_size, low_rank=low_rank)
 
     def to_conv(self) -> nn.Conv2d:

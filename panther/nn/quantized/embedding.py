@@ -7,11 +7,11 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from panther.errors import ShapeError, check_flag, check_size
 from panther.kernels import QuantizedCodes, pack_codes
 from panther.kernels.ops.quantized_operands import expanded_codes
+from panther.nn.factors import check_dense
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 _MODES = ("sum", "mean", "max")
@@ -66,10 +66,7 @@ class QuantizedTable(QuantizedMatrix):
 
     @classmethod
     def _from_table(cls, dense: Any, bits: int, group_size: int | None) -> Self:
-        if not isinstance(dense, cls.dense_class):
-            raise TypeError(f"from_embedding takes an nn.{cls.dense_class.__name__}, not {type(dense).__name__}")
-        if is_lazy(dense.weight):
-            raise ValueError(f"the {type(dense).__name__} has no weight yet: load or draw it first")
+        check_dense(dense, cls.dense_class, "from_embedding")
         if dense.max_norm is not None:
             raise ValueError(
                 f"the {type(dense).__name__} has max_norm={dense.max_norm}, with which each lookup changes rows of the "

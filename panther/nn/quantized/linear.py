@@ -12,6 +12,7 @@ from panther.errors import check_size
 from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
 from panther.nn.base import check_linear_input
+from panther.nn.factors import check_dense
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 ACTIVATIONS = (None, "int8")
@@ -120,6 +121,7 @@ class QuantizedLinear(QuantizedMatrix):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         check_linear_input(input, self.in_features, self.dtype)
+        self.check_writes()
         x, bias = autocast(input.device, input, self.bias)
         # The packed copy is not for layers in training, because each change of scales would need a new copy.
         packed_codes = self._packed_codes if self.packed_copy and self.scale_logs is None else None
@@ -214,8 +216,7 @@ class QuantizedLinear(QuantizedMatrix):
             ... )
             True
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        check_dense(linear, nn.Linear, "from_linear")
         return cls._fitted_to(linear, bits=bits, group_size=group_size, low_rank=low_rank, activations=activations)
 
     def to_linear(self) -> nn.Linear:
