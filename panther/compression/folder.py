@@ -19,6 +19,7 @@ from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport
 from panther.compression.streaming.runner import StreamingRunner
+from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.spool import freed_blocks_returned
 from panther.errors import CompressionError
 from panther.sketch import check_seed
@@ -30,7 +31,7 @@ def compress_streamed(
     model: nn.Module,
     config: CompressConfig,
     scratch: Path,
-    source: str = "",
+    source: SourceFiles | None = None,
     blocks: Selector | Sequence[Selector] | None = None,
     max_disk_bytes: int | None = None,
 ) -> CompressionReport:
@@ -43,13 +44,13 @@ def compress_streamed(
         model: The model.
         config: The settings.
         scratch: The folder, which belongs to this call.
-        source: A description of the weights, which differs if they have changed.
+        source: The files of the weights, which must not change.
         blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
         max_disk_bytes: Bytes that the files of this process may take; None is all that the disk has free.
 
     Raises:
-        CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; and if ``scratch``
-            has files of a run with other arguments.
+        CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; if the files of the
+            weights change meanwhile; and if ``scratch`` has files of a run with other arguments, or damaged ones.
     """
     check_model(model)
     check_adapters(model)
@@ -57,11 +58,11 @@ def compress_streamed(
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
             config.loss_fn, forward_device, scratch=scratch, blocks=blocks,
-            max_disk_bytes=max_disk_bytes,
+            max_disk_bytes=max_disk_bytes, source=source,
         )  # fmt: skip
         spool = runner.spool
         description = {
-            "source": source, "blocks": _described_setting(blocks), "max_disk_bytes": f"{max_disk_bytes}",
+            "source": f"{source}", "blocks": _described_setting(blocks), "max_disk_bytes": f"{max_disk_bytes}",
             **_described(config, runner),
         }  # fmt: skip
         before = spool.notes.setdefault("description", description)
@@ -77,7 +78,9 @@ def compress_streamed(
         if refusals := [refusal for rank_refusals in runner.gathered(refusals) for refusal in rank_refusals]:
             raise CompressionError(refusals[0])
         spool.commit()
-        return compress_with(runner, replace(config, seed=seed))
+        report = compress_with(runner, replace(config, seed=seed))
+        runner.check_source(is_end=True)
+        return report
 
 
 def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str]:

@@ -276,6 +276,6 @@ def test_bytes_of_removed_files_count_until_they_are_free(tmp_path):
     files.commit()
     assert files.num_bytes == 0
     mapped = files.kept(value)
-    assert files.num_bytes == size
+    assert value.nbytes <= files.num_bytes <= size  # without the description of the value
     del mapped
     assert files.num_bytes == 0

@@ -1,6 +1,7 @@
 """A compression part by part that is killed and started again ends with the same model, bit for bit."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from panther.compression.folder import CompressConfig, compress_streamed
 from panther.compression.selection import refit
 from panther.compression.streaming import spool
+from panther.compression.streaming.source import SourceFiles
 from panther.errors import CompressionError
 
 
@@ -55,7 +57,7 @@ def batches():
     return [torch.randint(30, (4, 9), generator=generator) for _ in range(4)]
 
 
-def compressed(folder, source="the source", max_disk_bytes=None, **options):
+def compressed(folder, source=None, max_disk_bytes=None, **options):
     model = a_model()
     defaults = {"bits": 7, "forms": ["dense", "int4", "int8", "low_rank"], "seed": 0, "calibration": batches()}
     config = CompressConfig(measure_speed=False, allow_slower=True, **{**defaults, **options})
@@ -152,7 +154,7 @@ def test_the_second_fit_with_a_larger_ridge(method, tmp_path, monkeypatch, killi
 
 CHANGES = {
     "bits 7": {"bits": 6},
-    "source": {"source": "another"},
+    "source None": {"source": SourceFiles(Path(__file__).parent)},
     "calibration 4 batches": {"calibration": batches()[::-1]},
     "forms": {"forms": ["dense", "int4", "int8"]},
     "include": {"include": "blocks.*"},
@@ -179,5 +181,5 @@ def test_a_file_that_is_damaged_is_refused(tmp_path, killing):
     killing()
     path = next(tmp_path.glob("fit-*"))
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CompressionError, match=f"{path.name} should have .* bytes, and has .*: remove .*, and start"):
+    with pytest.raises(CompressionError, match=f"{path.name} is damaged: it should have .* bytes, and has .*: remove"):
         compressed(tmp_path)

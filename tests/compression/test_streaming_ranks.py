@@ -49,14 +49,14 @@ class Model(nn.Module):
 def end_at(event, number):
     """Let this process end at an event of the spool: a write, or a commit before or after its journal is written."""
     counter = itertools.count()
-    write, write_json = Spool._write, spool.write_json
+    write, write_signed = Spool._write, spool.write_signed
 
     def count(*events):
         if event in events and next(counter) == number:
             os._exit(7)
 
     Spool._write = lambda *args: (count("write"), write(*args))
-    spool.write_json = lambda *args: (count("before"), write_json(*args), count("after"))
+    spool.write_signed = lambda *args: (count("before"), write_signed(*args), count("after"))
 
 
 def compressed(folder, num_ranks=1, ends=None, shape=(20, 4, 9), max_disk_bytes=None, **options):
@@ -75,7 +75,7 @@ def compressed(folder, num_ranks=1, ends=None, shape=(20, 4, 9), max_disk_bytes=
     scratch.mkdir(exist_ok=True, parents=True)
     if ends is not None:
         end_at(*ends[rank])
-    report = compress_streamed(model, config, scratch, "the source", max_disk_bytes=max_disk_bytes)
+    report = compress_streamed(model, config, scratch, None, max_disk_bytes=max_disk_bytes)
     forms = [(layer.names, layer.form, layer.rank) for layer in report.layers]
     return model.state_dict(), forms, report.measured_error
 

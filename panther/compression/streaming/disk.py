@@ -4,10 +4,11 @@ __all__ = ["DiskPlan", "Sections", "TargetBytes", "predict_disk_bytes"]
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 # Three choices are compared, with a new layer of each form of a weight that one of them has.
 _CHOICES = 3
-_PICKLED_BYTES = 4000  # of a fit, its options and the names of both, beside the tensors
+_DESCRIPTION_BYTES = 4000  # of a fit, its options and the names of both, beside the tensors
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,30 @@ class DiskPlan:
     keeps_moments: bool
 
 
+@dataclass(frozen=True)
 class Sections:
     """The sections of a model, whose parts are run forward again before they run backward.
 
     With one section, the results of all parts are kept. Otherwise the results of the parts of one section are, and of
     the other parts those that later sections read.
 
-    Args:
+    Attributes:
         last_reads: For each part but the last, the last part that reads its results.
         number: The number of sections.
     """
 
-    def __init__(self, last_reads: Sequence[int], number: int = 1) -> None:
-        num_parts = len(last_reads) + 1
-        self.number, self._last_reads = number, last_reads
-        self._starts = [section * num_parts // number for section in range(number)]
-        # The parts whose results are kept until they run backward.
-        self._needed = {earlier for start in self._starts for earlier in self.read_from(start)}
+    last_reads: Sequence[int]
+    number: int = 1
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        num_parts = len(self.last_reads) + 1
+        return [section * num_parts // self.number for section in range(self.number)]
+
+    @cached_property
+    def _needed(self) -> set[int]:
+        """The parts whose results are kept until they run backward."""
+        return {earlier for start in self._starts for earlier in self.read_from(start)}
 
     @property
     def drops(self) -> bool:
@@ -71,11 +79,11 @@ class Sections:
 
     def read_from(self, place: int) -> list[int]:
         """Return the parts before a part whose results it or a later part reads."""
-        return [earlier for earlier in range(place) if self._last_reads[earlier] >= place]
+        return [earlier for earlier in range(place) if self.last_reads[earlier] >= place]
 
     def read_last(self, place: int) -> list[int]:
         """Return the parts whose results no part after this one reads."""
-        return [earlier for earlier, last in enumerate(self._last_reads[: place + 1]) if last <= place]
+        return [earlier for earlier, last in enumerate(self.last_reads[: place + 1]) if last <= place]
 
     def droppable(self, place: int, section_start: int) -> list[int]:
         """Return the parts whose results may be dropped when a part has run on the way to a section."""
@@ -143,7 +151,7 @@ def predict_disk_bytes(
     fits = states = complete = largest = 0
     for part, results_held in enumerate(held):
         completed = [target for target in targets if max(target.places) == part]
-        fits += sum(target.fit + _PICKLED_BYTES for target in completed)
+        fits += sum(target.fit + _DESCRIPTION_BYTES for target in completed)
         if completed:  # its file also has the sums of weights that are called in this part and in later ones
             states += sum(target.moments for target in targets if min(target.places) <= part < max(target.places))
         # The weights are fitted from their moments, which are in a file until the last of them is fitted.

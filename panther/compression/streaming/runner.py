@@ -21,6 +21,7 @@ from panther.compression.streaming.disk import DiskPlan, Sections, TargetBytes, 
 from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
 from panther.compression.streaming.gradients import ResultGradients
 from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts
+from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
@@ -48,9 +49,11 @@ class StreamingRunner(Runner):
         scratch: Path,
         blocks: Selector | Sequence[Selector] | None = None,
         max_disk_bytes: int | None = None,
+        source: SourceFiles | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._source = source
         self._blocks, self._max_disk_bytes = blocks, max_disk_bytes
         self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
         self._parts: Parts | None = None
@@ -151,7 +154,14 @@ class StreamingRunner(Runner):
             self.spool.remove(saved)
         self._commit()
 
+    def check_source(self, *, is_end: bool = False) -> None:
+        """Raise CompressionError on all ranks if the files of the weights have changed on one of them."""
+        change = "" if self._source is None else self._source.change(is_end=is_end)
+        if self._source is not None and (changed_names := [name for name in self.gathered(change) if name]):
+            raise self._source.error(changed_names[0])
+
     def _commit(self) -> None:
+        self.check_source()  # so that nothing counts that was made of something else
         self.spool.notes |= {
             "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
             "gradient_bytes": self._gradient_bytes,

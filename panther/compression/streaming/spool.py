@@ -12,8 +12,11 @@ import json
 import os
 import pickle
 import platform
+import re
 import shutil
 import weakref
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,9 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import storage_key
-from panther.errors import CompressionError
+from panther.compression.streaming.values import Decoder, Encoder
+from panther.errors import CompressionError, FormatError
+from panther.files import open_file, parse_json
+from panther.files.signed import read_signed, write_signed
 from panther.files.tensors import bytes_of
-from panther.files.writer import sync_folder, write_json
+from panther.files.writer import sync_folder
 
 _Value = TypeVar("_Value")
 Pages = npt.NDArray[np.uint8]
@@ -38,16 +44,17 @@ _LARGE_BYTES, _LARGEST_HEAP_BYTES = 2**20, 2**25
 _ALIGNMENT = 64  # bytes; products with tensors at other addresses can differ in the last bit
 _END = 8  # bytes at the end of a file, the position at which the tensors end and the value begins
 
-_JOURNAL = "journal-"  # the beginning of the name of a file, before the number of the commit
+_JOURNAL = re.compile(r"journal-([0-9]{1,9})\.json")
 BLOCK = 2**24  # bytes of a file that are sent at a time
 _VALUE = ".value"  # the suffix of the files
 
 
 class Spool:
-    """A folder of named files, each with a value: tensors, and whatever of Python contains them.
+    """A folder of named files, each with a value: tensors, and what contains them, as JSON.
 
-    The values are pickled, without their tensors, so that the folder must belong to the user. What is written and
-    removed counts from the next :meth:`commit` on: until then, a new process finds the files as they were.
+    What is written and removed counts from the next :meth:`commit` on: until then, a new process finds the files as
+    they were. The journal of a commit is signed, and holds the checksums of all files, which a new process compares
+    when it reads a file first.
 
     With several ranks, each has a folder of its own, and all commit at the same points of their work: a new process
     finds the last commit that all ranks have made.
@@ -68,26 +75,29 @@ class Spool:
         self.notes: dict[str, Any] = {}
         self._number = 0
         self._sizes: dict[str, int] = {}
+        self._checksums: dict[str, int] = {}
         self._removed_bytes = 0  # of files that the next commit removes
         self._mapped_bytes = 0  # of files that are removed, and whose tensors are in use
-        journals = {int(path.stem.removeprefix(_JOURNAL)): path for path in folder.glob(f"{_JOURNAL}*.json")}
+        names = [(path, _JOURNAL.fullmatch(path.name)) for path in folder.iterdir()]
+        journals = {int(match[1]): path for path, match in names if match}
         self._commits = least(max(journals, default=0))
         if self._commits:
-            journal = json.loads(journals[self._commits].read_text(encoding="utf-8"))
-            self._sizes, self.notes = journal["sizes"], journal["notes"]
-        for number in journals.keys() - {self._commits}:
-            journals[number].unlink()
-        sizes = {path.name: path.stat().st_size for path in folder.glob(f"*{_VALUE}*")}
+            try:
+                journal = read_signed(journals[self._commits])
+                self._sizes, self._checksums, self.notes = (journal[key] for key in ("sizes", "checksums", "notes"))
+            except (FormatError, OSError, KeyError) as error:
+                raise self._damage(f"{error}") from None
+        sizes = {path.name: path.lstat().st_size for path, _ in names if _VALUE in path.name}
         expected_sizes = {_file_name(name): size for name, size in self._sizes.items()}
         for name, size in expected_sizes.items():
             if sizes.get(name) != size:
-                raise CompressionError(
-                    f"{folder / name} should have {size} bytes, and {'has ' if name in sizes else 'is missing'}"
-                    f"{sizes.get(name, '')}: remove {folder}, and start again from the beginning"
-                )
+                bytes_there = f"has {sizes[name]}" if name in sizes else "is missing"
+                raise self._damage(f"{folder / name} is damaged: it should have {size} bytes, and {bytes_there}")
+        for number in journals.keys() - {self._commits}:
+            journals[number].unlink()
         for name in sizes.keys() - expected_sizes.keys():
             (folder / name).unlink()
-        self._committed = set(self._sizes)
+        self._committed, self._unchecked = set(self._sizes), set(self._sizes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sizes
@@ -112,50 +122,69 @@ class Spool:
 
     def write(self, name: str, value: Any) -> None:
         """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
-        references = {id(each): key for key, each in self.references.items()}
+        names = {id(each): key for key, each in self.references.items()}
 
-        def write_value(file: BinaryIO) -> None:
-            pickled = _Pickler.dumps(file, value, references)
-            end = file.tell()
-            file.write(pickled)
+        def write_value(file: "_CheckedFile") -> None:
+            plain = Encoder(names, _Tensors(file).offset).encode(value)
+            text = json.dumps(plain, separators=(",", ":")).encode()
+            end = file.position
+            file.write(text)
             file.write(end.to_bytes(_END, "little"))
 
         self._write(name, write_value)
 
-    def _write(self, name: str, write_contents: Callable[[BinaryIO], Any]) -> None:
+    def _write(self, name: str, write_contents: Callable[["_CheckedFile"], Any]) -> None:
         assert name not in self._committed, name
         path = self._path(name)
         part = path.with_name(path.name + ".part")
         try:
             with part.open("wb") as file:
-                write_contents(file)
-                size = file.tell()
+                checked = _CheckedFile(file)
+                write_contents(checked)
             os.replace(part, path)
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
             raise self._disk_error(error) from error
-        self._sizes[name] = size
+        self._sizes[name], self._checksums[name] = checked.position, checked.checksum
 
     def read(self, name: str) -> Any:
-        """Return the value of a name, whose tensors are mapped. Writing to them does not change the file."""
-        return self._read(name)[0]
+        """Return the value of a name, whose tensors are mapped. Writing to them does not change the file.
 
-    def _read(self, name: str) -> tuple[Any, Pages | None]:
-        """Return the value of a name, and the mapped pages of its tensors; None if it has no tensors."""
-        path = self._path(name)
-        with path.open("rb") as file:
+        Raises:
+            CompressionError: If the file is damaged.
+        """
+        if name in self._unchecked:
+            self._check(name)
+        with open_file(self._path(name)) as file:
             file.seek(-_END, os.SEEK_END)
             end = int.from_bytes(file.read(_END), "little")
-            # The module mmap would hold a descriptor for each file, and a process may have a thousand of them.
-            pages = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8).numpy() if end else None
             file.seek(end)
-            return _Unpickler(file, pages, self.references).load(), pages
+            text = file.read()[:-_END]
+        try:
+            pages = _Pages(self._path(name), end)
+            return Decoder(self.references, pages.tensor).decode(parse_json(text.decode()))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise self._damage(
+                f"{self._path(name)} cannot be read by this process ({type(error).__name__}: {error})"
+            ) from error
+
+    def _check(self, name: str) -> None:
+        """Raise CompressionError unless a file has the contents that the last process has written."""
+        checksum = 0
+        for block in self.blocks(name):
+            checksum = zlib.crc32(block, checksum)
+        if checksum != self._checksums[name]:
+            raise self._damage(f"{self._path(name)} is damaged: it does not match its checksum")
+        self._unchecked.discard(name)
+
+    def _damage(self, reason: str) -> CompressionError:
+        return CompressionError(f"{reason}: remove {self._folder}, and start again from the beginning")
 
     def remove(self, name: str) -> None:
         """Remove a file, from the next commit on. Values that were read from it stay valid."""
         size = self._sizes.pop(name)
-        if name in self._committed:
+        if name in self._committed:  # it can be recovered, with its checksum
             self._removed_bytes += size
         else:
             self._path(name).unlink()
@@ -177,7 +206,9 @@ class Spool:
                 finally:
                     os.close(descriptor)
             sync_folder(self._folder)
-            write_json(self._journal(self._commits + 1), {"sizes": self._sizes, "notes": self.notes})
+            checksums = {name: self._checksums[name] for name in self._sizes}
+            journal = {"sizes": self._sizes, "checksums": checksums, "notes": self.notes}
+            write_signed(self._journal(self._commits + 1), journal)
         except OSError as error:
             raise self._disk_error(error) from error
         self._least(0)  # only what no rank needs any more is removed
@@ -185,6 +216,7 @@ class Spool:
         self._commits += 1
         for name in self._committed - self._sizes.keys():
             self._path(name).unlink()
+        self._checksums, self._unchecked = checksums, self._unchecked & self._sizes.keys()
         self._committed, self._removed_bytes = set(self._sizes), 0
 
     def kept(self, value: _Value) -> _Value:
@@ -193,31 +225,37 @@ class Spool:
         Tensors that are shared stay shared.
         """
         name, self._number = f"kept-{self._number}", self._number + 1
-        self.write(name, value)
-        mapped: _Value
-        mapped, pages = self._read(name)
-        if pages is not None:
-            self._mapped_bytes += self._sizes[name]
-            weakref.finalize(pages, self._unmap, self._sizes[name]).atexit = False
+        structure = b""
+
+        def write_tensors(file: _CheckedFile) -> None:
+            nonlocal structure
+            structure = _Pickler.dumps(value, _Tensors(file).offset, self.references)
+
+        self._write(name, write_tensors)
+        pages = _Pages(self._path(name), size := self._sizes[name])
+        mapped: _Value = _Unpickler(structure, pages.tensor, self.references).load()
+        if pages.contents is not None:
+            self._mapped_bytes += size
+            weakref.finalize(pages.contents, self._unmap, size).atexit = False
         self.remove(name)  # the tensors keep the file
         return mapped
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """Yield the contents of a file."""
-        with self._path(name).open("rb") as file:
+        with open_file(self._path(name)) as file:
             while block := file.read(BLOCK):
                 yield block
 
     def receive(self, name: str, blocks: Iterable[Any]) -> None:
         """Write the contents of a file, as another spool has it, whose references have the same names."""
-        self._write(name, lambda file: [file.write(block) for block in blocks])
+        self._write(name, lambda file: deque(map(file.write, blocks), maxlen=0))
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
         return self._sizes[name]
 
     def _journal(self, number: int) -> Path:
-        return self._folder / f"{_JOURNAL}{number}.json"
+        return self._folder / f"journal-{number}.json"
 
     def _unmap(self, size: int) -> None:
         self._mapped_bytes -= size
@@ -283,58 +321,91 @@ def _file_name(name: str) -> str:
     return name + _VALUE
 
 
-class _Pickler(pickle.Pickler):
-    """Pickle a value, and write its tensors to the file; a tensor is pickled as its place there."""
+class _CheckedFile:
+    """An open file that counts and checks what is written to it."""
 
-    def __init__(self, buffer: Any, file: BinaryIO, references: Mapping[int, str]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._file, self._references = file, references
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = self.checksum = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.position, self.checksum = self.position + len(data), zlib.crc32(data, self.checksum)
+
+
+class _Tensors:
+    """The tensors that have been written to a file."""
+
+    def __init__(self, file: _CheckedFile) -> None:
+        self._file = file
         self._places: dict[Any, tuple[int, Tensor]] = {}  # the tensors stay, so that no address is used twice
 
+    def offset(self, tensor: Tensor) -> int:
+        """Return the offset of a tensor in the file, where it is written unless it is there already."""
+        key = storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._places:
+            self._file.write(b"\0" * (-self._file.position % _ALIGNMENT))
+            self._places[key] = self._file.position, tensor
+            self._file.write(bytes_of(tensor.detach()))
+        return self._places[key][0]
+
+
+class _Pages:
+    """The first ``size`` bytes of a file, mapped into memory."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        # The module mmap would hold a descriptor for each file, and a process may have a thousand of them.
+        self.contents: Pages | None = (
+            torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy() if size else None
+        )
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor at an offset."""
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        assert self.contents is not None
+        return torch.frombuffer(self.contents, dtype=dtype, count=numel, offset=offset).view(shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle a value without its tensors, for this process alone: layers can be pickled, and are not JSON."""
+
+    def __init__(self, buffer: Any, offset_of: Callable[[Tensor], int], references: Mapping[int, str]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._offset_of, self._references = offset_of, references
+
     @classmethod
-    def dumps(cls, file: BinaryIO, value: Any, references: Mapping[int, str]) -> bytes:
-        """Write the tensors of a value, and return the pickled value."""
+    def dumps(cls, value: Any, offset_of: Callable[[Tensor], int], references: Mapping[str, Any]) -> bytes:
+        """Return the pickled value."""
         buffer = io.BytesIO()
-        cls(buffer, file, references).dump(value)
+        cls(buffer, offset_of, {id(each): key for key, each in references.items()}).dump(value)
         return buffer.getvalue()
 
     def persistent_id(self, value: Any) -> Any:
         """Return the place of a tensor, or the name of a reference."""
         if (name := self._references.get(id(value))) is not None:
-            return "reference", name
+            return name
         if not isinstance(value, Tensor):
             return None
-        kind = ("parameter", value.requires_grad) if isinstance(value, nn.Parameter) else ("tensor", False)
-        return *kind, self._offset(value), value.dtype, tuple(value.shape)
-
-    def _offset(self, tensor: Tensor) -> int:
-        """Return the offset of a tensor in the file, where it is written unless it is there already."""
-        key = storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if key not in self._places:
-            self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
-            self._places[key] = self._file.tell(), tensor
-            self._file.write(bytes_of(tensor.detach()))
-        return self._places[key][0]
+        gradient = value.requires_grad if isinstance(value, nn.Parameter) else None
+        return gradient, self._offset_of(value), value.dtype, tuple(value.shape)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickle a value whose tensors are in mapped pages."""
+    """Read what :class:`_Pickler` has made."""
 
-    def __init__(self, file: BinaryIO, pages: Pages | None, references: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._pages, self._references = pages, references
+    def __init__(self, structure: bytes, tensor_at: Callable[..., Tensor], references: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensor_at, self._references = tensor_at, references
         self._tensors: dict[Any, Tensor] = {}
 
     def persistent_load(self, place: Any) -> Any:
         """Return the tensor of a place, or the object of a reference."""
-        if place[0] == "reference":
-            return self._references[place[1]]
+        if isinstance(place, str):
+            return self._references[place]
         if place not in self._tensors:
-            kind, requires_grad, offset, dtype, shape = place
-            numel = torch.Size(shape).numel()
-            tensor = torch.empty(shape, dtype=dtype)
-            if numel:
-                assert self._pages is not None
-                tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=offset).view(shape)
-            self._tensors[place] = nn.Parameter(tensor, requires_grad) if kind == "parameter" else tensor
+            gradient, *position = place
+            tensor = self._tensor_at(*position)
+            self._tensors[place] = tensor if gradient is None else nn.Parameter(tensor, gradient)
         return self._tensors[place]

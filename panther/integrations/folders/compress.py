@@ -4,7 +4,8 @@ __all__ = ["compress_folder"]
 
 import hashlib
 import os
-import pickle
+import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any
 import torch.distributed as dist
 
 from panther.compression import CompressionReport
-from panther.compression.calibration.descriptions import checksum
 from panther.compression.calibration.targets import Selector
 from panther.compression.folder import CompressConfig, compress_streamed
+from panther.compression.streaming.source import SourceFiles
+from panther.compression.streaming.values import Decoder, Encoder
 from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CompressionError, FormatError, require_extra
-from panther.files.writer import new_file, take_lock
-from panther.integrations.folders.beside import copy_beside
+from panther.files.signed import read_signed, write_signed
+from panther.files.writer import take_lock
+from panther.integrations.folders.beside import check_beside, copy_beside
 from panther.integrations.folders.mapped import mapped_from_pretrained
 from panther.integrations.folders.sentence_transformers import model_folder
 from panther.nn.io import save_compressed
@@ -34,6 +37,7 @@ _PREFIX = ".panther-"  # of the names of folders that are there during a run
 _LOCK = "lock"
 _REPORT = "report"  # a file that is there when the target is complete
 _SAVING = "saving"  # a file that is there from the moment on at which the target is written
+_LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def compress_folder(
@@ -63,7 +67,9 @@ def compress_folder(
     arguments and results is refused.
 
     A run that was killed, interrupted or stopped by a full disk is continued by the same call, from the block that it
-    was at, and ends with the same files, bit for bit.
+    was at, and ends with the same files, bit for bit. Only the user who began it can continue it, on the same machine
+    or with the same cache folder, where a key is kept with which a run recognises its files: what somebody else has
+    put into the target is refused.
 
     Args:
         source: A folder that ``save_pretrained`` of transformers wrote, of one file of safetensors or several, or a
@@ -92,11 +98,14 @@ def compress_folder(
 
     Raises:
         CompressionError: As for :func:`panther.compress`; and if the model cannot be run part by part, the disk is
-            full, the target is not empty, or a run that was killed had other arguments or another source.
-        FormatError: If the source has no model of transformers, or a file of it is damaged or missing.
+            full, the target is not empty or cannot be written, the source changes meanwhile, or a run that was killed
+            had other arguments or another source, or left damaged files.
+        FormatError: If the source has no model of transformers, or a file of it is damaged or missing, or a link leads
+            out of it.
         MissingExtraError: Without transformers.
 
-    Cost: the time of :func:`panther.compress`, and of one more forward. Memory: the moments of one block, 8 (in^2 +
+    Cost: the time of :func:`panther.compress`, of one more forward, and of reading the files of the source twice, for
+    checksums of their contents. Memory: the moments of one block, 8 (in^2 +
     out^2) bytes for each of its layers, a forward and backward of one block for one batch, and a few matrices of the
     size of the largest weight in float64. Disk: the hidden states of all batches at all boundaries, the moments of all
     weights, and for each entry of a weight at most seven bytes and the factors of low rank; the peak is logged
@@ -147,9 +156,12 @@ def compress_folder(
     with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
         if (report := _report_of_ended_run(scratch, config.group)) is not None:
             return report
+        if inner.is_dir():  # otherwise loading it says what is wrong
+            check_beside(source, folder)
+        files = SourceFiles(inner)
         model = mapped_from_pretrained(inner, scratch)
-        report = compress_streamed(model, config, scratch, _described(inner), blocks, max_disk_bytes)
-        (scratch / _SAVING).touch()  # from now on the target is not empty
+        report = compress_streamed(model, config, scratch, files, blocks, max_disk_bytes)
+        write_signed(scratch / _SAVING, None)  # from now on the target is not empty
 
         def save() -> None:
             copy_beside(source, folder)
@@ -162,25 +174,21 @@ def compress_folder(
         else:
             dist.barrier(config.group)  # a rank that continues finds the target full, and has to know why
             run_on_first_rank(save, config.group)
-        with new_file(scratch / _REPORT) as file:
-            pickle.dump(report, file)
+        write_signed(scratch / _REPORT, Encoder({}, _refuse_tensor).encode(report))
         return report
+
+
+def _refuse_tensor(*place: Any) -> Any:
+    raise TypeError("a report has no tensors")
 
 
 def _report_of_ended_run(scratch: Path, group: dist.ProcessGroup | None) -> CompressionReport | None:
     """Return the report of a run that was killed after the target was complete; None if there was no such run."""
     report = None
     with suppress(FileNotFoundError):
-        report = pickle.loads((scratch / _REPORT).read_bytes())
+        report = Decoder({}, _refuse_tensor).decode(read_signed(scratch / _REPORT))
     reports = [report] if group is None else gather_objects(report, group)
     return next((each for each in reports if each is not None), None)
-
-
-def _described(source: Path) -> str:
-    """Return a description of a folder's files, which differs if one of them has changed."""
-    files = sorted(path for path in source.iterdir() if path.is_file())
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{source.resolve()} with files {checksum((name, tuple(about)) for name, *about in stats):08x}"
 
 
 def _size(config: CompressConfig) -> str:
@@ -197,22 +205,35 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
     if scratch_dir is not None and not scratch_dir.is_dir():
         raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
     parent = target if scratch_dir is None else scratch_dir
-    name = f"{_PREFIX}run"
-    if scratch_dir is not None:  # which other targets may share
-        name = f"{_PREFIX}{hashlib.blake2b(os.fsencode(target.resolve()), digest_size=8).hexdigest()}"
-    if group is not None:
-        name = f"{name}-rank-{dist.get_rank(group)}"
-    scratch = parent / name
-    is_continued, is_saved = scratch.exists(), any((scratch / each).exists() for each in (_SAVING, _REPORT))
-    is_empty = not target.exists() or (target.is_dir() and all(map(_is_scratch, target.iterdir())))
-    if not (is_empty or is_saved):
-        raise CompressionError(f"{target} is not empty, and might hold another model: give a new folder, or clear it")
-    is_new = not target.exists()
-    target.mkdir(parents=True, exist_ok=True)
-    scratch.mkdir(mode=0o700, exist_ok=True)
-    _check_owner(scratch)
-    with (scratch / _LOCK).open("wb") as lock:
-        if not take_lock(lock.fileno()):
+    try:
+        name = f"{_PREFIX}run"
+        if scratch_dir is not None:  # which other targets may share
+            place = os.fsencode(os.path.realpath(target))
+            name = f"{_PREFIX}{hashlib.blake2b(place, digest_size=8).hexdigest()}"
+        if group is not None:
+            name = f"{name}-rank-{dist.get_rank(group)}"
+        scratch = parent / name
+        is_continued, is_new = os.path.lexists(scratch), not os.path.lexists(target)
+        is_saved = is_continued and _check_scratch(scratch)
+        is_empty = is_new or (target.is_dir() and all(map(_is_scratch, target.iterdir())))
+        if not (is_empty or is_saved):
+            raise CompressionError(
+                f"{target} is not empty, and might hold another model: give a new folder, or clear it"
+            )
+        target.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(mode=0o700, exist_ok=True)
+        if scratch_dir is not None:
+            tempfile.TemporaryFile(dir=target).close()  # the target is written hours later
+        descriptor = os.open(scratch / _LOCK, _LOCK_FLAGS, 0o600)
+    except CompressionError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CompressionError(
+            f"{reason}: the result cannot be written to {target}: give a folder that can be made and written to"
+        ) from None
+    with os.fdopen(descriptor, "wb"):
+        if not take_lock(descriptor):
             raise CompressionError(f"another process compresses a model to {target}: wait for it, or give a new folder")
         is_kept = True
         try:
@@ -239,14 +260,29 @@ def _remove(scratch: Path) -> None:
         scratch.rmdir()
 
 
-def _check_owner(folder: Path) -> None:
-    """Raise CompressionError if other users can write to a folder, whose files are unpickled."""
-    status = folder.lstat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink()):
+def _check_scratch(folder: Path) -> bool:
+    """Return whether the run of a folder was writing its target, or raise CompressionError if it is not this user's.
+
+    A target can be a copy of a folder of somebody else, with anything in it. Journals are checked where they are read.
+    """
+    mode, owner = folder.lstat().st_mode, folder.lstat().st_uid
+    if hasattr(os, "getuid") and (owner != os.getuid() or mode & 0o022 or not stat.S_ISDIR(mode)):
         raise CompressionError(
-            f"{folder} has to be a folder of yours that nobody else can write to, because its files can contain code: "
-            "remove it, or name another folder for what is kept on disk"
+            f"{folder} has to be a folder of yours that nobody else can write to, because a run trusts its files: "
+            f"remove {folder}, or name another folder for what is kept on disk"
         )
+    with os.scandir(folder) as entries:
+        kinds = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    if other := [name for name, is_file in kinds.items() if not is_file]:
+        raise CompressionError(f"{folder / other[0]} is not a file, as all files of a run are: remove {folder}")
+    for name in kinds:
+        if name in (_SAVING, _REPORT) or name.startswith("journal-"):
+            try:
+                with suppress(FileNotFoundError):  # another process may continue the run
+                    read_signed(folder / name)
+            except FormatError as error:
+                raise CompressionError(f"{error}: remove {folder}, and start again from the beginning") from None
+    return not kinds.keys().isdisjoint((_SAVING, _REPORT))
 
 
 def _is_scratch(path: Path) -> bool:

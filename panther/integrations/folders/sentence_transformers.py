@@ -47,7 +47,7 @@ def loader_of(folder: Path) -> str | None:
 
 
 def _paths(folder: Path) -> list[tuple[str, ...]]:
-    """Return the path of each module in a folder, in parts, each of which is the name of a folder in the one before."""
+    """Return the path of each module in a folder, as the names of folders inside of each other."""
     file = folder / _MODULES
     try:
         modules = read_json(file)
