@@ -17,7 +17,7 @@ class ModelLibrary(Protocol):
         """Return whether a module is a model of the library."""
 
     def layers_replaced(self, model: Any) -> None:
-        """Update what a model notes about its layers, some of which were replaced."""
+        """Update what a model notes about its layers, after some layers were replaced."""
 
     def files(self, model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the files, by name, that lie beside the weights of a model; ``specs`` records compressed layers."""

@@ -58,7 +58,7 @@ LEVELS = {
         "search": 6, "trained_models": 6, "_tune": 7, "": 8,
     },
 }  # fmt: skip
-MAXIMUM_FILES = 14
+MAXIMUM_FILES = 20
 
 
 def module_files() -> dict[str, Path]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
-from panther.files.weights import check_weight_files
 from panther.integrations.folders.sentence_transformers import loader_of
+from panther.integrations.pretrained import from_pretrained, read_config, without_hub_kernels
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _MIN_SAMPLES = 5  # a fifth is held out
@@ -32,51 +32,26 @@ _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(folder: Path) -> nn.Module:
-    """Load the model of a folder, in the class that its config.json names, in eval mode."""
-    transformers = require_extra("transformers", "transformers")
-    saved = "give a folder that save_pretrained of transformers wrote"
+    """Load the model of a folder that is not compressed, in the class that its config.json names, in eval mode."""
+    require_extra("transformers", "transformers")
     compressed = (folder / "panther.json").is_file()
     if not compressed:
         if not (folder / "config.json").is_file():
+            saved = "give a folder that save_pretrained of transformers wrote"
             if (loader := loader_of(folder)) is not None:
                 saved = (
                     f"call pr.compress(sentence_transformers.{loader}(folder), ...), and save_pretrained of the model"
                 )
             raise PantherError(f"{folder} holds no config.json: {saved}")
-        with quietly(f"{folder / 'config.json'} cannot be used"):
-            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
-        compressed = getattr(config, "quantization_config", None) is not None
+        compressed = read_config(folder).get("quantization_config") is not None
     if compressed:
         raise PantherError(
             f"{folder} holds a model that is compressed or quantized already: compress the original folder again, with "
             "a smaller budget"
         )
-    name = next(iter(config.architectures or ()), "AutoModel")
-    make: Any = getattr(transformers, name, None)
-    is_model_class = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel | transformers.AutoModel)
-    if not is_model_class:
-        raise PantherError(
-            f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
-            "does not have: build the model in a function of your own, and give module:function"
-        )
-    check_weight_files(folder, name)
-    with quietly(f"the weights in {folder} cannot be loaded"):
-        model, info = make.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # the error below names them
-            output_loading_info=True,
-        )
-    bad = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if bad:
-        reason = "which config.json names" if config.architectures else "built as config.json names no architecture"
-        raise PantherError(
-            f"the weights in {folder} do not fill a {type(model).__name__}, {reason}: "
-            f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''} missing or of another size: "
-            "load the folder with the class that wrote it, and save_pretrained it again"
-        )
-    return model.eval()
+    with quietly(f"the model in {folder} cannot be loaded"):
+        model: nn.Module = from_pretrained(folder)
+    return model
 
 
 def empty_model(folder: Path) -> Any:
@@ -85,6 +60,8 @@ def empty_model(folder: Path) -> Any:
     transformers = require_extra("transformers", "transformers")
     with quietly(f"{folder / 'config.json'} cannot be used"):
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        for setting in without_hub_kernels(read_config(folder)):
+            setattr(config, f"_{setting}", None)
         name = next(iter(config.architectures or ()), None)
         with torch.device("meta"):
             model = transformers.AutoModel.from_config(config) if name is None else getattr(transformers, name)(config)

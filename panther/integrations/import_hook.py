@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from panther._model_libraries import register_library
+from panther.integrations._peft_hook import PEFT, wrap_peft
 
 _REGISTRY, _MODELS = "transformers.quantizers.auto", "transformers.modeling_utils"
 _ADAPTER = "panther.integrations.transformers"
@@ -32,8 +33,8 @@ _log = logging.getLogger("panther.integrations")
 
 
 def register_with_transformers() -> None:
-    """Register the method "panther" and wrap saving and loading, now or when transformers is imported."""
-    for name, complete in ((_REGISTRY, _register), (_MODELS, _wrap)):
+    """Register the method "panther" and wrap saving and loading, now or when transformers is imported; wrap PEFT."""
+    for name, complete in ((_REGISTRY, _register), (_MODELS, _wrap), (PEFT, wrap_peft)):
         if name in sys.modules:
             # A different thread may be importing the module; import_module waits until it is complete.
             complete(importlib.import_module(name))
@@ -94,11 +95,11 @@ class _Transformers:
     """transformers, for the layers below; the adapter is imported at the first model with compressed layers."""
 
     def __init__(self, base: type) -> None:
-        self._base = base
+        self._pretrained_class = base
 
     def is_model(self, module: Any) -> bool:
         """Return whether a module is a PreTrainedModel."""
-        return isinstance(module, self._base)
+        return isinstance(module, self._pretrained_class)
 
     def layers_replaced(self, model: Any) -> None:
         """Update the names of tied weights."""

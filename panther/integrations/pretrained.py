@@ -1,6 +1,6 @@
 """``panther.from_pretrained``: a transformers model from its folder. transformers is imported by the call."""
 
-__all__ = ["from_pretrained", "without_hub_kernels"]
+__all__ = ["from_pretrained", "read_config", "without_hub_kernels"]
 
 import logging
 import os
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
 from panther.files.tensors import StoredTensor, stored_tensors
 from panther.files.weights import check_weight_files, has_usual_weights, weight_files
 from panther.integrations.import_hook import MARKS
 from panther.nn.attention.record import check_recorded
-from panther.nn.io import check_folder, inference_manifest, saved_manifest, weights_path
+from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, saved_manifest, weights_path
 from panther.nn.linears import expanded
+from panther.nn.quantized.state import inference_state
 from panther.nn.specs import QUANTIZATION_METHOD, is_symmetric_record
 
 _log = logging.getLogger("panther.integrations")
@@ -94,7 +94,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
             f"{folder} holds no config.json, which would name the architecture: build it, and call "
             "pr.load_compressed(folder, model)"
         )
-    config = _read_config(folder)
+    config = read_config(folder)
     make = _model_class(transformers, config, folder)
     argument_names = set(kwargs)
     if not has_usual_weights(folder) and any(folder.glob(f"model.{QUANTIZATION_METHOD}*.safetensors")):
@@ -103,7 +103,9 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
         check_weight_files(folder, make.__name__, kwargs.get("variant"))
     stored = {name: each for path in weight_files(folder) for name, each in stored_tensors(path).items()}
     kwargs = without_hub_kernels(config) | {"trust_remote_code": False} | kwargs
+    with_new_sizes = bool(kwargs.get("ignore_mismatched_sizes"))
     kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+    kwargs["ignore_mismatched_sizes"] = True  # they are refused below, by name
     try:
         model, info = make.from_pretrained(folder, **kwargs)
     except SafetensorError as error:
@@ -121,10 +123,12 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
             "files is damaged or was written for a different version of transformers: copy or write the folder again"
         ) from error
     check_recorded(stored.keys(), model, folder)
-    with_new_sizes = bool(kwargs.get("ignore_mismatched_sizes"))
     _check_scales(model, info["unexpected_keys"], stored, config, folder)
     is_compressed = manifest is not None or _is_compressed(config)
-    _check_filled(model, info, folder, manifest, is_compressed=is_compressed, with_new_sizes=with_new_sizes)
+    _check_filled(
+        model, info, folder, manifest,
+        is_compressed=is_compressed, with_new_sizes=with_new_sizes, names_class=bool(config.get("architectures")),
+    )  # fmt: skip
     if manifest is not None and not argument_names & _CHANGING and not with_new_sizes:
         _check_as_saved(model, manifest, folder)
     return (expanded(model) if expand else model).eval()
@@ -181,7 +185,7 @@ def _check_scales(
             )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json, after checking the types of the entries that Panther reads."""
     path = folder / "config.json"
     try:
@@ -209,16 +213,22 @@ def _model_class(transformers: Any, config: Mapping[str, Any], folder: Path) -> 
     make = getattr(transformers, name, None)
     # The common base of the Auto classes is not public.
     kinds = (transformers.PreTrainedModel, *transformers.AutoModel.__mro__[:-1])
-    if not isinstance(make, type) or not issubclass(make, kinds):
-        fix = "build it, and call pr.load_compressed(folder, model)"
+    is_known = isinstance(make, type) and issubclass(make, kinds)
+    config_class = getattr(make, "config_class", None)
+    if is_known and config.get("auto_map") and config_class is not None:
+        is_known = config.get("model_type") == config_class.model_type  # otherwise the code replaces the class
+    if not is_known:
+        fix = "load it by from_pretrained of the class itself"
+        if (folder / INFERENCE_MANIFEST).exists():
+            fix = "build it, and call pr.load_compressed(folder, model)"
         if config.get("auto_map"):
             fix = (
                 "its code is in the folder, and runs if you trust it: "
                 f"transformers.AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)"
             )
         raise FormatError(
-            f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
-            f"does not have: {fix}"
+            f"{folder / 'config.json'} names the architecture {name} of the type {config.get('model_type')!r}, which "
+            f"transformers {transformers.__version__} does not have: {fix}"
         )
     return make
 
@@ -227,7 +237,7 @@ def _why_no_model(transformers: Any, make: Any, folder: Path) -> Exception | Non
     """Return the error of building the model of a folder's config.json without weights, or None if there is none."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for name in without_hub_kernels(_read_config(folder)):
+        for name in without_hub_kernels(read_config(folder)):
             setattr(config, f"_{name}", None)
         with torch.device("meta"):
             (make.from_config if hasattr(make, "from_config") else make)(config)
@@ -244,6 +254,7 @@ def _check_filled(
     *,
     is_compressed: bool,
     with_new_sizes: bool,
+    names_class: bool,
 ) -> None:
     """Raise FormatError if weights of the model are new, or weights of compressed layers were not used."""
     shared = set() if manifest is None else manifest["aliases"].keys()
@@ -255,8 +266,9 @@ def _check_filled(
     if not is_compressed:  # dense folders often hold the weights of more heads than the class has
         unexpected = [name for name in unexpected if name.rpartition(".")[2] in MARKS]
     if missing or unexpected or resized:
+        reason = " that its config.json describes" if names_class else ", built because its config.json names no class"
         raise FormatError(
-            f"{folder} does not fit the {type(model).__name__} that its config.json describes: missing "
+            f"{folder} does not fit the {type(model).__name__}{reason}: missing "
             f"{_first_names(missing)}; unexpected {_first_names(unexpected)}; of a different size "
             f"{_first_names(resized)}. config.json was damaged or changed, or the files are of different saves: copy "
             "or write the folder again. For weights that are new on purpose call from_pretrained of transformers"
@@ -265,7 +277,7 @@ def _check_filled(
 
 def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> None:
     """Raise FormatError unless the model holds what was saved, by name and value, in its own dtypes."""
-    state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    state = inference_state(model)
     for name, spec in manifest["modules"].items():
         if is_symmetric_record(spec):  # the file has no zero points
             state.pop(f"{name}.zeros", None)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from panther._keywords import explain_keywords
 from panther._model_libraries import layers_replaced, model_files
@@ -66,11 +67,12 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
     A seeded sketch is stored as its seed, and a shared tensor once. Names are those of the model without wrappers:
-    torch.compile, activation checkpointing and DistributedDataParallel leave no trace. A process that is killed at any
-    moment leaves the old model or the new one, and of processes that save to one folder at the same time the last one
-    wins.
+    torch.compile, activation checkpointing, DistributedDataParallel, DataParallel and AveragedModel leave no trace. A
+    process that is killed at any moment leaves the old model or the new one, and of processes that save to one folder
+    at the same time the last one wins.
 
-    Of a transformers model, config.json is written as well: :func:`panther.from_pretrained` then needs no architecture.
+    Of a transformers model, config.json, generation_config.json and the code of a model that was loaded with
+    ``trust_remote_code=True`` are written as well: :func:`panther.from_pretrained` then needs no architecture.
     transformers' own ``from_pretrained`` and all that builds on it need none either, in a process that has imported
     Panther, which lets ``panther.integrations.transformers`` build the layers.
 
@@ -282,9 +284,12 @@ def check_folder(dir: Path) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile's and DistributedDataParallel's wrappers, which prefix its names."""
+    """Return the model inside torch.compile's wrapper, and inside wrappers that prefix its names by "module.".
+
+    The averaged weights of an AveragedModel are the weights of its model.
+    """
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, (DistributedDataParallel, nn.DataParallel, AveragedModel)):
             model = model.module
         elif (inner := original_of_compiled(model)) is not None:
             model = inner

@@ -70,7 +70,23 @@ class LinearsReport:
 
 
 class ConvPair(nn.Sequential):
-    """Two convolutions, the first without bias and the second of width 1, that replace one."""
+    """Two convolutions, the first without bias and the second of width 1, that replace one.
+
+    It has the weight and the bias of the convolution that it replaces, because models read them (ViT reads the dtype).
+    """
+
+    @property
+    def weight(self) -> Tensor:  # (out, in / groups, *kernel_size)
+        """The product of both weights, for inspection; computed at each access."""
+        first, second = self
+        kernel, mix = first.get_parameter("weight"), second.get_parameter("weight")
+        by_group = [each.flatten(1).unflatten(0, (first.groups, -1)) for each in (mix, kernel)]  # type: ignore[arg-type]
+        return (by_group[0] @ by_group[1]).reshape(len(mix), *kernel.shape[1:])
+
+    @property
+    def bias(self) -> Tensor | None:  # (out,)
+        """The bias of the second convolution."""
+        return self[1].bias  # type: ignore[return-value]
 
 
 class LinearPair(nn.Sequential):
@@ -119,8 +135,8 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     :class:`~panther.nn.QuantizedExperts` the parameter that it replaced. An
     :class:`~panther.nn.InterpolativeLinear` becomes two layers of its rank, which together take more numbers than it.
     Layers that shared their tensors, such as an embedding and a head, share their weight.
-    Nothing else is changed, and outputs are equal up to rounding. A pair has no ``weight``: leave layers whose weight
-    the model reads, if only for its dtype, out with ``filter_fn``. Signs of seeded layers become weights like any
+    Nothing else is changed, and outputs are equal up to rounding. A pair has the product of its weights as ``weight``,
+    computed at each access, for models that read it. Signs of seeded layers become weights like any
     other: they are stored, and would be trained; to continue training a seeded layer, keep it.
 
     Args:

@@ -112,7 +112,7 @@ def test_a_config_without_a_class_is_not_said_to_name_one(folder):
     del config["architectures"]
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(PantherError, match=r"do not fill a BertModel, built as config.json names no architecture: "):
+    with pytest.raises(PantherError, match=r"does not fit the BertModel, built because its config.json names no class"):
         load_model(folder)
 
 

@@ -93,10 +93,7 @@ class SavedWeights:
             layer, _, key = tensor_name.rpartition(".")
             own_name = self._saved_name(model, layer, by_name) if key in MARKS else None
             if own_name is not None and not isinstance(by_name[own_name], CompressedModule):
-                raise FormatError(
-                    f"the weights files in {self.folder} hold the compressed layer {layer!r}, which config.json does "
-                    "not name, because only a part of the model was saved: save the model by pr.save_compressed"
-                )
+                raise _unnamed(layer)
         saved = Counter(name.rpartition(".")[2] for name in self.names)
         for key, count in needed.items():
             if saved[key] < count:
@@ -150,7 +147,7 @@ def set_zeros_(model: nn.Module, specs: Mapping[str, Any]) -> None:
     """Set the zero points of symmetric layers, which the files lack, to the middle code."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedMatrix) and is_symmetric_record(specs.get(name)):
-            buffers_of(module)["zeros"] = module.middle_zeros(module.codes.device)
+            module.zeros = module.middle_zeros(module.codes.device)
 
 
 def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]:
@@ -203,13 +200,16 @@ def check_loaded(info: Mapping[str, Iterable[str]]) -> None:
     for missing_name in sorted(info["missing_keys"]):
         name = missing_name.removesuffix(".weight")
         if layer := endings.get(name) or next((end for end in _endings(name) if end in compressed), None):
-            raise FormatError(
-                f"the weights files hold {layer!r} as a compressed layer of Panther, and the config that was used does "
-                "not name it, so that it would be filled with random numbers: load the folder by "
-                "pr.from_pretrained(folder), which reads its config.json, without config= and in the class that was "
-                "saved; save a part of a model by its own save_pretrained; and if config.json has lost its entry "
-                "'quantization_config', save the model again"
-            )
+            raise _unnamed(layer)
+
+
+def _unnamed(layer: str) -> FormatError:
+    return FormatError(
+        f"the weights files hold {layer!r} as a compressed layer of Panther, and the config that was used does not "
+        "name it, so that it would be filled with random numbers: load the folder by pr.from_pretrained(folder), in "
+        "the class that was saved and without config=, and take a part from that model; if config.json has lost its "
+        "entry 'quantization_config', save the model again"
+    )
 
 
 def _endings(name: str) -> Iterator[str]:

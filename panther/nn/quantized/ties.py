@@ -9,6 +9,7 @@ __all__ = ["declare_ties_", "tied_layers"]
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -19,22 +20,23 @@ from panther.nn.quantized.state import SCALE_LOGS
 _WEIGHT = ".weight"
 
 
+# The ties that models declared by class or in their constructor, without the names of compressed layers.
+_DECLARED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
 def declare_ties_(model: Any, pretrained_class: type[nn.Module]) -> None:
     """Name the tied tensors of the layers that a model of transformers has now; models in it as well."""
-    is_changed = False
     for module in model.modules():
         if not isinstance(module, pretrained_class):
             continue
-        declared = getattr(type(module), "_tied_weights_keys", None)
+        present = getattr(module, "_tied_weights_keys", None)
+        declared = _DECLARED.get(module, present)
         ties = _ties_of(module, declared) if isinstance(declared, Mapping) else declared
-        if ties != getattr(module, "_tied_weights_keys", None):
-            is_changed = True
-            if ties == declared:
-                del module._tied_weights_keys
-            else:
-                module._tied_weights_keys = ties  # type: ignore[assignment]
-    if is_changed:
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+        if ties != present:
+            _DECLARED[module] = declared
+            module._tied_weights_keys = ties  # type: ignore[assignment]
+    # Names of tensors also follow from ties of whole modules and from patterns.
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def tied_layers(model: Any, ties: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -82,7 +82,8 @@ def saving(
         if present is None:
             vars(model).pop("hf_quantizer", None)
         for key, (config, _) in entries.items():
-            if config is not model.config or not is_ours(previous[key]):  # the quantizer keeps its entry up to date
+            # The quantizer of a model that was loaded keeps the entry up to date.
+            if present is None or config is not model.config or not is_ours(previous[key]):
                 _set_entry(config, previous[key])
 
 
