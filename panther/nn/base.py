@@ -17,24 +17,32 @@ __all__ = [
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from panther._keywords import explain_keywords_of_class
-from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
+from panther._torch import (
+    buffers_of,
+    children_of,
+    is_transformed,
+    parameters_of,
+    put_forward_pre_hooks,
+    unsaved_buffers_of,
+    version_of,
+)
 from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
+from panther.nn.factors import inherit_settings
 from panther.nn.sketch_record import has_values, make_record, read_record
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
+_ROUNDING = 2**-9  # Relative to the numbers of a record: many steps of an average in float32 round by less.
 _MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
 
-from panther.nn.factors import inherit_settings
 
 def keep_own_forward(module: nn.Module, args: Any) -> None:
     """Do nothing, as a forward pre-hook: torch's fast paths are off for a module that has a hook.
@@ -107,6 +115,12 @@ class CompressedModule(nn.Module):
     factor_names: tuple[str, ...] = ()
     """Names of the parameters that are factors of the weight, where the products of factors are the weight."""
 
+    checked_names: tuple[str, ...] = ()
+    """Names of the buffers on which arithmetic has no meaning, such as codes and seeds; the record is the last."""
+
+    _checked: list[tuple[int, int]] | None = None
+    """Which tensors :meth:`check_writes` last saw, and how often they had been written to."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         explain_keywords_of_class(cls)
@@ -176,6 +190,53 @@ class CompressedModule(nn.Module):
     def check_record(self) -> None:
         """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""
         raise NotImplementedError
+
+    def check_writes(self) -> None:
+        """Call :meth:`follow_writes` if a checked buffer was written to or replaced since the last call.
+
+        Other code writes to buffers in place: it broadcasts or copies them, which the layer has to follow, or averages
+        them, which destroys codes and seeds. A forward only compares the versions of a few tensors.
+
+        Raises:
+            SketchMismatchError: If the buffers do not belong together.
+        """
+        if not torch.compiler.is_compiling() and (seen := self._writes()) != self._checked:
+            tensors = [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
+            # Tensors without values, shards, and tensors inside of vmap or a trace cannot be compared.
+            plain = all(type(tensor) is Tensor and has_values(tensor) for tensor in tensors)
+            if plain and not torch.jit.is_tracing() and not any(map(is_transformed, tensors)):
+                self.follow_writes(seen)
+                self._checked = self._writes()
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return the identity and the number of writes of each checked buffer; inference tensors count no writes."""
+        buffers = buffers_of(self)
+        tensors = [buffers.get(name) for name in self.checked_names]
+        try:
+            return [(id(tensor), 0 if tensor is None else version_of(tensor)) for tensor in tensors]
+        except RuntimeError:
+            return [(id(tensor), -1) for tensor in tensors]
+
+    def follow_writes(self, seen: list[tuple[int, int]]) -> None:
+        """Compute with what other code wrote to the checked buffers, or raise SketchMismatchError."""
+        self.check_record()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save, unless the checked buffers do not belong together: the error names the layer."""
+        try:
+            self.check_record()
+        except SketchMismatchError as error:
+            if self._checked is not None:  # Otherwise the values are still being loaded.
+                raise SketchMismatchError(f"layer {prefix[:-1]!r}: {error}" if prefix else str(error)) from None
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn``, which moves or casts the values of checked buffers, and does not change them."""
+        was_checked = self._checked is not None and self._checked == self._writes()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_checked:
+            self._checked = self._writes()
+        return self
 
     def _fits(self, state: dict[str, Any], expected: Mapping[str, torch.Size], prefix: str, *args: Any) -> bool:
         """Return whether a checkpoint has all tensors in the expected shapes; report differences as torch does."""
@@ -359,41 +420,13 @@ class SketchedModule(CompressedModule):
             place.pop(name, None)
         unsaved_buffers_of(self).discard(name)  # torch's set must not contain the name of a Parameter.
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        record = self.sketch_seed
-        is_cast = record.dtype is not torch.int64  # module.type() casts integers, too
-        if has_values(record) and (is_cast or record.tolist() != make_record(self.seed, self.num_terms)):
-            self._settle_record()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _settle_record(self) -> None:
-        """Make ``sketch_seed`` and the layer consistent again, if possible.
-
-        If the record is valid and has the layer's mode, a broadcast wrote it: the layer adopts its seed and draws the
-        sketches. If an average of models with one seed (SWA and EMA with their buffers) rounded the record and the
-        sketches are valid, the record is rewritten. If sketches of different seeds were averaged, the record stays
-        invalid, so that loading it fails.
-        """
-        with suppress(SketchMismatchError):
-            seed = read_record(self.sketch_seed, self.num_terms, "sketch_seed")
-            if seed == self.seed:
-                return
-            if seed is not None and self.seed is not None:
-                self.set_seeded_(seed)
-                return
-        if self.is_fitted:
-            sound = int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
-        else:
-            sound = all(torch.equal(getattr(self, name), self.draw_sketch(name)) for name in self.sketch_names)
-        if sound:
-            self._mirror_seed()
-
     def _mirror_seed(self) -> None:
         record = make_record(self.seed, self.num_terms)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
         buffers_of(self).pop("sketch_seed", None)  # Averaged models pair buffers by their order, so it is always last.
         self.register_buffer("sketch_seed", mirror)
+        self._checked = self._writes() if has_values(mirror) else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Draw the sketches when the layer leaves the meta device, for example by ``to_empty``."""
@@ -411,11 +444,50 @@ class SketchedModule(CompressedModule):
                 setattr(self, name, moved if moved.dtype is bits.dtype else bits.to(moved.device))
         return self
 
+    def follow_writes(self, seen: list[tuple[int, int]]) -> None:
+        """Draw the sketches of a seed that was written in place; refuse sketches that were written without a seed."""
+        if self._checked is None or seen[-1] != self._checked[-1]:
+            self.check_record()
+        elif not self.is_fitted:
+            for name in self.sketch_names:
+                if (sketch := buffers_of(self).get(name)) is not None and not torch.equal(
+                    sketch.sign(), self.draw_sketch(name).to(sketch.dtype)
+                ):
+                    raise SketchMismatchError(
+                        f"{name} was written in place and is not the sketch of seed {self.seed}: copy parameters and "
+                        "all buffers together, or call layer.load_state_dict(other.state_dict())"
+                    )
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]  # An average may have rounded the signs.
+
     def check_record(self) -> None:
-        """Settle ``sketch_seed`` as for saving, and raise SketchMismatchError if it is not valid even then."""
-        if has_values(self.sketch_seed):
-            self._settle_record()
-            read_record(self.sketch_seed, self.num_terms, "sketch_seed")
+        """Make ``sketch_seed`` and the layer consistent, if possible, and raise SketchMismatchError otherwise.
+
+        A valid record of a different seed was written in place, by a broadcast or a copy of another layer: the layer
+        adopts the seed and draws the sketches. An average of models with one seed (SWA and EMA with their buffers)
+        rounds the record, which is then rewritten.
+        """
+        record = self.sketch_seed
+        if type(record) is not Tensor or not has_values(record):
+            return
+        try:
+            seed = read_record(record, self.num_terms, "sketch_seed")
+        except SketchMismatchError:
+            values = zip(record.tolist(), make_record(self.seed, self.num_terms), strict=True)
+            # module.type() casts integers, too. Averages within a run round by far less than averages of two seeds
+            # differ, except where the other seed has so little weight that it does not matter.
+            if record.dtype is torch.int64 and any(abs(a - b) > _ROUNDING * abs(b) + 1 for a, b in values):
+                raise
+            self._mirror_seed() if self.seed is None else self.set_seeded_(self.seed)
+            return
+        if seed == self.seed:
+            return
+        if seed is None or self.seed is None:
+            modes = [f"has {'trained sketches' if each is None else f'seed {each}'}" for each in (seed, self.seed)]
+            raise SketchMismatchError(
+                f"sketch_seed was written in place by a layer that {modes[0]}, and this layer {modes[1]}: call "
+                "layer.load_state_dict(other.state_dict()), which changes the mode"
+            )
+        self.set_seeded_(seed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches again."""

@@ -88,6 +88,7 @@ class InterpolativeLinear(CompressedModule):
     dense_arguments = ("in_features", "out_features", "bias")
     size_arguments = ("low_rank",)
     saved_buffer_names = ("order",)
+    checked_names = ("order",)
     skeleton: nn.Parameter
     coefficients: nn.Parameter
     order: Tensor
@@ -142,6 +143,7 @@ class InterpolativeLinear(CompressedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        self.check_writes()
         check_linear_input(input, self.in_features, self.skeleton.dtype)
         if input.is_nested or input.layout is not torch.strided:
             # Such an input has no columns to select, so two dense factors multiply it.
@@ -162,6 +164,7 @@ class InterpolativeLinear(CompressedModule):
 
     def factors(self) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
         """Return two factors whose product is the weight, including the unit matrix; differentiable."""
+        self.check_writes()
         unit = torch.eye(self.low_rank, dtype=self.dtype, device=self.skeleton.device)
         if self.keeps_rows:
             return torch.cat((unit, self.coefficients)).index_select(0, self.order), self.skeleton
@@ -278,7 +281,9 @@ class InterpolativeLinear(CompressedModule):
     def check_record(self) -> None:
         """Raise SketchMismatchError unless ``order`` is a permutation."""
         if reason := _order_fault(self.order, len(self.order)):
-            raise SketchMismatchError(f"order {reason}: set the factors again")
+            raise SketchMismatchError(
+                f"order {reason}: average and cast only floating tensors, and load a sound checkpoint into the layer"
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing."""
@@ -344,6 +349,10 @@ def _order_fault(order: Tensor, size: int) -> str | None:
     """Return what is wrong with an order, or None if it is a permutation or has no values."""
     if order.dtype is not torch.int32:
         return f"is {order.dtype} and must be torch.int32"
-    if has_values(order) and not torch.equal(order.sort().values, torch.arange(size, device=order.device).int()):
+    if (
+        type(order) is Tensor
+        and has_values(order)
+        and not torch.equal(order.sort().values, torch.arange(size, device=order.device).int())
+    ):
         return f"must hold each number from 0 to {size - 1} once"
     return None

@@ -93,6 +93,7 @@ class SKLinear(SketchedModule):
     dense_arguments = ("in_features", "out_features", "bias")
     factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
+    checked_names = ("U1", "U2", "sketch_seed")
     S1: nn.Parameter
     S2: nn.Parameter
     U1: Tensor
@@ -127,6 +128,7 @@ class SKLinear(SketchedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        self.check_writes()
         if (
             type(input) is Tensor
             and not (torch.jit.is_tracing() or torch.compiler.is_compiling())
@@ -380,6 +382,7 @@ class SKLinear(SketchedModule):
 
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
         """Return U1 (R, out) and U2 (in, R) as numbers."""
+        self.check_writes()
         if not self.packed:
             return self.U1, self.U2
         dtype = self.S1.dtype

@@ -1,15 +1,17 @@
 """The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, stream version, checksum."""
 
-__all__ = ["has_values", "make_record", "read_integers", "read_record"]
+__all__ = ["has_values", "integers_checksum", "make_record", "read_integers", "read_record"]
 
 import struct
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from panther._torch import FakeTensor
 from panther.errors import SketchMismatchError
+from panther.files.tensors import bytes_of
 from panther.sketch import STREAM_VERSION
 
 _FITTED = -1
@@ -61,3 +63,14 @@ def read_integers(state: Tensor) -> list[int] | None:
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has values: it is neither on the meta device nor a fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def integers_checksum(tensors: Iterable[Tensor | None]) -> int | None:
+    """Return a checksum of the values of tensors, in [1, 2^23); None if a tensor has no values or is a shard."""
+    checksum = 0
+    for tensor in tensors:
+        if tensor is not None:
+            if type(tensor) is not Tensor or not has_values(tensor):
+                return None
+            checksum = zlib.crc32(bytes_of(tensor), checksum)
+    return checksum % (2**23 - 1) + 1

@@ -345,7 +345,8 @@ def test_kernel_of_a_gpu_in_the_interpreter(dtype, monkeypatch):
     ]
     inputs = [torch.randn(2, 3, 70, dtype=dtype), torch.randn(70)]
     nn.init.uniform_(layers[0].factor_scales, 1e-6, 1e-5)
-    layers[0].left.random_(-127, 128)
+    left = torch.randint(-127, 128, (40, 5), dtype=torch.int8)
+    layers[0].set_factors_(left, layers[0].right, layers[0].factor_scales)
     with torch.no_grad():
         expected = [formula(layer, x) for layer, x in zip(layers, inputs, strict=True)]
         monkeypatch.setenv("PANTHER_KERNELS", "triton")

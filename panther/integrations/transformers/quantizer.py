@@ -39,7 +39,7 @@ from panther.nn.quantized.conversions import conversions_to_keep, keep_expert_na
 from panther.nn.quantized.experts import QuantizedExperts
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer, stacked_layers
-from panther.nn.quantized.state import STORED_SCALES, inference_state
+from panther.nn.quantized.state import STORED_SCALES, form_in, inference_state
 from panther.nn.quantized.ties import declare_ties_
 from panther.nn.sketch_record import read_record
 from panther.nn.specs import (
@@ -227,6 +227,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.saved = None
         specs = self.quantization_config.modules or {}
         set_zeros_(model, specs)
+        tied = {other for _, other in self.tied}  # which get their tensors below
         for name, module in model.named_modules():
             if isinstance(module, SketchedModule):
                 seed = read_record(module.sketch_seed, module.num_terms, f"{name}.sketch_seed")
@@ -235,10 +236,12 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                 if isinstance(module, SKLinear) and specs.get(name, {}).get("packed"):
                     module.pack_()
             elif isinstance(module, QuantizedMatrix):
-                if module.record.tolist() != module._form:
-                    raise FormatError(
-                        f"layer {name!r} was saved in a form that differs from config.json: save the model again"
-                    )
+                if name not in tied:
+                    if form_in(module.record) != module._form:
+                        raise FormatError(
+                            f"layer {name!r} was saved in a form that differs from config.json: save the model again"
+                        )
+                    module.check_record()
                 # transformers converts tensors to float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
                 if module.scales_dtype() is not STORED_SCALES:
                     module.to(module.scales_dtype()).hold_scales_(STORED_SCALES)
@@ -272,7 +275,6 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         state = inference_state(model) if self.state is None else dict(self.state)
         addresses = set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
-        trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())
         copies: dict[str, Tensor] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, CompressedModule):
@@ -284,7 +286,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     if state[key].numel() and state[key].data_ptr() in addresses and key not in ties:
                         copies[key] = state[key].clone()
                     addresses.add(state[key].data_ptr())
-        return (state | copies if copies or trained or self.state is not None else None), {}
+        return state | copies, {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Replace compressed layers by dense ones; attention stays linear, which config.json records."""

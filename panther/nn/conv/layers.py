@@ -24,6 +24,7 @@ class _SKConv(ConvGeometry, SketchedModule):
 
     factor_names = ("S",)
     sketch_names = ("U",)
+    checked_names = ("U", "sketch_seed")
     S: nn.Parameter
     U: Tensor
 
@@ -59,6 +60,7 @@ class _SKConv(ConvGeometry, SketchedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""
+        self.check_writes()
         U = self.U
         if U.dtype is not self.S.dtype:  # FSDP's mixed precision casts parameters and not buffers.
             U = U.to(self.S.dtype)
@@ -73,6 +75,7 @@ class _SKConv(ConvGeometry, SketchedModule):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
+        self.check_writes()
         return dense_kernel(self.S, self.U, self.groups, self.scale)
 
     @property

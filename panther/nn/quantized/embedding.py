@@ -51,9 +51,11 @@ class QuantizedTable(QuantizedMatrix):
         self.scales.fill_((12 / (4**bits - 1)) ** 0.5)
         if self.padding_idx is not None:
             self.codes[self.padding_idx] = pack_codes(self.codes.new_full((1, self._columns), 2 ** (bits - 1)), bits)[0]
+            self._write_record()
 
     def _looked_up(self, indices: Tensor) -> Tensor:  # (n,) -> (n, embedding_dim)
         """Return rows of the weight, differentiable by the scales; only these rows are expanded."""
+        self.check_writes()
 
         def rows_of(table: Tensor) -> Tensor:
             return F.embedding(indices, table, self.padding_idx)  # no gradient for the row of the padding

@@ -109,6 +109,7 @@ class QuantizedExperts(QuantizedMatrix):
 
     def _codes_of(self, rows_of: Callable[[Tensor], Tensor]) -> QuantizedCodes:
         """Return the codes of some rows; ``rows_of`` selects them from a tensor (E out, n)."""
+        self.check_writes()
         assert self.bits is not None
         assert self.group_size is not None  # because bits is not None
         scales = self._effective("scales", rows_of)

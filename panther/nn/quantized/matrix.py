@@ -77,7 +77,6 @@ class QuantizedMatrix(QuantizedState):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw codes, factors and bias from torch's generator, with nn.Linear's variance; a correction starts at 0."""
-        self._write_record()
         self._forget_training()
         fan_in = self._columns
         if self.bits is not None:
@@ -96,6 +95,7 @@ class QuantizedMatrix(QuantizedState):
                 self.left.zero_()
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        self._write_record()
 
     @property
     def is_symmetric(self) -> bool:
@@ -133,6 +133,8 @@ class QuantizedMatrix(QuantizedState):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
+        if self._checked is not None:  # transformers asks for it while it loads the values.
+            self.check_writes()
         return dense_weight(self._operands(), self.dtype)
 
     @classmethod
@@ -198,6 +200,7 @@ class QuantizedMatrix(QuantizedState):
         self.zeros.copy_(zeros)
         self.scales.copy_(scales)
         self._forget_training("scale_logs")
+        self._write_record()
         return self
 
     @torch.no_grad()
@@ -229,6 +232,7 @@ class QuantizedMatrix(QuantizedState):
         self.right.copy_(right)
         self.factor_scales.copy_(factor_scales)
         self._forget_training("factor_scale_logs")
+        self._write_record()
         return self
 
 

@@ -6,7 +6,9 @@ about 1e-3 and the scale of a factor 1e-7, so one step of Adam at any usual rate
 thousand times as large. Training, which the user asks for by ``train_scales_``, is of the *logarithms* of factors.
 """
 
-__all__ = ["SCALE_LOGS", "STORED_SCALES", "QuantizedState", "fold_scales", "inference_state", "train_scales_"]
+__all__ = [
+    "SCALE_LOGS", "STORED_SCALES", "QuantizedState", "fold_scales", "form_in", "inference_state", "train_scales_",
+]  # fmt: skip
 
 from collections.abc import Callable, Iterable
 from typing import Any, Self
@@ -16,11 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of, plain_name
-from panther.errors import check_flag, check_floating
+from panther.errors import SketchMismatchError, check_flag, check_floating
 from panther.nn.base import CompressedModule
-from panther.nn.sketch_record import has_values
+from panther.nn.sketch_record import has_values, integers_checksum
 
 STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
+_INTEGERS = ("codes", "zeros", "left", "right")
+# The first number of a record in memory also holds a checksum of the integers, from this bit on. It travels with copies
+# and broadcasts of all buffers, and with state_dicts. Records in the inference format have no checksum, because the
+# manifest has one of each tensor.
+_CHECKSUM_SHIFT = 8
 SCALE_LOGS = {"scales": "scale_logs", "factor_scales": "factor_scale_logs"}
 
 
@@ -28,6 +35,9 @@ class QuantizedState(CompressedModule):
     """Base of a layer whose integers and scales are buffers, which no cast changes."""
 
     saved_buffer_names = ("codes", "zeros", "scales", "left", "right", "factor_scales", "record")
+    checked_names = (*_INTEGERS, "record")
+    _checksum: int | None = None  # of the integers that were checked last
+    _is_assigned: bool = False  # whether integers were assigned since then, for example to share them
     # None if the form, given by `bits` and `low_rank`, does not have the tensor.
     codes: Tensor
     zeros: Tensor
@@ -152,10 +162,22 @@ class QuantizedState(CompressedModule):
         names = ("codes", "scales", "zeros", "left", "right", "factor_scales")
         return tuple(name for name in names if getattr(self, name) is not None)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _INTEGERS:
+            self._is_assigned = True
+
     def _write_record(self) -> None:
-        """Write the form, which two layers with tensors of the same shapes may differ in."""
-        with torch.no_grad():
-            self.record.copy_(torch.tensor(self._form, dtype=torch.int32, device="cpu"))
+        """Write the form, which two layers with tensors of the same shapes may differ in, and the checksum."""
+        self._checksum = integers_checksum(getattr(self, name) for name in _INTEGERS)
+        # An inference tensor must not be written to outside of inference mode.
+        with torch.no_grad(), torch.inference_mode(self.record.is_inference()):
+            self.record.copy_(self._new_record(self._checksum))
+        self._checked = self._writes()
+
+    def _new_record(self, checksum: int | None) -> Tensor:
+        first, *rest = self._form
+        return torch.tensor([first + ((checksum or 0) << _CHECKSUM_SHIFT), *rest], dtype=torch.int32, device="cpu")
 
     @property
     def _form(self) -> list[int]:
@@ -166,13 +188,41 @@ class QuantizedState(CompressedModule):
         return f"bits={bits or None}, group_size={group_size or None}, low_rank={low_rank}"
 
     def check_record(self) -> None:
-        """Write the record anew, as is done for saving: code that averages or empties buffers may have changed it."""
-        if has_values(self.record) and self.record.tolist() != self._form:
+        """Raise SketchMismatchError unless the integers are valid, and write the record anew if it alone is not.
+
+        Valid integers were assigned, or have the checksum of the record, as after a copy or a broadcast of all buffers,
+        or were not changed since they were checked: code that averages or empties buffers may have changed the record.
+        """
+        if type(self.record) is not Tensor or not has_values(self.record):
+            return
+        checksum = integers_checksum(getattr(self, name) for name in _INTEGERS)
+        if checksum is None:
+            return
+        reason = self._record_fault(self.record, checksum)
+        if reason and checksum != self._checksum and not self._is_assigned:
+            raise SketchMismatchError(f"{type(self).__name__}({self.extra_repr()}) {reason}")
+        if reason and self._is_assigned:
+            self.record = self.record.clone()  # Other layers may share it.
+        self._checksum, self._is_assigned = checksum, False
+        if not torch.equal(self.record.cpu(), self._new_record(checksum)):
             self._write_record()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.check_record()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def _record_fault(self, record: Tensor, checksum: int | None) -> str | None:
+        """Return why a record does not belong to this layer and integers of this checksum; None if it does."""
+        form = form_in(record)
+        recorded = record.tolist()[0] >> _CHECKSUM_SHIFT
+        if form != self._form and recorded in (0, checksum):
+            return (
+                f"was saved with {self._described(form)} and here has {self.extra_repr()}: build the layer with those"
+            )
+        if form != self._form or (recorded and checksum and recorded != checksum):
+            names = ", ".join(name for name in _INTEGERS if getattr(self, name) is not None)
+            return (
+                f"has integers ({names}) that do not match the checksum in its record, as after an average or a copy "
+                "of some buffers: average parameters alone, copy all buffers together, and load sound values into the "
+                "layer"
+            )
+        return None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing; trained factors of scales are new, or multiplied in, where one side has none."""
@@ -180,15 +230,17 @@ class QuantizedState(CompressedModule):
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         layer_tensors = {**parameters_of(self), **buffers_of(self)}
         expected = {name: tensor for name, tensor in layer_tensors.items() if tensor is not None}
-        record = state.get("record")
-        readable = isinstance(record, Tensor) and record.shape == self.record.shape and has_values(record)
-        form = record.tolist() if readable else self._form  # type: ignore[union-attr]
-        if form != self._form:
-            args[-1].append(
-                f"{type(self).__name__} {prefix[:-1]!r} was saved with {self._described(form)} and here has "
-                f"{self.extra_repr()}: build the layer with those."
-            )
-            return
+        record, fault = state.get("record"), None
+        checksum = integers_checksum(state.get(name) for name in _INTEGERS)
+        if type(record) is Tensor and (record.shape, record.dtype) == (self.record.shape, torch.int32):
+            if has_values(record) and (fault := self._record_fault(record, checksum)):
+                fault = f"{type(self).__name__} {prefix[:-1]!r} {fault}."
+                if form_in(record) != self._form:
+                    args[-1].append(fault)
+                    return
+            elif has_values(record):
+                # A new tensor, because the memory of a state_dict that is assigned may be read-only.
+                state_dict[prefix + "record"] = self._new_record(checksum).to(record.device)
         if not self._fits(state, {name: tensor.shape for name, tensor in expected.items()}, prefix, *args):
             return
         wrong = [
@@ -196,10 +248,11 @@ class QuantizedState(CompressedModule):
             for name, tensor in expected.items()
             if not tensor.is_floating_point() and state[name].dtype is not tensor.dtype
         ]
-        if wrong:
-            args[-1].extend(wrong)
+        if wrong or fault:
+            args[-1].extend(wrong or [fault])
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._checksum, self._checked = checksum, self._writes()
 
     def _with_own_logs(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return a copy of a state that holds trained factors of scales if, and only if, this layer does."""
@@ -234,7 +287,8 @@ class QuantizedState(CompressedModule):
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.record.device)).dtype
         if was_meta and not self.record.is_meta:
-            self._write_record()
+            with torch.no_grad():
+                self.record.copy_(self._new_record(None))  # The integers have no values yet.
         return self
 
 
@@ -293,13 +347,19 @@ def _product(scales: Tensor, logs: Tensor) -> Tensor:
     return scales.to(wide) * logs.to(wide).exp()
 
 
+def form_in(record: Tensor) -> list[int]:
+    """Return the form in a record, without the checksum of the integers."""
+    first, *rest = record.tolist()
+    return [first % (1 << _CHECKSUM_SHIFT), *rest]
+
+
 @torch.no_grad()
 def inference_state(model: nn.Module) -> dict[str, Any]:
     """Return the state_dict of a model with the scales of quantized layers as files hold them.
 
-    Trained factors are multiplied in. Scales that other code cast to a wider dtype, for example parameters named in
-    transformers' ``_keep_in_fp32_modules``, are cast back. Scales that this would change stay in the wider dtype, and
-    ``module_specs`` refuses them.
+    Trained factors are multiplied in, and records have no checksum. Scales that other code cast to a wider dtype, for
+    example parameters named in transformers' ``_keep_in_fp32_modules``, are cast back. Scales that this would change
+    stay in the wider dtype, and ``module_specs`` refuses them.
     """
     state: dict[str, Any] = {plain_name(name): value for name, value in model.state_dict().items()}
     folded: dict[tuple[int, int], Tensor] = {}
@@ -307,6 +367,9 @@ def inference_state(model: nn.Module) -> dict[str, Any]:
         if not isinstance(module, QuantizedState):
             continue
         prefix = plain_name(f"{module_name}.") if module_name else ""
+        if prefix + "record" in state and has_values(module.record):
+            plain = module._new_record(None).to(module.record.device)
+            state[prefix + "record"] = folded.setdefault((id(module.record), 0), plain)
         for name, logs_name in SCALE_LOGS.items():
             scales, logs = getattr(module, name), getattr(module, logs_name)
             key = prefix + name
