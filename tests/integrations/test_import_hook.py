@@ -17,7 +17,8 @@ assert auto.AUTO_QUANTIZER_MAPPING["panther"].__name__ == "PantherQuantizer"
 assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["panther"].from_dict({"modules": {}}).quant_method == "panther"
 assert auto.AUTO_QUANTIZER_MAPPING["panther"] is sys.modules["panther.integrations.transformers"].PantherQuantizer
 import transformers.modeling_utils
-assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("panther")]
+hooks = [finder for finder in sys.meta_path if type(finder).__module__.startswith("panther")]
+assert not [hook for hook in hooks if hook.name != "peft"]
 assert "exec_module" not in vars(auto.__spec__.loader)
 base, count = transformers.PreTrainedModel, 0
 for name in ("save_pretrained", "from_pretrained"):
@@ -57,7 +58,7 @@ def test_the_hook_loads_nothing_and_goes_away():
 before = list(sys.meta_path)
 import panther, importlib
 hooks = [finder for finder in sys.meta_path if finder not in before]
-assert sorted(hook.name for hook in hooks) == ["transformers.modeling_utils", "transformers.quantizers.auto"]
+assert sorted(hook.name for hook in hooks) == ["peft", "transformers.modeling_utils", "transformers.quantizers.auto"]
 importlib.reload(panther)
 assert [finder for finder in sys.meta_path if finder not in before] == hooks
 loaded = {"torch", "transformers", "numpy", "panther.nn", "panther.integrations.transformers"} & set(sys.modules)
@@ -65,7 +66,7 @@ assert not loaded, loaded
 import importlib.util, transformers
 assert importlib.util.find_spec("transformers.quantizers.auto").name == "transformers.quantizers.auto"
 import transformers.quantizers.auto
-assert [hook.name for hook in sys.meta_path if hook in hooks] == ["transformers.modeling_utils"]
+assert [hook.name for hook in sys.meta_path if hook in hooks and hook.name != "peft"] == ["transformers.modeling_utils"]
 import inspect
 assert "class AutoHfQuantizer" in inspect.getsource(transformers.quantizers.auto)
 """)
@@ -89,7 +90,7 @@ for _ in range(2):
         assert str(error) == "of its own" and error.__cause__ is None
     else:
         raise AssertionError
-assert sum(type(finder).__module__.startswith("panther") for finder in sys.meta_path) == 2
+assert sum(type(finder).__module__.startswith("panther") for finder in sys.meta_path) == 3
 (folder / "auto.py").write_text("AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING = {}, {}")
 import importlib
 importlib.invalidate_caches()

@@ -1,5 +1,6 @@
 """LoRA by PEFT on compressed models: training, saving, merging, and starts from the SVD."""
 
+import copy
 import re
 import sys
 
@@ -275,7 +276,7 @@ def test_other_versions_and_a_missing_package(monkeypatch):
 
 
 FRESH = """
-import sys, torch, transformers, peft, panther.integrations.peft, panther.integrations.transformers
+import sys, torch, transformers, peft, panther
 inputs, expected = torch.load(sys.argv[1] + "/case.pt")
 base = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1] + "/base")
 model = peft.PeftModel.from_pretrained(base, sys.argv[1] + "/adapter")
@@ -330,7 +331,7 @@ def test_a_compressed_transformer_is_tuned_saved_and_loaded(forms, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_process_needs_only_the_imports(tmp_path):
+def test_another_process_needs_only_the_import_of_panther(tmp_path):
     model, inputs = bert(tmp_path, ("int4", "low_rank"))
     after = tuned(model, inputs)
     model.save_pretrained(tmp_path / "adapter")
@@ -528,13 +529,151 @@ def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
     torch.testing.assert_close(loaded(x), model(x), **CLOSE)
 
 
+METHODS = {  # arguments besides the targets that a method needs before it looks at layers
+    **{
+        name: {}
+        for name in ("VERA", "RANDLORA", "LOHA", "LOKR", "OFT", "LN_TUNING", "OSF", "TRAINABLE_TOKENS", "SHADOW")
+    },
+    "ADALORA": {"total_step": 10},
+}
+
+
 @pytest.mark.parametrize("targets", [["first"], "all-linear"])
-@pytest.mark.parametrize(("method", "config"), [("VeRA", peft.VeraConfig), ("RandLora", peft.RandLoraConfig)])
-def test_methods_that_find_no_compressed_layers_say_so(method, config, targets):
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_for_dense_layers_are_refused_on_compressed_ones(method, targets):
+    """LN tuning and OSF trained no parameter, and "all-linear" left compressed layers out without a word."""
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[method]
     model = Net("int4")
     model.second = nn.Linear(model.second.in_features, model.second.out_features)
-    message = rf"^{method} adapts dense layers, and 1 of the .* are compressed \(first 'first'\): use LoraConfig, or"
+    message = (
+        r"Model adapts dense layers, and 1 of the .* are compressed \(first 'first'\): use PeftModel with LoraConfig"
+    )
     with pytest.raises(ConfigError, match=message):
-        peft.get_peft_model(model, config(target_modules=targets))
-    adapted = peft.get_peft_model(model, config(target_modules=["second"]))
-    assert any(parameter.requires_grad for parameter in adapted.base_model.model.second.parameters())
+        peft.get_peft_model(model, kind(target_modules=targets, **METHODS[method]))
+    assert type(model.first) is QuantizedLinear
+    if method == "VERA":
+        adapted = peft.get_peft_model(model, kind(target_modules=["second"]))
+        assert any(parameter.requires_grad for parameter in adapted.base_model.model.second.parameters())
+        with pytest.raises(ConfigError, match=message):
+            adapted.add_adapter("later", kind(target_modules=["first"]))
+
+
+class Kinds(nn.Module):
+    """Every kind of compressed layer, in modules that PEFT is told to train as a whole."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.adapted = nn.Embedding(20, 12), nn.Linear(12, 12)
+        self.conv, self.head = nn.Conv2d(3, 4, 2), compressed(kind, inner=12, outer=10)
+        self.block = nn.Sequential(compressed(kind, inner=12, outer=12), nn.ReLU())
+        if kind == "int4":
+            self.table = pr.nn.QuantizedEmbedding.from_embedding(self.table)
+            self.conv = pr.nn.QuantizedConv2d.from_conv(self.conv)
+
+    def forward(self, indices):
+        x = self.block(self.adapted(self.table(indices)))  # (N, 12)
+        return self.head(x) + self.conv(x.view(-1, 3, 2, 2)).flatten(1).sum(1, keepdim=True)
+
+
+SAVED = ("table", "conv", "head", "block")
+
+
+@pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_to_save_are_trained_saved_and_merged(kind, tmp_path):
+    """Expected: what PEFT is told to train is trained. Codes cannot be, and 0 tensors were, without a warning."""
+    model, indices = Kinds(kind), torch.arange(8)
+    before = model(indices)
+    config = peft.LoraConfig(r=2, target_modules=["adapted"], modules_to_save=list(SAVED), bias="lora_only")
+    tuned = peft.get_peft_model(model, config)
+    torch.testing.assert_close(tuned(indices), before)
+    tuned(indices).square().sum().backward()
+    trained = {name: p for name, p in tuned.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None for p in trained.values())
+    for module in SAVED:
+        assert any(f"{module}.modules_to_save.default" in name for name in trained), module
+    torch.optim.SGD(trained.values(), 0.01).step()
+    after = tuned(indices)
+    assert (after - before).abs().max() > 1e-3
+    tuned.save_pretrained(tmp_path)
+    for options in ({}, {"low_cpu_mem_usage": True}):
+        loaded = peft.PeftModel.from_pretrained(Kinds(kind), tmp_path, **options)
+        torch.testing.assert_close(loaded(indices), after)
+    tuned.add_adapter("other", peft.LoraConfig(r=2, target_modules=["adapted"], modules_to_save=["head"]))
+    tuned.set_adapter("other")
+    tuned.set_adapter("default")
+    torch.testing.assert_close(tuned(indices), after)
+    tuned.delete_adapter("other")
+    torch.testing.assert_close(tuned.merge_and_unload()(indices), after)
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied after merging")
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_and_embeddings_of_transformers_are_trained(tied, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=32, tie_word_embeddings=tied, **sizes)
+    model, x = transformers.LlamaForCausalLM(config).eval(), torch.arange(12).view(2, 6)
+    pr.compress(model, 0.6, method="svd", forms=("int8",), exclude="*q_proj", measure_speed=False)
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    with pytest.raises(
+        ConfigError, match=r"rows of a dense weight, and this layer is a QuantizedEmbedding: name it in"
+    ):
+        copy.deepcopy(model).add_adapter(peft.LoraConfig(**lora, trainable_token_indices=[4]))
+    alone = copy.deepcopy(model)
+    alone.add_adapter(peft.LoraConfig(**lora, modules_to_save=["lm_head"]))
+    assert [name for name, p in alone.named_parameters() if p.requires_grad and "save" in name]
+    model.save_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**lora, modules_to_save=["lm_head", "embed_tokens"]))
+    for _ in range(2):
+        tuned(input_ids=x, labels=x).loss.backward()
+        torch.optim.SGD((p for p in tuned.parameters() if p.requires_grad), 0.5).step()
+    after = tuned.eval()(x).logits
+    tuned.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(x).logits, after, **CLOSE)
+    whole = loaded.merge_and_unload()
+    assert type(whole.lm_head) is nn.Linear
+    whole.save_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(x).logits, after, **CLOSE)
+
+
+def test_parameters_of_compressed_layers_are_refused_by_name():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(vocab_size=64, num_local_experts=4, num_key_value_heads=2, **sizes)
+    model = transformers.MixtralForCausalLM(config).eval()
+    pr.compress(model, 0.6, method="svd", forms=("int8",), measure_speed=False)
+    for target, kind in (("experts.gate_up_proj", "QuantizedExperts"), ("q_proj.weight", "QuantizedLinear")):
+        lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=[target])
+        with pytest.raises(ConfigError, match=rf"target_parameters='{target}' names a weight of .* {kind}"):
+            peft.get_peft_model(copy.deepcopy(model), lora)
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match="name the module that holds the experts"):
+        peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**lora, modules_to_save=["gate_up_proj"]))
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**lora, modules_to_save=["experts"]))
+    assert sum(p.requires_grad and "gate_up_proj" in name for name, p in tuned.named_parameters()) == 1
+
+
+@pytest.mark.parametrize("imports", ["import panther, peft", "import peft, panther"])
+def test_importing_panther_suffices(imports):
+    waits.run([sys.executable, "-P", "-W", "ignore", "-c", imports + WITHOUT_ADAPTER], check=True)
+
+
+WITHOUT_ADAPTER = """
+import sys, torch
+assert "panther.integrations.peft" not in sys.modules
+def adapted(layer, **options):
+    model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16))
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+adapted(torch.nn.Linear(16, 16), target_modules=["0"])
+assert "panther.integrations.peft" not in sys.modules and "panther.nn" not in sys.modules
+model = adapted(panther.nn.QuantizedLinear(16, 16), target_modules=["0", "1"])
+assert type(model.base_model).__name__ == "CompressedLoraModel"
+model = adapted(panther.nn.QuantizedLinear(16, 16), target_modules=["1"], modules_to_save=["0"])
+assert any(p.requires_grad and ".0." in name for name, p in model.named_parameters())
+"""

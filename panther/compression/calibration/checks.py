@@ -44,5 +44,5 @@ def check_adapters(model: nn.Module) -> None:
         raise CompressionError(
             f"{len(adapted)} of the layers have adapters of PEFT (first {adapted[0]!r}), which would be compressed "
             "too: detach them (unload() of the PEFT model) or merge them (merge_and_unload()), compress the base "
-            "model, and attach adapters to the result (import panther.integrations.peft)"
+            "model, and attach adapters to the result"
         )

@@ -1,8 +1,8 @@
 """LoRA on compressed models by PEFT: adapters on compressed layers, and starts from the weight's SVD.
 
-After ``import panther.integrations.peft``, PEFT's ``get_peft_model``, ``PeftModel.from_pretrained`` and functions that
-use them add LoRA adapters to compressed linear layers in the same way as to nn.Linear. ``layers`` implements LoRA on
-one layer and its merging, ``model`` makes PEFT find compressed layers, and ``initialization`` starts adapters from the
+``import panther`` makes PEFT's ``get_peft_model``, ``PeftModel.from_pretrained`` and functions that use them add LoRA
+adapters to compressed linear layers in the same way as to nn.Linear. ``layers`` implements LoRA on one layer and its
+merging, ``model`` is called before PEFT changes compressed layers, and ``initialization`` starts adapters from the
 ``decomposition`` of the weights.
 """
 

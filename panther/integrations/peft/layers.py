@@ -59,7 +59,7 @@ class LoraCompressedLinear(_Linear):
             raise ConfigError(
                 f"LoRA is for linear layers, and {kwargs.get('target_name') or 'the target'!r} is a "
                 f"{type(base_layer).__name__}: leave it out of target_modules, or call pr.to_linears_(model) first and "
-                "target the plain convolutions that stand there then"
+                "target the plain layers that stand there then"
             )
         super().__init__(base_layer, adapter_name, config, r=r, lora_alpha=lora_alpha, **kwargs)
         # Compressed layers have nn.Linear's orientation, even if they replace transformers' Conv1D.

@@ -1,26 +1,30 @@
-"""A subclass of PEFT's LoRA model that also finds compressed layers; importing this module registers it in PEFT.
+"""What happens to compressed layers before PEFT changes a model: adapters, trained copies, and refusals.
 
-PEFT has a hook for new kinds of layers, ``LoraConfig._register_custom_module``, but it belongs to a config and is not
-saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter`` make new configs. All
-    of
-them look up the class of the tuner in a table of PEFT, and this module replaces the entry of the table.
+``import panther`` wraps methods of PEFT that all entry points use (``integrations/_peft_hook.py``), and they call the
+functions of this module first. PEFT's own hook for new kinds of layers, ``LoraConfig._register_custom_module``, belongs
+to a config and is not saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter``
+make new configs.
 """
 
 __all__ = ["CompressedLoraModel"]
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from panther._model_libraries import layers_replaced
 from panther.errors import ConfigError, require_extra
 from panther.integrations.peft.layers import LINEAR_LAYERS, LoraCompressedLinear
 from panther.nn.base import CompressedModule
-from panther.nn.quantized import QuantizedLinear
+from panther.nn.linears import to_linears_
+from panther.nn.quantized import QuantizedExperts, QuantizedLinear
+from panther.nn.quantized.matrix import QuantizedMatrix
 
-_peft: Any = require_extra("peft", "peft")
 _utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
 _HEADS: Any = _utils.SEQ_CLS_HEAD_NAMES
-_LoraModel: Any = _peft.LoraModel
+_LoraModel: Any = require_extra("peft", "peft").LoraModel
 
 
 class CompressedLoraModel(_LoraModel):
@@ -32,7 +36,7 @@ class CompressedLoraModel(_LoraModel):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter to the model's layers."""
         config = self.peft_config[adapter_name]
-        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        if _is_all_linear(config):
             linear_names = _compressed_linears(model, config)
             _utils._maybe_include_all_linear_layers(config, model)
             config.target_modules = {*config.target_modules, *linear_names}
@@ -65,6 +69,97 @@ class CompressedLoraModel(_LoraModel):
                 "model with dense layers (dequantize() of a transformers model) and merge it there"
             )
 
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        model = super()._unload_and_optionally_merge(*args, **kwargs)
+        layers_replaced(model)  # dense copies may be in the place of compressed layers
+        return model
+
+
+def before_tuner(tuner: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """Choose the class of a new tuner, and refuse other methods than LoRA on compressed layers.
+
+    Some methods collect the sizes of layers before they inject an adapter, and find none.
+    """
+    if type(tuner) is _LoraModel:
+        tuner.__class__ = CompressedLoraModel
+    nn.Module.__init__(tuner)
+    tuner.model = model  # methods that prepare a config read it
+    _check_targets(tuner, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config)
+
+
+def before_injection(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """Refuse other methods than LoRA on compressed layers, also for further adapters."""
+    _check_targets(tuner, model, tuner.peft_config[adapter_name])
+
+
+def before_parameters(tuner: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Refuse parameters of compressed layers, which PEFT would not find."""
+    for name, layer in _compressed(model):
+        names = (name, f"{name}.weight", *(f"{name}.{stored}" for stored in layer.stored_names()))
+        for target in peft_config.target_parameters:
+            if any(f".{each}".endswith(f".{target}") for each in names):
+                raise ConfigError(
+                    f"target_parameters={target!r} names a weight of {name!r}, which is a {type(layer).__name__} and "
+                    "has no such parameter: leave it out, name linear layers in target_modules, or keep the layer "
+                    "dense (exclude= of pr.compress)"
+                )
+
+
+def before_token_training(trained: Any, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Refuse to train single rows of a compressed layer."""
+    if isinstance(base_layer, CompressedModule):
+        raise ConfigError(
+            f"single tokens are trained as rows of a dense weight, and this layer is a {type(base_layer).__name__}: "
+            "name it in modules_to_save, which trains a dense copy of it, or keep it dense (exclude= of pr.compress)"
+        )
+
+
+def before_copy(wrapper: Any, adapter_name: str, tied_module: nn.Module | None = None, **kwargs: Any) -> None:
+    """Put a copy into PEFT's wrapper of a module to save, with dense layers in the place of codes.
+
+    Low-rank, interpolative and sketched layers train their factors.
+    """
+    if tied_module is not None or adapter_name in wrapper.modules_to_save:
+        return
+    original = wrapper.original_module
+    if isinstance(original, QuantizedExperts):
+        raise ConfigError(
+            "modules_to_save names a weight of compressed experts: name the module that holds the experts, whose copy "
+            "gets dense weights"
+        )
+    container = nn.Sequential(copy.deepcopy(original))
+    report = to_linears_(container, lambda layer, _: isinstance(layer, QuantizedMatrix))
+    if report.skipped:
+        raise ConfigError(f"modules_to_save names a layer that cannot become dense: {report.skipped[0][1]}")
+    new = container[0].train(original.training)
+    if hasattr(original, "_hf_hook"):  # PEFT gives the copy a new hook of this kind
+        new._hf_hook = original._hf_hook
+    wrapper.modules_to_save[adapter_name] = new
+
+
+def _check_targets(tuner: Any, model: nn.Module, config: Any) -> None:
+    """Refuse a method that adapts dense layers only and is told to adapt compressed ones."""
+    if isinstance(tuner, CompressedLoraModel) or not hasattr(config, "target_modules"):
+        return
+    config = tuner._prepare_adapter_config(copy.copy(config), tuner.get_model_config(model))
+    if _is_all_linear(config):
+        names = sorted(_compressed_linears(model, config))
+    else:
+        names = [name for name, _ in _compressed(model) if tuner._check_target_module_exists(config, name)]
+    if names:
+        raise ConfigError(
+            f"{type(tuner).__name__} adapts dense layers, and {len(names)} of the layers that target_modules names are "
+            f"compressed (first {names[0]!r}): use PeftModel with LoraConfig, or name dense layers in target_modules"
+        )
+
+
+def _is_all_linear(config: Any) -> bool:
+    return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
+
+
+def _compressed(model: nn.Module) -> Iterator[tuple[str, CompressedModule]]:
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompressedModule))
+
 
 def _compressed_linears(model: Any, config: Any) -> set[str]:
     """Return the names of compressed linear layers, except for heads and layers that have adapters already."""
@@ -78,31 +173,3 @@ def _compressed_linears(model: Any, config: Any) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, LINEAR_LAYERS) and module not in heads | wrapped
     }
-
-
-def _refusing_compressed(tuner: Any, method: str) -> type[Any]:
-    """Return a subclass of a tuner that names compressed layers among its targets; PEFT finds "no layers" there."""
-
-    class RefusingModel(tuner):
-        def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-            if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-                names = sorted(_compressed_linears(model, config))
-            else:
-                compressed = (name for name, each in model.named_modules() if isinstance(each, CompressedModule))
-                names = [name for name in compressed if self._check_target_module_exists(config, name)]
-            if names:
-                raise ConfigError(
-                    f"{method} adapts dense layers, and {len(names)} of the layers that target_modules names are "
-                    f"compressed (first {names[0]!r}): use LoraConfig, or name dense layers in target_modules"
-                )
-            super()._pre_injection_hook(model, config, adapter_name)
-
-    RefusingModel.__name__ = RefusingModel.__qualname__ = tuner.__name__
-    return RefusingModel
-
-
-_TUNERS: Any = _peft.PEFT_TYPE_TO_TUNER_MAPPING
-_TUNERS[_peft.PeftType.LORA] = CompressedLoraModel
-for _name, _method in {"VERA": "VeRA", "PVERA": "PVeRA", "RANDLORA": "RandLora", "FROD": "FRoD"}.items():
-    if (_kind := getattr(_peft.PeftType, _name, None)) in _TUNERS:  # a version of PEFT need not have all of them
-        _TUNERS[_kind] = _refusing_compressed(_TUNERS[_kind], _method)
