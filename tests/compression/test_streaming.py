@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -82,6 +83,51 @@ class Drawing(Model):
         return self.end(x)
 
 
+class Sharing(Block):
+    """A block that reads what earlier blocks put into its arguments, and puts something there."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x, shared, features, caches):
+        if self.place == 2:
+            x = x + 0.5 * shared["first"][0].tanh() + sum(features) * caches["inner"]["mean"]
+            del shared["first"]
+            features.pop()
+        y = super().forward(x)
+        if self.place == 0:
+            shared["first"] = y.sigmoid(), "a name"
+            caches["inner"] = {"mean": y.mean()}
+        shared["last"] = y - x
+        caches["inner"]["mean"] = caches["inner"]["mean"] * 2
+        features.append(y.relu())
+        return y
+
+
+class SharedItems(Model):
+    """Blocks that share tensors in a dictionary, a list and a dictionary within a dictionary, as Gemma 4 does."""
+
+    kind = dict
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Sharing(place) for place in range(3))
+
+    def forward(self, x):
+        shared, features, caches = self.kind(), [], self.kind()
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x, shared, features, caches=caches)
+        assert list(shared) == ["last"]
+        assert len(features) == 2
+        return self.end(x + shared["last"] + sum(features))
+
+
+class SharedUserDict(SharedItems):
+    kind = UserDict
+
+
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,7 +156,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", [Model, Skips, Shared, Writing, WritingInput, Drawing, Tables])
+@pytest.mark.parametrize("kind", [Model, Skips, Shared, Writing, WritingInput, Drawing, Tables, SharedItems])
 def test_the_result_is_that_in_memory(kind, options, tmp_path):
     torch.manual_seed(0)
     model = kind().double()
@@ -135,6 +181,13 @@ def test_the_result_is_that_in_memory(kind, options, tmp_path):
     torch.testing.assert_close(y, whole(x), rtol=1e-7, atol=1e-9)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.glob("kept-*"))
+
+
+def test_items_shared_in_a_dictionary_that_is_not_pythons(tmp_path):
+    torch.manual_seed(0)
+    whole, parts, _, _ = compress_both(SharedUserDict().double(), tmp_path, bits=5)
+    for tensor, expected in zip(parts.state_dict().values(), whole.state_dict().values(), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_convolutions_and_a_target_in_a_sequential(tmp_path):
@@ -185,13 +238,14 @@ def test_blocks_that_cannot_be_are_refused_by_name(blocks, message, tmp_path):
 
 
 class Telling(Block):
-    def forward(self, x, notes):
-        notes.append(x.mean())
-        return super().forward(x)
+    def forward(self, x):
+        y = super().forward(x)
+        self.notes.append(y.mean())
+        return y
 
 
 class Listening(Model):
-    """Blocks that write to a list that they all get."""
+    """Blocks that write to a list that is an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +254,8 @@ class Listening(Model):
     def forward(self, x):
         x, notes = self.start(x), []
         for block in self.blocks:
-            x = block(x, notes)
+            block.notes = notes
+            x = block(x)
         return self.end(x) * (1 + sum(notes))
 
 
@@ -223,6 +278,27 @@ class Stopping(Model):
 class Opaque:
     def __init__(self, x):
         self.x = x
+
+
+class Keeping(Block):
+    """A block that keeps something for a later one, where no argument leads to it."""
+
+    memory = {}  # noqa: RUF012
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x):
+        if self.place == 0:
+            self.memory["x"] = x
+        return super().forward(x + self.memory.pop("x") if self.place == 2 else x)
+
+
+class Remembering(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(place) for place in range(3))
 
 
 class Wrapping(Block):
@@ -248,7 +324,11 @@ class Unwrapping(Model):
         (Listening, "changes by .* if its 5 parts, from 'start' to 'end', run one by one"),
         (Branching, "in a different order for batch 1, where 'blocks.0' was expected: .* with pr.compress"),
         (Stopping, "in a different order for batch 1, where 'blocks.2' was expected"),
-        (Unwrapping, "'blocks.0' returns a Opaque, which cannot be kept on disk: .* with pr.compress"),
+        (
+            Remembering,
+            "KeyError: 'x': the model raises this if its blocks before 'blocks.2' do not run, .* such as attri",
+        ),
+        (Unwrapping, "'blocks.0' passes on a Opaque, which cannot be kept on disk: .* with pr.compress"),
     ],
 )
 def test_a_model_without_such_parts_is_refused_and_unchanged(kind, message, tmp_path):

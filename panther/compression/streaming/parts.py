@@ -7,7 +7,7 @@ little, and whatever it passes on (masks, rotary tables, the encoder's output) n
 
 __all__ = ["DROPPED", "RESULTS", "PartRun", "Parts", "dispatched", "named_blocks"]
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,7 +57,8 @@ class _Record:
     """What a call returned.
 
     Attributes:
-        output: The output.
+        output: The output, and what the call put into dictionaries and lists among its arguments, as :func:`_put` has
+            it, by the number of the dictionary or list.
         written: The values after the call of the tensors among the arguments that it wrote to, by their index.
         rng_state: The state of the generator after the call, if the call drew random numbers.
     """
@@ -131,11 +132,22 @@ class Parts:
         """
         run = PartRun()
         call = _Calls(self, run, place, batch_number, record=record)
-        with call.dispatched():
-            try:
+        try:
+            with call.dispatched():
                 run.output = forward()
-            except _End:
-                return run
+        except _End:
+            return run
+        except CompressionError as error:
+            cause = error.__cause__
+            if not place or not isinstance(cause, Exception) or isinstance(cause, OSError):
+                raise
+            with torch.no_grad():
+                forward()  # which raises the error of the model itself, if there is one
+            raise CompressionError(
+                f"{type(cause).__name__}: {cause}: the model raises this if its blocks before {self.name(place)} do "
+                "not run, and return what they returned before: they pass something to each other beside arguments and "
+                "results, such as attributes. Compress the model in memory, with pr.compress"
+            ) from cause
         if not call.is_done:
             raise CompressionError(
                 f"the model did not call {self.name(place)} for batch {batch_number}, and called it for another: its "
@@ -206,6 +218,7 @@ class _Calls:
         self._next_place = 0
         self._is_inside = self.is_done = False
         self._entries: tuple[list[Tensor], list[int], Tensor] | None = None
+        self._containers: list[tuple[Any, dict[Any, Any]]] = []  # among the arguments, with what they contained
 
     @contextmanager
     def dispatched(self) -> Iterator[None]:
@@ -233,6 +246,7 @@ class _Calls:
         vars(module).pop(SKIPPED_CALL, None)
         tensors = _tensors_of((args, kwargs))
         self._entries = tensors, [version_of(tensor) for tensor in tensors], torch.get_rng_state()
+        self._containers = [(each, _items(each)) for each in _containers_of((args, kwargs))]
         self._is_inside = True
         return forward(*args, **kwargs)
 
@@ -247,7 +261,10 @@ class _Calls:
         written = [
             i for i, (tensor, old) in enumerate(zip(tensors, versions, strict=True)) if version_of(tensor) != old
         ]
-        leaves, structure = tree_flatten(output)
+        changes = [_put(container, old) for container, old in self._containers]
+        put = {number: change for number, change in enumerate(changes) if change is not None}
+        self._containers = []
+        leaves, structure = tree_flatten((output, put))
         self._run.results = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [tensors[i] for i in written]
         if self._place == len(self._parts.calls) - 1:
             return
@@ -255,7 +272,7 @@ class _Calls:
             for entry in leaves:
                 if not isinstance(entry, (type(None), bool, int, float, str, Tensor)):
                     raise CompressionError(
-                        f"{self._parts.name(self._place)} returns a {type(entry).__name__}, which cannot be kept on "
+                        f"{self._parts.name(self._place)} passes on a {type(entry).__name__}, which cannot be kept on "
                         "disk: turn it off (as use_cache=False for a cache), or compress it in memory, with pr.compress"
                     )
             after = torch.get_rng_state()
@@ -286,7 +303,51 @@ class _Calls:
         arguments = _tensors_of((args, kwargs)) if record.written else []
         for index, value in zip(record.written, results[len(positions) :], strict=True):
             arguments[index].copy_(value)
-        return tree_unflatten(leaves, structure)
+        output, put = tree_unflatten(leaves, structure)
+        containers = _containers_of((args, kwargs)) if put else []
+        for number, (keys, items) in put.items():
+            _restore(containers[number], keys, items)
+        return output
+
+
+def _containers_of(tree: Any) -> list[Any]:
+    """Return the dictionaries and lists in arguments, each once; blocks pass keys and values to later ones in them."""
+    containers: dict[int, Any] = {}
+    waiting = [*tree[0], *tree[1].values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (MutableMapping, list)) and id(value) not in containers:
+            containers[id(value)] = value
+            waiting += _items(value).values()
+        elif isinstance(value, tuple):
+            waiting += value
+    return [*containers.values()]
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(enumerate(container) if isinstance(container, list) else container)
+
+
+def _put(container: Any, old: dict[Any, Any]) -> tuple[list[Any], dict[Any, Any]] | None:
+    """Return the keys of a container, in its order, and its items that are new; None if it has not changed."""
+    items = _items(container)
+    new = {key: value for key, value in items.items() if key not in old or value is not old[key]}
+    return ([*items], new) if new or [*items] != [*old] else None
+
+
+def _restore(container: Any, keys: list[Any], new: dict[Any, Any]) -> None:
+    """Change a container as a call did that is not made again."""
+    if isinstance(container, list):
+        container[:] = [new[index] if index in new else container[index] for index in keys]
+        return
+    for key in container.keys() - set(keys):
+        del container[key]
+    for key, value in new.items():
+        container[key] = value
+    if [*container] != keys:  # a key was removed and put again
+        items = {key: container[key] for key in keys}
+        container.clear()
+        container.update(items)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

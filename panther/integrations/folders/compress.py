@@ -63,8 +63,9 @@ def compress_folder(
 
     Blocks are the elements of the model's lists of layers, and layers outside of them. Each is run by the model's own
     forward, in which all blocks before it return what they returned when they ran; so masks, rotary tables, an
-    encoder's output and shared layers need nothing of yours. A model whose blocks pass each other something beside
-    arguments and results is refused.
+    encoder's output and shared layers need nothing of yours. What a block puts into a dictionary or a list among its
+    arguments is passed on as its results are, such as the keys and values that the blocks of Gemma 4 share. A model
+    whose blocks pass each other something else, such as attributes, is refused.
 
     A run that was killed, interrupted or stopped by a full disk is continued by the same call, from the block that it
     was at, and ends with the same files, bit for bit. Only the user who began it can continue it, on the same machine
