@@ -200,12 +200,12 @@ class CompressedModule(nn.Module):
         Raises:
             SketchMismatchError: If the buffers do not belong together.
         """
-        if not torch.compiler.is_compiling() and (seen := self._writes()) != self._checked:
+        if not torch.compiler.is_compiling() and (writes := self._writes()) != self._checked:
             tensors = [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
             # Tensors without values, shards, and tensors inside of vmap or a trace cannot be compared.
             plain = all(type(tensor) is Tensor and has_values(tensor) for tensor in tensors)
             if plain and not torch.jit.is_tracing() and not any(map(is_transformed, tensors)):
-                self.follow_writes(seen)
+                self.follow_writes(writes)
                 self._checked = self._writes()
 
     def _writes(self) -> list[tuple[int, int]]:
@@ -217,7 +217,7 @@ class CompressedModule(nn.Module):
         except RuntimeError:
             return [(id(tensor), -1) for tensor in tensors]
 
-    def follow_writes(self, seen: list[tuple[int, int]]) -> None:
+    def follow_writes(self, writes: list[tuple[int, int]]) -> None:
         """Compute with what other code wrote to the checked buffers, or raise SketchMismatchError."""
         self.check_record()
 
@@ -444,9 +444,9 @@ class SketchedModule(CompressedModule):
                 setattr(self, name, moved if moved.dtype is bits.dtype else bits.to(moved.device))
         return self
 
-    def follow_writes(self, seen: list[tuple[int, int]]) -> None:
+    def follow_writes(self, writes: list[tuple[int, int]]) -> None:
         """Draw the sketches of a seed that was written in place; refuse sketches that were written without a seed."""
-        if self._checked is None or seen[-1] != self._checked[-1]:
+        if self._checked is None or writes[-1] != self._checked[-1]:
             self.check_record()
         elif not self.is_fitted:
             for name in self.sketch_names:

@@ -41,6 +41,7 @@ from panther.files.writer import Draft
 from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.linears import expanded
+from panther.nn.module_state import ModuleState
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
@@ -195,7 +196,8 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
     take the saved dtype and the device they had in ``model`` (the CPU, for a model on the meta device). A model on the
     meta device must not have non-persistent buffers, such as tables of positions, because no file has their
     values; transformers' ``from_pretrained``, with :mod:`panther.integrations.transformers`, computes them. Everything
-    is checked before anything is changed.
+    is checked before anything is changed, and if a module's own method or hook refuses its state, or the load is
+    interrupted, the model is as it was.
 
     Args:
         dir: Folder written by :func:`save_compressed`.
@@ -216,7 +218,8 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
         SketchMismatchError: If a seed is damaged in a file of format version 1, which has no checksums.
 
     Cost: the bytes of the file in memory, once, on top of what ``model`` takes before; a second for each GB, a third of
-    it for checksums, and half a millisecond for each compressed layer.
+    it for checksums, and half a millisecond for each compressed layer. The tensors of ``model`` are copied if one of
+    its modules has a load hook or a load method of its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -227,6 +230,18 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
     manifest, state = _read_folder(folder)
+    previous_state = ModuleState([model])
+    try:
+        return _load_into(model, manifest, state, folder, expand)
+    except BaseException:
+        previous_state.restore()
+        raise
+
+
+def _load_into(
+    model: nn.Module, manifest: dict[str, Any], state: dict[str, Tensor], folder: Path, expand: bool
+) -> nn.Module:
+    """Turn a model into the saved one, in place; an error may leave it half changed."""
     for alias, name in manifest["aliases"].items():
         if name not in state or alias in state:
             raise FormatError(

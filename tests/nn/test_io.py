@@ -414,6 +414,20 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", [{}, [], None, 3])
+def test_classes_that_are_not_names_in_early_versions(tmp_path, version, kind):
+    pr.save_compressed(nn.Sequential(pr.nn.SKLinear(24, 16, 2, 2)), tmp_path)
+
+    def spoil(manifest):
+        manifest["format_version"] = version
+        manifest["modules"]["0"]["class"] = kind
+
+    edit(tmp_path, spoil)
+    with pytest.raises(FormatError, match="which is not allowed"):
+        pr.load_compressed(tmp_path, nn.Sequential(nn.Linear(24, 16)))
+
+
 REFUSALS = {
     "another format": (lambda m: m.update(format="other"), "was not written by pr.save_compressed"),
     "a later version": (lambda m: m.update(format_version=5), "format_version 5 and this Panther reads 1 to 4"),
@@ -784,3 +798,93 @@ def test_layers_are_expanded_once_on_demand(tmp_path, device):
     assert torch.equal(expanded.weight, layer.weight)
     with pytest.raises(TypeError, match=r"expand must be True or False"):
         pr.load_compressed(folder, nn.Linear(8, 6), expand=1)
+
+
+class Refusing(nn.Linear):
+    """A layer with a load method and a state of its own, which raises an error at one of several places."""
+
+    error: BaseException | None = None
+    place = ""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.table, self.history = {"loads": 0}, []
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.reach("load method")
+        with torch.no_grad():
+            self.weight.zero_()
+        self.bias.data = torch.ones(3)
+        self.table["loads"] += 1
+        self.history.append(prefix)
+        self.register_buffer("more", torch.zeros(2), persistent=False)
+        self.reach("written in place")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.reach("loaded")
+
+    def get_extra_state(self):
+        return torch.tensor(len(self.history))
+
+    def set_extra_state(self, value):
+        self.history = [""] * int(value)
+        self.reach("extra state")
+
+    def reach(self, place):
+        if Refusing.error is not None and place == Refusing.place:
+            raise Refusing.error
+
+
+def objects_of(model):
+    """Return all objects that a load may replace, the contents of attributes, and the values of tensors."""
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    modules = dict(model.named_modules(remove_duplicate=False))
+    contents = {name: (dict(m.table), [*m.history]) for name, m in modules.items() if isinstance(m, Refusing)}
+    keys = {name: [*vars(module)] for name, module in modules.items()}
+    return (
+        {n: id(x) for n, x in {**tensors, **modules}.items()},
+        contents,
+        keys,
+        {n: x.clone() for n, x in tensors.items()},
+    )
+
+
+PLACES = ["load method", "written in place", "loaded", "extra state", "hook of a module", "hook of the model", "expand"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("refused"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch, place, error):
+    """People expect this although a module, a hook or Ctrl-C ends a load after some layers were replaced."""
+
+    def architecture(kind):
+        torch.manual_seed(0)
+        table, block = nn.Embedding(10, 8), checkpoint_wrapper(nn.Sequential(kind(8, 8), nn.BatchNorm1d(8)))
+        model = nn.Sequential(kind(8, 8), block, Refusing(8, 3), table, nn.Linear(8, 10, bias=False), nn.Identity())
+        model[4].weight, model[5] = table.weight, model[0]
+        return model.eval()
+
+    folder = pr.save_compressed(architecture(lambda *sizes: pr.nn.SKLinear(*sizes, 1)), tmp_path)
+    model = architecture(nn.Linear)
+    ids, contents, keys, values = objects_of(model)
+
+    def refuse(*args):
+        raise error
+
+    if place == "expand":
+        monkeypatch.setattr(io, "expanded", refuse)
+    elif place == "hook of a module":
+        model[3].register_load_state_dict_post_hook(refuse)
+    elif place == "hook of the model":
+        model.register_load_state_dict_post_hook(refuse)
+    monkeypatch.setattr(Refusing, "error", error)
+    monkeypatch.setattr(Refusing, "place", place)
+    with pytest.raises(type(error)):
+        pr.load_compressed(folder, model, expand=place == "expand")
+    after = objects_of(model)
+    assert after[:3] == (ids, contents, keys)
+    assert same(after[3], values)
+    monkeypatch.undo()
+    if place not in ("hook of a module", "hook of the model"):
+        loaded = pr.load_compressed(folder, model)
+        assert type(loaded[0]) is pr.nn.SKLinear
+        assert loaded[4].weight is loaded[3].weight

@@ -144,12 +144,12 @@ def _load(
         if generator_states is not None:
             check_random_state(generator_states, where)
         if optimizer is None:
-            return None, Restore(parts, state, None)
+            return None, Restore(parts, None)
         saved_states, settings = (states.decode(manifest["optimizer"][key], targets) for key in ("states", "settings"))
         parameters = states.named_parameters(optimizer, parts)
         check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, where)
         values_of_optimizer = states.optimizer_values(optimizer, parts, manifest["optimizer"], targets)
-        return values_of_optimizer, Restore(parts, state, optimizer)
+        return values_of_optimizer, Restore(parts, optimizer)
 
     optimizer_values, before = run_on_all_ranks(checked, group)
 

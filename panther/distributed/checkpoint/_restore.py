@@ -4,7 +4,6 @@ __all__ = ["Restore", "check_optimizer_values", "check_random_state", "check_ske
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther._torch import loading_code_of
 from panther.distributed.checkpoint import state as states
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn.base import SketchedModule
+from panther.nn.module_state import ModuleState
 from panther.nn.sketch_record import read_record
 
 # Names of states of torch's optimizers that have the shape of their parameter.
@@ -23,10 +22,6 @@ _LIKE_PARAMETER = {
     "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
     "square_avg", "sum",
 }  # fmt: skip
-
-# Python modules whose methods and hooks accept all values that passed the checks. Sketched layers may refuse a record,
-# which is therefore checked.
-_TRUSTED = ("torch.", "panther.nn.base", "panther.distributed.tensor.")
 
 
 def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], where: str) -> None:
@@ -112,21 +107,13 @@ def _is_same_kind(value: Any, current: Any) -> bool:
 class Restore:
     """The state of a model, an optimizer and the random generators before a load, which :meth:`undo` restores.
 
-    A copy of the model's tensors is made only if a module could refuse to load, because it has a load hook or overrides
-    a method. Modules of torch and sketched layers of Panther accept all values that passed the checks.
-
     Args:
-        parts: The model, or the stages of this rank.
-        state: The entries of its state_dict by global name.
+        parts: The model, or the stages of this rank; :class:`ModuleState` says when its values are copied.
         optimizer: The optimizer, or None.
     """
 
-    def __init__(
-        self, parts: Sequence[nn.Module], state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        self._parts, self._state = parts, state
-        refusing = any(_may_refuse(module) for part in parts for module in part.modules())
-        self._values = {name: _copy(value) for name, value in state.items()} if refusing else None
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
+        self._model = ModuleState(parts)
         self._undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
         self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
         uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -136,33 +123,10 @@ class Restore:
         """Restore the state before the load."""
         if self._undo_optimizer is not None:
             self._undo_optimizer()
-        if self._values is not None:
-            with torch.no_grad():
-                for name, value in self._values.items():
-                    if isinstance(value, Tensor):
-                        _local(self._state[name]).copy_(_local(value))
-            # This restores values that modules derive from their tensors, such as sketches. The module that refused the
-            # load may refuse again.
-            for part in self._parts:
-                with suppress(Exception):
-                    states.fill_model([part], self._values)
+        self._model.restore()
         torch_state, python_state, numpy_state = self._random
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         if self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state)
-
-
-def _may_refuse(module: nn.Module) -> bool:
-    return any(
-        not (getattr(function, "__module__", None) or "").startswith(_TRUSTED) for function in loading_code_of(module)
-    )
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
