@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from panther.cli._arguments import add_option, non_negative
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
-from panther.errors import PantherError
+from panther.errors import FormatError, PantherError
+from panther.files import read_json
 
 if TYPE_CHECKING:
     from panther.inspect import ModuleTree
@@ -102,16 +103,17 @@ def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
 
 def _header(file: Path) -> dict[str, Any]:
     """Return the header of a safetensors file: the dtype, shape and place of each tensor."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if length <= file.stat().st_size else b""
+    from panther.files.tensors import read_header
+
     try:
-        header: dict[str, Any] = json.loads(text)
+        header = read_header(file)
         header.pop("__metadata__", None)
         for entry in header.values():
             begin, end = entry["data_offsets"]
             if not (0 <= begin <= end and isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)):
                 raise ValueError
+    except FormatError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError):
         raise PantherError(f"{file} is not a valid safetensors file: copy or write it again") from None
     return header
@@ -121,7 +123,7 @@ def _records(folder: Path) -> dict[str, Any]:
     """Return the record of each compressed module, from panther.json or config.json."""
     for name, keys in (("panther.json", ("modules",)), ("config.json", ("quantization_config", "modules"))):
         try:
-            records: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            records: Any = read_json(folder / name)
             for key in keys:
                 records = records.get(key) or {}
             if records:

@@ -5,8 +5,9 @@ Here one tensor at a time is in memory beside the caller's own, and a file is op
 """
 
 __all__ = [
-    "MAPPED", "OpenTensor", "StoredTensor", "bytes_of", "contents_checksum", "mapped_copy", "open_tensors",
-    "read_slice", "stored_checksum", "stored_metadata", "stored_tensors", "write_file", "write_tensors",
+    "MAPPED", "OpenTensor", "StoredTensor", "bytes_of", "contents_checksum", "mapped_copy", "new_tensor",
+    "open_tensors", "read_header", "read_slice", "stored_checksum", "stored_metadata", "stored_tensors", "write_file",
+    "write_tensors",
 ]  # fmt: skip
 
 import json
@@ -75,7 +76,7 @@ class OpenTensor:
         Raises:
             FormatError: If the file cannot be read, ends before, or has more numbers than the memory holds.
         """
-        tensor = _new_tensor(self.stored, self.stored.shape)
+        tensor = new_tensor(self.stored.path, self.stored.shape, self.stored.dtype)
         try:
             self.file.seek(self.stored.start)
             num_bytes = self.file.readinto(bytes_of(tensor))
@@ -154,11 +155,16 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return _described_tensors(file, path)
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a file, of which only the size is checked, or raise ValueError or OSError."""
+    with _opened(path) as file:
+        return _read_header(file, path)[0]
+
+
 def stored_metadata(path: Path) -> dict[str, str] | None:
     """Return the metadata of a file; None if it is missing or damaged."""
     try:
-        with _opened(path) as file:
-            metadata = _read_header(file, path)[0].get("__metadata__")
+        metadata = read_header(path).get("__metadata__")
     except (ValueError, OSError):
         return None
     return metadata if isinstance(metadata, dict) else {}
@@ -244,20 +250,19 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and {*map(type, values)} <= {int} and all(0 <= value < 2**63 for value in values)
 
 
-def _new_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the CPU for numbers of a file.
+def new_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the CPU for numbers of a file, or raise FormatError if the memory does not hold it.
 
-    A file without contents of its own can have any size, so that the size is compared with the memory first: systems
-    that promise any size end the process when it is used.
+    A sparse file can have any size, and a system that promises any memory ends the process when it is used.
     """
-    num_bytes = prod(shape) * stored.dtype.itemsize
+    num_bytes = prod(shape) * dtype.itemsize
     try:
         if not hasattr(os, "sysconf") or num_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            return torch.empty(shape, dtype=stored.dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError):  # of the allocator, or for sizes whose product needs more than 64 bits
         pass
     raise FormatError(
-        f"{stored.path} has a tensor of shape {shape} and {num_bytes:,} bytes, which the memory does not hold: give "
+        f"{path} has a tensor of shape {shape} and {num_bytes:,} bytes, which the memory does not hold: give "
         "the file that was written, or a machine with more memory"
     )
 
@@ -275,7 +280,7 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
         FormatError: If the file ends before, or the slice has more numbers than the memory holds.
     """
     plain = out is not None and out.is_cpu and out.dtype is stored.dtype and out.is_contiguous()
-    read: Any = out if plain else _new_tensor(stored, tuple(sizes))
+    read: Any = out if plain else new_tensor(stored.path, tuple(sizes), stored.dtype)
     shape, size = stored.shape, stored.dtype.itemsize
     # The dimensions from `last` on are read in one run: all after it are full.
     last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)

@@ -3,7 +3,6 @@
 __all__ = ["checked_settings"]
 
 import copy
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from panther.errors import ConfigError
+from panther.files import read_json
 from panther.train import TrainConfig
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -49,7 +49,7 @@ def _read_settings(config: Any) -> dict[str, Any]:
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"the configuration {path} does not exist: give the path of DeepSpeed's JSON") from None
         except ValueError as error:

@@ -29,7 +29,7 @@ from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.sync.sketches import sketched_layers
 from panther.errors import CheckpointError, ConfigError, PantherError, check_version, require_extra
-from panther.files import read_json, write_json
+from panther.files import check_plain_name, read_json, read_text, write_json
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.integrations._extensions import check_locks, private_folder
 from panther.train import TrainConfig
@@ -282,9 +282,10 @@ def _existing_tag(directory: Path, tag: str | None, stage: int) -> str:
     """Return the tag of the checkpoint to load, or raise CheckpointError if there is none."""
     if tag is None:
         try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+            tag = read_text(directory / "latest").strip()
         except FileNotFoundError:
             raise CheckpointError(f"{directory} has no checkpoint: give the folder that was saved to") from None
+        check_plain_name(tag, directory / "latest")  # DeepSpeed unpickles the files of the folder that it names
     folder = directory / (tag + (_SUFFIX if stage else ""))
     if not folder.is_dir():
         tags = sorted(path.name for path in directory.glob("*") if path.is_dir() and not path.name.endswith(_SUFFIX))

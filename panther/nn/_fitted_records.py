@@ -32,7 +32,12 @@ def as_low_rank_layers(
     for name, spec in modules.items():
         record = modules.get(spec.get("alias_of", name), spec)
         kind, args = record.get("class"), record.get("args")
-        if kind not in _CLASSES or record.get("mode") != "fitted" or not isinstance(args, dict):
+        if (
+            not isinstance(kind, str)
+            or kind not in _CLASSES
+            or record.get("mode") != "fitted"
+            or not isinstance(args, dict)
+        ):
             continue
         prefix = f"{name}." if name else ""
         keys = [prefix + key for key in (*_FACTORS[kind], "sketch_seed")]

@@ -2,7 +2,6 @@
 
 __all__ = ["SAVED_ATTRIBUTES", "SavedProgress", "read_progress", "resume_run"]
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from panther.distributed import checkpoint, get_world_size
 from panther.distributed.comm.agreement import run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError
+from panther.files import parse_json
 from panther.train.history import History
 
 # Attributes of the Trainer that checkpoints store unchanged.
@@ -97,7 +97,7 @@ def read_progress(path: Path, extra: Any) -> SavedProgress:
     try:
         return SavedProgress(
             attributes={name: extra[name] for name in SAVED_ATTRIBUTES},
-            history=History(json.loads(bytes(extra["history"].numpy()))),
+            history=History(parse_json(bytes(extra["history"].numpy()).decode())),
             loss_sums=extra["_sums"],
             elapsed_s=extra["_elapsed_s"],
             # Earlier versions did not save it, and a run rarely continues on a different number of processes.

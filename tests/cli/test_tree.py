@@ -159,6 +159,7 @@ def test_a_sharded_folder_is_counted_as_its_index_says(capsys, tmp_path):
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert main(command) == 2
     assert "is a pointer of Git LFS and no weights: run git lfs pull" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     assert main(command) == 2
     assert "is not an index of safetensors files" in capsys.readouterr().err

@@ -117,6 +117,10 @@ FORGERIES = {
     "no chunks": (set_entry("tensors", "model.2.weight", "chunks", value=[]), "have 0 of its 24 numbers"),
     "a chunk is text": (set_entry("tensors", "model.2.weight", "chunks", value=["x"]), "names the file 'x'"),
     "a checksum is text": (lambda m: first_chunk(m).update(checksum="1"), "has no key or no checksum"),
+    "terabytes": (
+        lambda m: m["tensors"]["optimizer.2.bias.exp_avg"].update(LARGE),
+        r"its tensors in rank-00000.safetensors have 1,099,511,[0-9,]* bytes, and the file has",
+    ),
     "a tensor that is not listed": (
         set_entry("model", "2.weight", value={"$tensor": "model.2.other"}),
         "model.2.weight is the tensor 'model.2.other', which is not one of its tensors",
@@ -156,6 +160,29 @@ FORGERIES = {
         "rank-00000.safetensors is damaged: 'model.0.sketch_seed at 0' does not match its checksum",
     ),
 }
+
+
+LARGE = {
+    "shape": [2**38],
+    "chunks": [{"file": "rank-00000.safetensors", "key": "x", "checksum": 0, "offsets": [0], "shape": [2**38]}],
+}
+
+
+def test_a_checkpoint_larger_than_the_memory_is_refused(tmp_path):
+    """A sparse file has every size, so that the sizes in the manifest can be those of the file."""
+    folder = checkpoint.save(tmp_path, *trained(1), step=3)
+    os.truncate(folder / "rank-00000.safetensors", 2**41)
+
+    def change(manifest):
+        manifest["files"]["rank-00000.safetensors"] = 2**41
+        manifest["tensors"]["optimizer.2.bias.exp_avg"].update(LARGE)
+
+    forge(folder, change)
+    model, optimizer = trained(2)
+    before = everything(model, optimizer)
+    with pytest.raises(FormatError, match="1,099,511,627,776 bytes, which the memory does not hold"):
+        checkpoint.load(folder, model, optimizer)
+    assert_same(before, everything(model, optimizer))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Models without values: sharded first, then filled, each rank with what it holds."""
 
+import os
 import random
 import re
 
@@ -273,6 +274,21 @@ def test_what_is_refused(tmp_path):
     assert linear.weight.is_meta
     materialize_(bare, _with(tmp_path / "bare", weight=torch.full((3, 2), 7.0)))
     assert bare.weight.eq(7).all()
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a pointer", "truncated"])
+def test_files_that_are_no_weights_are_named(kind, tmp_path):
+    path = tmp_path / "extra.safetensors"
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        path.write_bytes(pointer if kind == "a pointer" else (tmp_path / "model.safetensors").read_bytes()[:-4])
+    with torch.device("meta"):
+        linear = nn.Linear(3, 2)
+    with pytest.raises(FormatError, match=r"extra\.safetensors is"):
+        materialize_(linear, tmp_path)
 
 
 def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):

@@ -3,6 +3,7 @@
 __all__ = ["DEEPEST", "FORMAT", "MANIFEST", "VERSION", "damage", "read_manifest"]
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -65,6 +66,13 @@ def _check(manifest: Mapping[str, Any]) -> None:
             raise _InvalidError(f"it names the file {name!r} of {size!r} bytes")
     for name, entry in tensors.items():
         _check_tensor(name, entry, files)
+    stored_bytes: Counter[str] = Counter()
+    for entry in tensors.values():
+        for chunk in entry["chunks"]:
+            stored_bytes[chunk["file"]] += prod(chunk["shape"]) * getattr(torch, entry["dtype"]).itemsize
+    for name, num_bytes in stored_bytes.items():
+        if num_bytes > files[name]:
+            raise _InvalidError(f"its tensors in {name} have {num_bytes:,} bytes, and the file has {files[name]:,}")
     world_size = manifest.get("world_size")
     if not _is_size(world_size) or not world_size or not _is_size(manifest.get("step")):
         raise _InvalidError(f"it is of step {manifest.get('step')!r} and of {world_size!r} ranks")

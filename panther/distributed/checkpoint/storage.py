@@ -7,7 +7,6 @@ executed.
 __all__ = ["empty", "placed", "read_tensors", "reader_of", "write_tensors"]
 
 import errno
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from panther._process_settings import ignored_warnings
 from panther._torch import local_offsets
 from panther._version import __version__
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
@@ -43,7 +43,7 @@ from panther.distributed.comm.ranks import Group, in_process_group
 from panther.errors import CheckpointError, FormatError, PantherError
 from panther.files import write_json
 from panther.files.records import record_checksum
-from panther.files.tensors import contents_checksum, write_file
+from panther.files.tensors import contents_checksum, new_tensor, write_file
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -84,8 +84,7 @@ def _where(group: Group) -> dict[str, Any]:
 def _errors_of_all_ranks(failure: str, world: int) -> Iterator[None]:
     """Convert DCP's exception, which holds the errors of all ranks, into an error with a single sentence."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # true for a single process
+        with ignored_warnings("torch.distributed is disabled"):  # true for a single process
             yield
     except CheckpointException as error:
         failed = {rank: _class_and_text(cause, writes=bool(failure)) for rank, (cause, _) in error.failures.items()}
@@ -200,5 +199,12 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def empty(entry: Mapping[str, Any], device: str = "cpu") -> Tensor:
-    """Return an uninitialised tensor with the shape and dtype of an entry of the manifest."""
-    return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)
+    """Return an uninitialised tensor with the shape and dtype of an entry of the manifest.
+
+    Raises:
+        FormatError: If the memory does not hold it.
+    """
+    shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
+    if device != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return new_tensor(Path(MANIFEST), tuple(shape), dtype)

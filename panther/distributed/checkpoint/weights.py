@@ -122,6 +122,8 @@ def stored_weights(folder: Path) -> StoredWeights:
             f"{folder} holds no weights: give a folder with safetensors, a checkpoint of "
             "torch.distributed.checkpoint, or one of Panther's"
         )
+    for path in folder.glob("*.safetensors"):
+        stored_tensors(path)  # which opens regular files only, and names the one that is damaged
     metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
     chunks = {index: Chunk(Path(info.relative_path), index.fqn) for index, info in metadata.storage_data.items()}
     places = {name: name for name in metadata.state_dict_metadata}
