@@ -26,6 +26,7 @@ __all__ = [
     "buffers_of",
     "checkpoint_wrapped_",
     "children_of",
+    "compiler_stance",
     "copy_without_values",
     "default_store",
     "default_timeout_set",
@@ -76,6 +77,7 @@ __all__ = [
     "running_backward_id",
     "saved_tensor_hooks_are_set",
     "schema_of",
+    "set_compiler_stance",
     "set_group_timeout",
     "storage_key",
     "sync_zero_groups",
@@ -139,6 +141,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_dispa
 # them. The fallback is the package optree, which is not a dependency.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from panther._process_settings import Block, ProcessSetting
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -146,6 +150,8 @@ if TYPE_CHECKING:
 # The names under which the wrappers of torch.compile and of activation checkpointing hold their modules.
 COMPILED = "_orig_mod"
 _WRAPPED = (COMPILED, "_checkpoint_wrapped_module")
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_NO_FAKE_LOG = ProcessSetting(lambda: _FAKE_LOG.disabled, partial(setattr, _FAKE_LOG, "disabled"), True)
 
 OVERRIDDEN_METHODS = {
     # torch.nn.Module says that a subclass may override these three, although their names are private. The hooks of
@@ -534,6 +540,22 @@ def is_dynamo_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def compiler_stance() -> tuple[Any, ...]:
+    """Return the stance of the compiler, which a block that sets one keeps to restore it.
+
+    torch has no public function that returns the stance. The fallback is to restore the default.
+    """
+    block = torch.compiler.set_stance("force_eager")
+    block.__exit__(None, None, None)
+    stance: Any = block.prev
+    return stance.stance, stance.skip_guard_eval_unsafe, stance.backend
+
+
+def set_compiler_stance(stance: tuple[Any, ...]) -> None:
+    """Set a stance that :func:`compiler_stance` returned."""
+    torch.compiler.set_stance(stance[0], skip_guard_eval_unsafe=stance[1], force_backend=stance[2])
+
+
 def is_mutable_operator(target: Any) -> bool:
     """Return whether an operator of a graph changes a tensor in place. The schema has no public name."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
@@ -785,19 +807,13 @@ def checkpoint_wrapped_(
     )
 
 
-@contextmanager
-def without_fake_log() -> Iterator[None]:
-    """Keep torch from logging the errors of fake tensors, which are raised as well.
+def without_fake_log() -> Block:
+    """Return a block that keeps torch from logging the errors of fake tensors, which are raised as well.
 
     Since torch 2.14 they reach standard error. The name of the logger is private. The public fallback is the
     environment variable TORCH_LOGS, which torch reads once.
     """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return _NO_FAKE_LOG.held()
 
 
 def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":

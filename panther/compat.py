@@ -2,13 +2,14 @@
 
 __all__ = ["PantherMLAttention", "load_panther_ml"]
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther._process_settings import ignored_warnings
+from panther._random_state import preserved_generators
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
 from panther.nn.attention.decoding.states import AttentionState
@@ -170,10 +171,10 @@ def _layer(prefix: str, tensors: dict[str, Any]) -> nn.Module | None:
         if not isinstance(tensors[name], Tensor):
             raise TypeError(f"{prefix}.{name} must be a tensor, not {type(tensors[name]).__name__}")
     layer_tensors = {name: tensors[name] for name in (*of_layer, *_BIASES) if tensors.get(name) is not None}
-    devices = {tensor.device for tensor in layer_tensors.values() if tensor.is_cuda}
+    gpus = {tensor.device.index for tensor in layer_tensors.values() if tensor.is_cuda}
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices):
-            warnings.simplefilter("ignore", PerformanceWarning)  # The layers of the model give this warning.
+        # The layers of the model give the warning.
+        with ignored_warnings(category=PerformanceWarning), preserved_generators(gpus):
             layer = _built(layer_tensors)
         layer.load_state_dict(layer_tensors)
     except (RuntimeError, IndexError, ValueError) as error:

@@ -15,8 +15,7 @@ __all__ = [
 ]
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,8 +24,10 @@ import torch
 from torch import Tensor
 
 from panther._keywords import check_keywords
-from panther._torch import number_of_entries
+from panther._process_settings import Block, ProcessSetting
+from panther._torch import FakeTensor, is_transformed, number_of_entries
 from panther.errors import DTypeError, ShapeError
+from panther.sketch.operator import check_storage
 
 # Products of _GROUP rows are summed in the dtype of A. At most _SLAB entries of such sums are in memory at once.
 _GROUP = 64
@@ -57,18 +58,22 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute float32 products in float32, ignoring torch.set_float32_matmul_precision."""
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+_MATMULS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+def _set_precisions(precisions: tuple[str, ...]) -> None:
+    for backend, precision in zip(_MATMULS, precisions, strict=True):
+        backend.fp32_precision = precision
+
+
+_PRECISIONS = ProcessSetting(
+    lambda: tuple(backend.fp32_precision for backend in _MATMULS), _set_precisions, ("ieee", "ieee")
+)
+
+
+def full_precision() -> Block:
+    """Return a block that computes float32 products in float32, ignoring torch.set_float32_matmul_precision."""
+    return _PRECISIONS.held()
 
 
 class Operand:

@@ -14,13 +14,13 @@ __all__ = [
     "module_specs",
 ]
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther._process_settings import ignored_warnings
 from panther._torch import buffers_of, parameters_of, plain_name
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
@@ -213,8 +213,7 @@ def _build_each(
                 f"the file has a compressed module {name!r}, and the model has no module of this name: build the saved "
                 "architecture"
             )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # The warning was given when the layer was first built.
+    with ignored_warnings(category=PerformanceWarning):  # The warning was given when the layer was first built.
         built = {name: make(name, spec, present[name]) for name, spec in specs.items() if "alias_of" not in spec}
     for name, spec in specs.items():
         if "alias_of" in spec:

@@ -3,10 +3,10 @@
 __all__ = ["check_plot", "draw"]
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
+from panther._process_settings import ignored_warnings
 from panther.errors import ConfigError, require_extra
 from panther.tuning.samplers import quiet
 
@@ -37,9 +37,9 @@ def draw(result: Any, x: str | None, path: Path) -> Path:
         raise ConfigError(f"x={x!r} is not a parameter of the search: use one of {names}")
     by, scale, label = _horizontal_axis(result)
     plots: Any = require_extra("optuna.visualization.matplotlib", "tune")
-    with quiet(), pyplot.rc_context(), warnings.catch_warnings():  # Optuna changes matplotlib's style.
+    is_new: Any = optuna.exceptions.ExperimentalWarning
+    with quiet(), pyplot.rc_context(), ignored_warnings(category=is_new):  # Optuna changes matplotlib's style.
         study = _study_of(result, by, scale)
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         if x is None:
             axes = plots.plot_pareto_front(study, target_names=[label, "metric"])
             for name, trial, marker in (("best", result.best, "*"), ("unchanged", result.unchanged, "s")):

@@ -2,10 +2,10 @@
 
 __all__ = ["check_sampler", "looks_at_constraints", "make_pruner", "make_sampler", "quiet"]
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+from panther._process_settings import Block, ProcessSetting
 from panther.errors import ConfigError, require_extra
 
 _SAMPLERS = ("tpe", "gp", "random")
@@ -59,14 +59,13 @@ def make_pruner(optuna: Any, pruner: Any) -> Any:
     raise ConfigError(f"pruner={pruner!r} is unknown: use {', '.join(map(repr, _PRUNERS))}, or one of Optuna's")
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Optuna's log, because the search shows its progress."""
+def quiet() -> Block:
+    """Return a block that silences Optuna's log, because the search shows its progress."""
+    return _verbosity().held()
+
+
+@cache
+def _verbosity() -> ProcessSetting:
     from optuna import logging
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
+    return ProcessSetting(logging.get_verbosity, logging.set_verbosity, logging.WARNING)

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._logs import logged_items
+from panther._process_settings import ProcessSetting
 from panther._random_state import preserved_generators, seed_cpu_generators
-from panther._torch import is_dynamo_loaded
+from panther._torch import compiler_stance, is_dynamo_loaded, set_compiler_stance
 from panther.compression.calibration.batches import (
     check_calibration,
     copy_batch,
@@ -56,7 +57,11 @@ from panther.compression.calibration.targets import Target
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
+
+
 _log = logging.getLogger(__name__)
+_EAGER = ProcessSetting(compiler_stance, set_compiler_stance, ("force_eager", False, None))
+_SLOW_PATH = ProcessSetting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 Loss = Callable[[Tensor, Any], Tensor]
 
 MOMENTS = "moments-"  # the beginning of the names of remembered moments
@@ -169,7 +174,6 @@ class Runner:
         self.seed = 0  # seed of the random numbers of forwards
         self._state: ModelState | None = None
         self._places: Places | None = None
-        self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         # The indices of the GPUs that hold parameters.
         self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
         self._takes_features = is_sentence_model(model)  # in one dictionary
@@ -217,29 +221,29 @@ class Runner:
         and attention takes no fast path, which would read weights without calling their layers. Buffers, attributes,
         flags and hooks are restored as the same objects, even after Ctrl-C.
         """
-        model, before = self.model, (self._state, self.seed, self._has_fast_path)
+        model, before = self.model, (self._state, self.seed)
         state = ModelState(model)
-        self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
         # A compiled model would be compiled again for every layer that is replaced temporarily. If torch._dynamo is not
         # loaded, nothing is compiled; loading it here would take a second and 40 MB.
-        eager = torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
+        eager = _EAGER.held() if is_dynamo_loaded() else nullcontext()
+        slow_path = _SLOW_PATH.held()
         is_restored = False
 
         def restore() -> None:
             nonlocal is_restored
-            torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+            slow_path.__exit__()
             for parameter in trained:
                 parameter.requires_grad_(True)
             state.restore()
-            self._state, self.seed, self._has_fast_path = before
+            self._state, self.seed = before
             is_restored = True
 
-        with preserved_generators(), torch.random.fork_rng(self._gpus), eager:
+        with preserved_generators(self._gpus), eager:
             try:
                 self._state, self.seed = state, seed
                 self._seed_generators(seed)
-                torch.backends.mha.set_fastpath_enabled(False)
+                slow_path.__enter__()
                 model.eval()
                 for parameter in trained:
                     parameter.requires_grad_(False)
@@ -252,15 +256,12 @@ class Runner:
                     if not is_restored:  # an interrupt came before interrupts were deferred
                         restore()
 
-    @contextmanager
-    def fast_paths(self) -> Iterator[None]:
-        """Let attention take the fast paths that it takes outside of the calibration."""
-        before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(before)
+    def fast_paths(self) -> AbstractContextManager[None]:
+        """Let attention take the fast paths that it takes outside of a calibration.
+
+        While a different thread calibrates, the block keeps to the slow paths.
+        """
+        return _SLOW_PATH.suspended()
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the generators of the CPU and of the model's GPUs; torch.manual_seed would seed every GPU."""

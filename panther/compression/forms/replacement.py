@@ -2,12 +2,12 @@
 
 __all__ = ["Replacement", "inherit_flags", "replace_layers"]
 
-import warnings
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from panther._process_settings import ignored_warnings
 from panther._torch import buffers_of, parameters_of
 from panther.compression.calibration.targets import Target
 from panther.errors import PerformanceWarning
@@ -30,8 +30,7 @@ def replace_layers(
     Each new layer has the bias of its old layer plus ``bias_change``. All share the parameters of the first one, and
     with ``share_buffers``, as codes need it, also its buffers.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # the report lists the speed of every layer
+    with ignored_warnings(category=PerformanceWarning):  # the report lists the speed of every layer
         new = {module: make(module) for module in target.modules}
     first = new[target.modules[0]]
     for module, layer in new.items():

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from panther._process_settings import ignored_warnings
 from panther.compression.calibration.runner import Runner
 from panther.compression.config import HealConfig
 from panther.compression.forms import Replacement
@@ -96,9 +96,8 @@ def heal(
         lines = [] if runner.show else [ProgressLines("healing: ", every_s=10.0)]
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress, *lines])
         try:
-            with warnings.catch_warnings():
-                # The stream has numbers of batches, which are equal on all ranks. Each rank has batches of its own.
-                warnings.filterwarnings("ignore", "the streams of all", UserWarning)
+            # The stream has numbers of batches, which are equal on all ranks. Each rank has batches of its own.
+            with ignored_warnings("the streams of all", UserWarning):
                 trainer.fit(batches, checked)
         finally:
             distillation.place(student=False)

@@ -9,6 +9,7 @@ from numbers import Real
 
 from torch import Tensor, nn
 
+from panther._process_settings import ignored_warnings
 from panther.distributed.guide.layer_configs import perceptron
 from panther.errors import PerformanceWarning, ShapeError, check_size
 
@@ -67,8 +68,7 @@ class DistributedSketchedModel(nn.Module):
         ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
         widths = [input_size, *hidden_sizes, output_size]
         sizes = [(n, m, max(1, int(n * ratio))) for n, m, ratio in zip(widths, widths[1:], ratios, strict=False)]
-        with warnings.catch_warnings():  # a single warning for the model replaces the warnings of its layers
-            warnings.simplefilter("ignore", PerformanceWarning)
+        with ignored_warnings(category=PerformanceWarning):  # A single warning replaces the warnings of the layers.
             self.model = perceptron(sizes)
         dense = [n * m for n, m, _ in sizes]
         sketched = [2 * (n + m) * sketch_size for n, m, sketch_size in sizes]

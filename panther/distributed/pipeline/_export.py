@@ -9,7 +9,6 @@ earlier block are sent to the block that uses them.
 
 __all__ = ["trace_stages"]
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from panther._process_settings import ignored_warnings
 from panther._torch import (
     ASSERT_TENSOR_METADATA,
     FakeTensorMode,
@@ -79,8 +79,7 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _calls[:] = _on_fake(model, leaf_modules, sample, mode)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 uses functions here that torch itself deprecates
+        with ignored_warnings():  # torch 2.13 uses functions here that torch itself deprecates
             with _opaque(leaf_modules), _beside(model, sample, mode):
                 # Not strict, so that the model's Python code runs and calls the replaced forwards.
                 exported = torch.export.export(model, sample, strict=False)

@@ -4,7 +4,6 @@ __all__ = ["mapped_from_pretrained"]
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from panther._process_settings import environment_variable
 from panther.compression.streaming.spool import freed_blocks_returned
 from panther.errors import CompressionError
 from panther.files.tensors import MAPPED, mapped_copy
 from panther.integrations.pretrained import from_pretrained
 
 _SMALLEST_BYTES = 1 << 16  # vectors are smaller, and a process may hold 65,530 mappings
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+# With this variable transformers converts in this thread, and each weight when the one before is in the model. By
+# default threads convert weights before they are needed, in memory and outside of this thread's modes. A version of
+# transformers that does not know the variable still does so: the values are equal, and more memory is taken.
+_ONE_WEIGHT_AT_A_TIME = environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
 def mapped_from_pretrained(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> Any:
@@ -44,7 +47,7 @@ def mapped_from_pretrained(source: str | os.PathLike[str], folder: Path, **kwarg
     for path in folder.glob(f"{MAPPED}*"):  # of a process that was killed
         path.unlink()
     try:
-        with freed_blocks_returned(), _one_weight_at_a_time(), _ResultsInFiles(folder):
+        with freed_blocks_returned(), _ONE_WEIGHT_AT_A_TIME.held(), _ResultsInFiles(folder):
             return from_pretrained(source, **kwargs)
     except _WriteError as error:
         raise CompressionError(
@@ -100,21 +103,3 @@ def _cpu_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _cpu_tensors(entry)
-
-
-@contextmanager
-def _one_weight_at_a_time() -> Iterator[None]:
-    """Make transformers convert in this thread, and each weight when the one before is in the model.
-
-    By default threads convert weights before they are needed, in memory and outside of this thread's modes. A version
-    of transformers that does not know the variable still does so: the values are equal, and more memory is taken.
-    """
-    before = os.environ.get(_SEQUENTIAL)
-    os.environ[_SEQUENTIAL] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SEQUENTIAL]
-        else:
-            os.environ[_SEQUENTIAL] = before

@@ -5,21 +5,21 @@ __all__ = ["check_operators", "write_onnx"]
 import logging
 import os
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther._process_settings import ProcessSetting, ignored_warnings
 from panther.errors import PantherError, require_extra
 from panther.files import new_file
 from panther.integrations.onnx.layers import FOUR_BITS, onnx_layers
 from panther.integrations.onnx.signature import check_sizes, dynamic_shapes, named_tensors, size_names
 
 _OPSET = 21  # the first one with types of 4 bits, and with scales of groups
+_FEW_LOGS = ProcessSetting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
 _LARGEST_FILE = 2_000_000_000  # bytes of weights in one file; protobuf reads no more than 2^31
 
 
@@ -77,8 +77,8 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
                 "file that cannot be read: leave it out of the outputs"
             )
     output_names = list(outputs)
-    with warnings.catch_warnings(), _quiet_loggers(), onnx_layers(model):
-        warnings.simplefilter("ignore")  # torch's own modules warn
+    # torch's own modules warn, and torch would list its optional packages that are missing.
+    with ignored_warnings(), _FEW_LOGS.held(), onnx_layers(model):
         program = torch.export.export(model, (), dict(sample), dynamic_shapes=dynamic_shapes(sample))
         check_operators(type(model).__name__, program)
         num_outputs = sum(output is not None for output in program.graph_signature.user_outputs)
@@ -108,16 +108,6 @@ def check_operators(kind: str, program: Any) -> None:
             f"{kind} contains {grouped[0]}, a product of experts, and ONNX has no such operator: use --to torch, "
             "or call model.set_experts_implementation('batched_mm'), which gathers weights for each token"
         )
-
-
-@contextmanager
-def _quiet_loggers() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torch would list its optional packages that are missing
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _narrow_types_(graph: Any) -> None:

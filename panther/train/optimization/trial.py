@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from panther._random_state import preserved_generators
 from panther.distributed import get_world_size
 from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
@@ -132,7 +133,7 @@ def _run(
     gradients = [
         [torch.randn(p.shape, generator=generator) * 10**number for p in parameters] for number in range(_STEPS)
     ]
-    with torch.random.fork_rng(devices=[]):
+    with preserved_generators():
         torch.manual_seed(seed)
         for gradients_of_step in gradients:
             for parameter, gradient in zip(parameters, gradients_of_step, strict=True):

@@ -2,7 +2,6 @@
 
 __all__ = ["measure", "measure_transformer", "plain_transformer"]
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from panther._process_settings import ignored_warnings
 from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, tree_leaves, untracked_shard
 from panther.distributed.advisor.statistics.fake_run import (
     Run,
@@ -48,8 +48,7 @@ def measure_transformer(
     activation_checkpointing: str = "none",
 ) -> Measured:
     """Return the statistics of one of ``tp`` ranks for a plain transformer of one layer."""
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)
+    with torch.device("meta"), ignored_warnings(category=PerformanceWarning):
         model = plain_transformer(hidden, 1, heads, ffn, vocab, sketch)
     tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
     return measure(model, tokens, _loss_of_tokens, mixed_precision, tp, autocast, activation_checkpointing)
