@@ -2,7 +2,7 @@
 
 __all__ = [
     "UnsafeFileError", "check_inside", "check_no_pointer", "check_plain_name", "describe_kind", "is_plain_name",
-    "leaves_folder", "open_file", "parse_json", "read_json", "read_text",
+    "open_file", "parse_json", "read_json", "read_text",
 ]  # fmt: skip
 
 import json
@@ -93,25 +93,16 @@ def check_plain_name(name: Any, named_by: str | os.PathLike[str]) -> None:
         )
 
 
-def leaves_folder(path: Path, folder: Path) -> bool:
-    """Return whether links make a path in a folder lead out of the folder.
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise FormatError if links make a path in a folder lead out of the folder.
 
     In a snapshot of the cache of the Hugging Face hub, every file is a link to a blob of the same repository, which
     counts as inside.
     """
-    try:
-        actual, root = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError):  # a link to itself
-        return True
-    if actual.is_relative_to(root):
-        return False
+    actual, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     snapshots = [each for each in root.parents if each.name == "snapshots" and "--" in each.parent.name]
-    return not any(actual.parent == each.with_name("blobs") for each in snapshots)
-
-
-def check_inside(path: Path, folder: Path) -> None:
-    """Raise FormatError if links make a path in a folder lead out of the folder, see :func:`leaves_folder`."""
-    if leaves_folder(path, folder):
+    is_blob = any(actual.parent == each.with_name("blobs") for each in snapshots)
+    if not (is_blob or actual.is_relative_to(root)):
         raise FormatError(
             f"{path} is a link that leaves {folder}, and might lead to a private file: put a copy of the file in place "
             "of the link, or remove the link"

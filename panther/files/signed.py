@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -58,29 +59,22 @@ def _signature(path: Path, text: str) -> str:
 @cache
 def _key() -> bytes:
     """Return the key of this user, which is made at the first use. Where it cannot be kept, the process has its own."""
+    new = secrets.token_bytes(_KEY_BYTES)
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "panther"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path, new = folder / _KEY, folder / f".{_KEY}.{secrets.token_hex(8)}"
-        with suppress(FileNotFoundError):
-            return _read_key(path)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+        if not (folder / _KEY).exists():
+            descriptor, name = tempfile.mkstemp(dir=folder)  # which nobody else can read
             with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.write(new)
             with suppress(FileExistsError):  # another process was faster, and both take its key
-                os.link(new, path)
-        finally:
-            new.unlink()
-        return _read_key(path)
-    except (OSError, RuntimeError, ValueError) as error:  # without a home, or one that can be written to
+                os.link(name, folder / _KEY)
+            os.unlink(name)
+        with open_file(folder / _KEY) as file:
+            key = file.read()
+    except (OSError, RuntimeError) as error:  # there is no home, or nothing can be written to it
         _log.warning("no key of this user can be kept (%s): another process cannot continue this work", error)
-        return secrets.token_bytes(_KEY_BYTES)
-
-
-def _read_key(path: Path) -> bytes:
-    with open_file(path) as file:
-        key = file.read(_KEY_BYTES + 1)
+        return new
     if len(key) != _KEY_BYTES:
-        raise ValueError(f"{path} has {len(key)} bytes and should have {_KEY_BYTES}: remove it")
+        raise FormatError(f"{folder / _KEY} has {len(key)} bytes and should have {_KEY_BYTES}: remove it")
     return key

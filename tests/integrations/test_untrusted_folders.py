@@ -163,10 +163,8 @@ def test_every_damage_of_a_killed_run_is_one_sentence(source, tmp_path, monkeypa
                 (scratch / name).unlink()
             else:
                 (scratch / name).write_bytes(new[damage])
-            reads = [lambda: check_all(scratch)] + [lambda: compress(source, target)] * (damage == "flipped")
-            for read in reads:
-                with pytest.raises(CompressionError, match=rf"(damaged|missing).*: {REFUSED}"):
-                    read()
+            with pytest.raises(CompressionError, match=rf"(damaged|missing).*: {REFUSED}"):
+                compress(source, target)
             for path in scratch.iterdir():
                 path.unlink()
             for each, undamaged_data in undamaged.items():
@@ -174,13 +172,6 @@ def test_every_damage_of_a_killed_run_is_one_sentence(source, tmp_path, monkeypa
     compress(source, target)
     compress(source, tmp_path / "expected")
     assert contents(target) == contents(tmp_path / "expected")
-
-
-def check_all(scratch):
-    """Check all files of a run, as a process that continues it does when it reads them."""
-    spool = Spool(scratch)
-    for name in spool.names(""):
-        spool._check(name)
 
 
 @pytest.mark.parametrize("commit", [2, 8])

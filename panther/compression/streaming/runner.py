@@ -157,8 +157,8 @@ class StreamingRunner(Runner):
     def check_source(self, *, is_end: bool = False) -> None:
         """Raise CompressionError on all ranks if the files of the weights have changed on one of them."""
         change = "" if self._source is None else self._source.change(is_end=is_end)
-        if self._source is not None and (changed_names := [name for name in self.gathered(change) if name]):
-            raise self._source.error(changed_names[0])
+        if self._source is not None and (changes := [each for each in self.gathered(change) if each]):
+            raise CompressionError(changes[0])
 
     def _commit(self) -> None:
         self.check_source()  # so that nothing counts that was made of something else

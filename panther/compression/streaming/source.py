@@ -6,7 +6,6 @@ import os
 import zlib
 from pathlib import Path
 
-from panther.errors import CompressionError, FormatError
 from panther.files import open_file
 
 _BLOCK = 2**24  # bytes that are read at a time
@@ -20,9 +19,6 @@ class SourceFiles:
 
     Args:
         folder: The folder of the model.
-
-    Raises:
-        FormatError: If a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,37 +27,27 @@ class SourceFiles:
         paths = [folder / name for name in names if name.endswith((".safetensors", ".json"))]
         self._paths = [path for path in paths if path.is_file()]
         self._stats = {path: _stat(path) for path in self._paths}  # before the contents, which may change meanwhile
-        try:
-            self._checksums = {path: _checksum(path) for path in self._paths}
-        except OSError as error:
-            raise FormatError(f"{folder} cannot be read ({error}): give a folder whose files can be read") from None
+        self._checksums = {path: _checksum(path) for path in self._paths}
 
     def __str__(self) -> str:
         contents = repr([(path.name, self._checksums[path]) for path in self._paths])
         return f"{self._folder.resolve()} with files {zlib.crc32(contents.encode()):08x}"
 
     def change(self, *, is_end: bool = False) -> str:
-        """Return the name of a file whose contents have changed; empty if none has.
+        """Return a message about a file whose contents have changed; empty if none has.
 
         Contents are read if the size or a time of a file has changed, and at the end.
         """
         for path in self._paths:
             stat = _stat(path)
             if is_end or stat != self._stats[path]:
-                try:
-                    if _checksum(path) != self._checksums[path]:
-                        return path.name
-                except OSError:
-                    return path.name
+                if _checksum(path) != self._checksums[path]:
+                    return (
+                        f"{path} has changed while the model was compressed, and nothing was written: let nothing else "
+                        "write to the source, and start again"
+                    )
                 self._stats[path] = stat
         return ""
-
-    def error(self, name: str) -> CompressionError:
-        """Return the error of a file that has changed."""
-        return CompressionError(
-            f"{self._folder / name} has changed while the model was compressed, and nothing was written: let nothing "
-            "else write to the source, and start again"
-        )
 
 
 def _stat(path: Path) -> tuple[int, ...]:
@@ -72,9 +58,13 @@ def _stat(path: Path) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: Path) -> int | None:
+    """Return the CRC-32 of a file's contents; None if it cannot be read."""
     checksum = 0
-    with open_file(path) as file:
-        while block := file.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
+    try:
+        with open_file(path) as file:
+            while block := file.read(_BLOCK):
+                checksum = zlib.crc32(block, checksum)
+    except OSError:
+        return None
     return checksum

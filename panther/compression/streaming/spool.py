@@ -17,15 +17,16 @@ import shutil
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from panther._torch import storage_key
 from panther.compression.streaming.values import Decoder, Encoder
@@ -122,10 +123,9 @@ class Spool:
 
     def write(self, name: str, value: Any) -> None:
         """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
-        names = {id(each): key for key, each in self.references.items()}
 
-        def write_value(file: "_CheckedFile") -> None:
-            plain = Encoder(names, _Tensors(file).offset).encode(value)
+        def write_value(file: "_ValueFile") -> None:
+            plain = Encoder(self.references, file.offset_of).encode(value)
             text = json.dumps(plain, separators=(",", ":")).encode()
             end = file.position
             file.write(text)
@@ -133,14 +133,13 @@ class Spool:
 
         self._write(name, write_value)
 
-    def _write(self, name: str, write_contents: Callable[["_CheckedFile"], Any]) -> None:
+    def _write(self, name: str, write_contents: Callable[["_ValueFile"], Any]) -> None:
         assert name not in self._committed, name
         path = self._path(name)
         part = path.with_name(path.name + ".part")
         try:
             with part.open("wb") as file:
-                checked = _CheckedFile(file)
-                write_contents(checked)
+                write_contents(checked := _ValueFile(file))
             os.replace(part, path)
         except OSError as error:
             with suppress(OSError):
@@ -154,29 +153,29 @@ class Spool:
         Raises:
             CompressionError: If the file is damaged.
         """
-        if name in self._unchecked:
-            self._check(name)
-        with open_file(self._path(name)) as file:
-            file.seek(-_END, os.SEEK_END)
-            end = int.from_bytes(file.read(_END), "little")
-            file.seek(end)
-            text = file.read()[:-_END]
+        path = self._path(name)
         try:
-            pages = _Pages(self._path(name), end)
-            return Decoder(self.references, pages.tensor).decode(parse_json(text.decode()))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise self._damage(
-                f"{self._path(name)} cannot be read by this process ({type(error).__name__}: {error})"
-            ) from error
+            is_sound = name not in self._unchecked or self._has_its_checksum(name)
+            with open_file(path) as file:
+                file.seek(-_END, os.SEEK_END)
+                end = int.from_bytes(file.read(_END), "little")
+                file.seek(end)
+                text = file.read()[:-_END]
+            if is_sound:
+                self._unchecked.discard(name)
+                return Decoder(self.references, partial(_tensor_in, _pages(path, end))).decode(
+                    parse_json(text.decode())
+                )
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise self._damage(f"{path} cannot be read by this process ({type(error).__name__}: {error})") from error
+        raise self._damage(f"{path} is damaged: it does not match its checksum")
 
-    def _check(self, name: str) -> None:
-        """Raise CompressionError unless a file has the contents that the last process has written."""
+    def _has_its_checksum(self, name: str) -> bool:
+        """Return whether a file has the contents that the last process has written."""
         checksum = 0
         for block in self.blocks(name):
             checksum = zlib.crc32(block, checksum)
-        if checksum != self._checksums[name]:
-            raise self._damage(f"{self._path(name)} is damaged: it does not match its checksum")
-        self._unchecked.discard(name)
+        return checksum == self._checksums[name]
 
     def _damage(self, reason: str) -> CompressionError:
         return CompressionError(f"{reason}: remove {self._folder}, and start again from the beginning")
@@ -225,18 +224,14 @@ class Spool:
         Tensors that are shared stay shared.
         """
         name, self._number = f"kept-{self._number}", self._number + 1
-        structure = b""
-
-        def write_tensors(file: _CheckedFile) -> None:
-            nonlocal structure
-            structure = _Pickler.dumps(value, _Tensors(file).offset, self.references)
-
-        self._write(name, write_tensors)
-        pages = _Pages(self._path(name), size := self._sizes[name])
-        mapped: _Value = _Unpickler(structure, pages.tensor, self.references).load()
-        if pages.contents is not None:
+        structure = io.BytesIO()  # not in the file: layers are not JSON, and no other process may read them
+        self._write(name, lambda file: _Pickler(structure, Encoder(self.references, file.offset_of)).dump(value))
+        pages = _pages(self._path(name), size := self._sizes[name])
+        structure.seek(0)
+        mapped: _Value = _Unpickler(structure, Decoder(self.references, partial(_tensor_in, pages))).load()
+        if pages is not None:
             self._mapped_bytes += size
-            weakref.finalize(pages.contents, self._unmap, size).atexit = False
+            weakref.finalize(pages, self._unmap, size).atexit = False
         self.remove(name)  # the tensors keep the file
         return mapped
 
@@ -321,91 +316,59 @@ def _file_name(name: str) -> str:
     return name + _VALUE
 
 
-class _CheckedFile:
-    """An open file that counts and checks what is written to it."""
+class _ValueFile:
+    """A new file, of which the bytes are counted and checked, and which has each tensor once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.position = self.checksum = 0
+        self._places: dict[Any, tuple[int, Tensor]] = {}  # the tensors stay, so that no address is used twice
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self.position, self.checksum = self.position + len(data), zlib.crc32(data, self.checksum)
 
-
-class _Tensors:
-    """The tensors that have been written to a file."""
-
-    def __init__(self, file: _CheckedFile) -> None:
-        self._file = file
-        self._places: dict[Any, tuple[int, Tensor]] = {}  # the tensors stay, so that no address is used twice
-
-    def offset(self, tensor: Tensor) -> int:
-        """Return the offset of a tensor in the file, where it is written unless it is there already."""
+    def offset_of(self, tensor: Tensor) -> int:
+        """Return the offset of a tensor, which is written unless it is there already."""
         key = storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._places:
-            self._file.write(b"\0" * (-self._file.position % _ALIGNMENT))
-            self._places[key] = self._file.position, tensor
-            self._file.write(bytes_of(tensor.detach()))
+            self.write(b"\0" * (-self.position % _ALIGNMENT))
+            self._places[key] = self.position, tensor
+            self.write(bytes_of(tensor.detach()))
         return self._places[key][0]
 
 
-class _Pages:
-    """The first ``size`` bytes of a file, mapped into memory."""
+def _pages(path: Path, size: int) -> Pages | None:
+    """Return the first bytes of a file, mapped into memory; None if there are none."""
+    # The module mmap would hold a descriptor for each file, and a process may have a thousand of them.
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy() if size else None
 
-    def __init__(self, path: Path, size: int) -> None:
-        # The module mmap would hold a descriptor for each file, and a process may have a thousand of them.
-        self.contents: Pages | None = (
-            torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy() if size else None
-        )
 
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor at an offset."""
-        numel = torch.Size(shape).numel()
-        if not numel:
-            return torch.empty(shape, dtype=dtype)
-        assert self.contents is not None
-        return torch.frombuffer(self.contents, dtype=dtype, count=numel, offset=offset).view(shape)
+def _tensor_in(pages: Pages | None, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if pages is None or 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(pages, dtype=dtype, count=torch.Size(shape).numel(), offset=offset).view(shape)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickle a value without its tensors, for this process alone: layers can be pickled, and are not JSON."""
+    """Pickle a value without its tensors, in the memory of this process."""
 
-    def __init__(self, buffer: Any, offset_of: Callable[[Tensor], int], references: Mapping[int, str]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._offset_of, self._references = offset_of, references
-
-    @classmethod
-    def dumps(cls, value: Any, offset_of: Callable[[Tensor], int], references: Mapping[str, Any]) -> bytes:
-        """Return the pickled value."""
-        buffer = io.BytesIO()
-        cls(buffer, offset_of, {id(each): key for key, each in references.items()}).dump(value)
-        return buffer.getvalue()
+    def __init__(self, buffer: io.BytesIO, encoder: Encoder) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._encoder = encoder
 
     def persistent_id(self, value: Any) -> Any:
-        """Return the place of a tensor, or the name of a reference."""
-        if (name := self._references.get(id(value))) is not None:
-            return name
-        if not isinstance(value, Tensor):
-            return None
-        gradient = value.requires_grad if isinstance(value, nn.Parameter) else None
-        return gradient, self._offset_of(value), value.dtype, tuple(value.shape)
+        """Return the place of a tensor or of a reference."""
+        return self._encoder.place(value)
 
 
 class _Unpickler(pickle.Unpickler):
     """Read what :class:`_Pickler` has made."""
 
-    def __init__(self, structure: bytes, tensor_at: Callable[..., Tensor], references: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(structure))
-        self._tensor_at, self._references = tensor_at, references
-        self._tensors: dict[Any, Tensor] = {}
+    def __init__(self, buffer: io.BytesIO, decoder: Decoder) -> None:
+        super().__init__(buffer)
+        self._decoder = decoder
 
     def persistent_load(self, place: Any) -> Any:
-        """Return the tensor of a place, or the object of a reference."""
-        if isinstance(place, str):
-            return self._references[place]
-        if place not in self._tensors:
-            gradient, *position = place
-            tensor = self._tensor_at(*position)
-            self._tensors[place] = tensor if gradient is None else nn.Parameter(tensor, gradient)
-        return self._tensors[place]
+        """Return the tensor or the object of a place."""
+        return self._decoder.decode(place)

@@ -9,7 +9,7 @@ __all__ = ["Decoder", "Encoder"]
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,65 +23,66 @@ _DICTIONARIES = {kind.__name__: kind for kind in (dict, OrderedDict)}
 
 
 class Encoder:
-    """Make JSON of a value. It is a class, because a function that calls itself would keep the tensors in a cycle.
+    """Make JSON of values. It is a class, because a function that calls itself would keep the tensors in a cycle.
 
     Args:
-        names: Names of objects that are not stored, by their identity.
+        objects: Objects that are not stored, by name.
         offset_of: Stores a tensor and returns its offset.
     """
 
-    def __init__(self, names: Mapping[int, str], offset_of: Callable[[Tensor], int]) -> None:
-        self._names, self._offset_of = names, offset_of
+    def __init__(self, objects: Mapping[str, Any], offset_of: Callable[[Tensor], int]) -> None:
+        self._names, self._offset_of = {id(value): name for name, value in objects.items()}, offset_of
         self._numbers: dict[int, int] = {}
+
+    def place(self, value: Any) -> Any:
+        """Return JSON of a tensor or of an object that is not stored; None for other values."""
+        if (name := self._names.get(id(value))) is not None:
+            return "name", name
+        if not isinstance(value, Tensor):
+            return None
+        gradient = value.requires_grad if isinstance(value, nn.Parameter) else None
+        return "tensor", gradient, self._offset_of(value), _dtype_name(value.dtype), tuple(value.shape)
 
     def encode(self, value: Any) -> Any:
         """Return a value as JSON, or raise CompressionError if it contains an object of a different kind."""
         kind = type(value)
-        if (name := self._names.get(id(value))) is not None:
-            return ["name", name]
         if kind in _PLAIN:
             return value
-        if isinstance(value, Tensor):
-            gradient = value.requires_grad if isinstance(value, nn.Parameter) else None
-            return ["tensor", gradient, self._offset_of(value), _dtype_name(value.dtype), list(value.shape)]
+        if (place := self.place(value)) is not None:
+            return place
         if kind is torch.dtype:
-            return ["dtype", _dtype_name(value)]
+            return "dtype", _dtype_name(value)
         if id(value) in self._numbers:
-            return ["again", self._numbers[id(value)]]
+            return "again", self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
         if kind in _SEQUENCES.values():
-            return [kind.__name__, [self.encode(each) for each in value]]
+            return kind.__name__, [self.encode(each) for each in value]
         if kind in _DICTIONARIES.values():
-            return [kind.__name__, [[self.encode(key), self.encode(each)] for key, each in value.items()]]
+            return kind.__name__, [[self.encode(key), self.encode(each)] for key, each in value.items()]
         path = f"{kind.__module__}:{kind.__qualname__}"
         if _class_of(path) is not kind:
             raise CompressionError(
                 f"a {kind.__name__} cannot be kept on disk, because it is not a tensor, a number, a data class or a "
                 "collection of these: return these, or compress the model in memory, with pr.compress"
             )
-        field_names = _field_names(kind)
-        if field_names is None:
-            return ["object", path, {name: self.encode(each) for name, each in _attributes(value).items()}]
-        return ["object", path, [self.encode(getattr(value, name)) for name in field_names]]
+        return "object", path, {name: self.encode(each) for name, each in _attributes(value).items()}
 
 
 class Decoder:
-    """Make the value of JSON that :class:`Encoder` has made.
+    """Make the values of JSON that :class:`Encoder` has made.
 
     Args:
         objects: The objects that are not stored, by name.
         tensor_at: Returns the tensor at an offset, given its dtype and shape.
     """
 
-    def __init__(
-        self, objects: Mapping[str, Any], tensor_at: Callable[[int, torch.dtype, tuple[int, ...]], Tensor]
-    ) -> None:
+    def __init__(self, objects: Mapping[str, Any], tensor_at: Callable[..., Tensor]) -> None:
         self._objects, self._tensor_at = objects, tensor_at
         self._values: list[Any] = []
         self._tensors: dict[Any, Tensor] = {}
 
     def decode(self, plain: Any) -> Any:
-        """Return the value.
+        """Return a value.
 
         Raises:
             ValueError, KeyError, TypeError, IndexError, AttributeError: If :class:`Encoder` has not made it, or if this
@@ -105,15 +106,13 @@ class Decoder:
         elif kind in _DICTIONARIES:
             value = _DICTIONARIES[kind]((self.decode(key), self.decode(each)) for key, each in content[0])
         elif kind == "object" and (actual := _class_of(content[0])) is not None:
-            names, fields = _field_names(actual), content[1]
-            attributes = fields.items() if names is None else zip(names, fields, strict=True)
-            value = _object(actual, {name: self.decode(each) for name, each in attributes})
+            value = _object(actual, {name: self.decode(each) for name, each in content[1].items()})
         else:
             raise ValueError(f"{plain!r:.60} is not a value of this process")
         self._values[number] = value
         return value
 
-    def _tensor(self, gradient: bool | None, offset: int, dtype: str, shape: list[int]) -> Tensor:
+    def _tensor(self, gradient: bool | None, offset: int, dtype: str, shape: Sequence[int]) -> Tensor:
         key = gradient, offset, dtype, *shape
         if key not in self._tensors:
             tensor = self._tensor_at(offset, _dtype(dtype), tuple(shape))
@@ -148,23 +147,20 @@ def _class_of(path: str) -> type | None:
     return value if is_named_tuple or is_ours or dataclasses.is_dataclass(value) else None
 
 
-def _field_names(kind: Any) -> tuple[str, ...] | None:
-    """Return the names of the fields of a class; None if each object has attributes of its own."""
-    if issubclass(kind, dict) or not (issubclass(kind, tuple) or dataclasses.is_dataclass(kind)):
-        return None
-    return kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
-
-
 def _attributes(value: Any) -> dict[str, Any]:
-    return (
-        dict(value) if isinstance(value, dict) else vars(value)
-    )  # data classes of transformers leave out what is None
+    if isinstance(value, dict):  # a data class of transformers, which leaves out what is None
+        return dict(value)
+    is_data = dataclasses.is_dataclass(value)
+    names = (
+        [each.name for each in dataclasses.fields(value)] if is_data else getattr(value, "_fields", None) or vars(value)
+    )
+    return {name: getattr(value, name) for name in names}
 
 
-def _object(kind: Any, fields: dict[str, Any]) -> Any:
+def _object(kind: Any, attributes: dict[str, Any]) -> Any:
     if issubclass(kind, (tuple, dict)):
-        return kind(**fields)
+        return kind(**attributes)
     value = object.__new__(kind)  # what __init__ checks has been checked, and it may take other arguments
-    for name, each in fields.items():
+    for name, each in attributes.items():
         object.__setattr__(value, name, each)
     return value
