@@ -74,8 +74,9 @@ def _wrap(models: ModuleType) -> None:
     @functools.wraps(load)
     def from_pretrained(kind: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         model, info = load(kind, *args, output_loading_info=True, **kwargs)
-        if any(name.rpartition(".")[2] in MARKS for name in info["unexpected_keys"]):
-            _adapter().check_loaded(info)
+        names = (name.rpartition(".")[2] for key in ("missing_keys", "unexpected_keys") for name in info[key])
+        if any(name in MARKS for name in names):
+            _adapter().check_loaded(model, info)
         return (model, info) if output_loading_info else model
 
     save_pretrained._panther = True  # type: ignore[attr-defined]

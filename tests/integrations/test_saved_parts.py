@@ -175,6 +175,14 @@ def test_a_pair_is_made_of_compressed_models(halves, form, tmp_path):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_whose_weights_have_other_names_is_refused(form, tmp_path):
+    """transformers finds none of the weights under the names of the class, for dense folders too, and goes on."""
+    save(compressed(llava(), form), tmp_path)
+    with pytest.raises(FormatError, match=r"do not hold '(embed_tokens|layers\.0).*under the names of a LlamaModel"):
+        transformers.LlamaModel.from_pretrained(tmp_path)
+
+
 def test_an_image_encoder_is_compressed_in_a_pair(tmp_path):
     torch.manual_seed(0)
     vit = transformers.ViTModel(transformers.ViTConfig(**VISION)).eval()

@@ -510,7 +510,7 @@ def test_a_config_that_names_some_of_the_layers_is_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["modules"].pop("bert.encoder.layer.0.output.dense")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    message = r"hold the compressed layer 'bert\.encoder\.layer\.0\.output\.dense', which config\.json does not name"
+    message = r"hold 'bert\.encoder\.layer\.0\.output\.dense' as a compressed layer of Panther, and the config"
     for load in (pr.from_pretrained, transformers.AutoModelForMaskedLM.from_pretrained):
         with pytest.raises(FormatError, match=message):
             load(tmp_path)

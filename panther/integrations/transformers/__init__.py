@@ -18,7 +18,7 @@ from panther.integrations.transformers.quantizer import (
     resize_token_embeddings_,
     set_quantization_config_,
 )
-from panther.integrations.transformers.saved_weights import check_loaded as check_loaded
 from panther.integrations.transformers.records import layers_replaced as layers_replaced
 from panther.integrations.transformers.records import model_files as model_files
 from panther.integrations.transformers.records import saving as saving
+from panther.integrations.transformers.saved_weights import check_loaded as check_loaded

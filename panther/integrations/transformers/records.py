@@ -66,10 +66,8 @@ def saving(
             "for one method: save it by pr.save_compressed, and load it by pr.load_compressed into a model that is "
             "built in the same way"
         )
-    entries = _entries(model, specs)
-    previous = {key: vars(config).get("quantization_config") for key, (config, _) in entries.items()}
-    for config, entry in entries.values():
-        _set_entry(config, entry)
+    settings = _settings(model, specs)
+    previous = [(config, _set(config, values)) for config, values in settings]
     if specs and quantizer is None:
         quantizer = model.hf_quantizer = PantherQuantizer(PantherConfig(modules=specs))
     if isinstance(quantizer, PantherQuantizer):
@@ -81,29 +79,43 @@ def saving(
             quantizer.state = None
         if present is None:
             vars(model).pop("hf_quantizer", None)
-        for key, (config, _) in entries.items():
+        for config, values in previous:
             # The quantizer of a model that was loaded keeps the entry up to date.
-            if present is None or config is not model.config or not is_ours(previous[key]):
-                _set_entry(config, previous[key])
+            if present is None or config is not model.config or not is_ours(values["quantization_config"]):
+                _set(config, values)
 
 
-def _entries(model: Any, specs: Mapping[str, Any]) -> dict[int, tuple[Any, dict[str, Any] | None]]:
-    """Return the configs of a model and of all models in it, each with its entry; None for configs without one.
+def _settings(model: Any, specs: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the configs of a model and of all models in it, with the settings that describe their layers.
 
-    An entry of a different method is left as it is.
+    An entry of a different method is left as it is. A part is loaded in the dtype in its config; without one it would
+    be loaded in the dtype of its first tensor, which may be scales in bfloat16.
     """
-    entries: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+    settings: dict[int, tuple[Any, dict[str, Any]]] = {}
     for name, module in model.named_modules():  # the model that is saved is the first one
-        if isinstance(module, transformers.PreTrainedModel) and id(module.config) not in entries:
+        if isinstance(module, transformers.PreTrainedModel) and id(module.config) not in settings:
             records = _records_in(specs, plain_name(f"{name}.") if name else "")
-            entries[id(module.config)] = module.config, config_entry(records) if records else None
+            values = {"quantization_config": config_entry(records) if records else None}
+            values |= {"dtype": str(module.dtype).removeprefix("torch.")} if records and name else {}
+            settings[id(module.config)] = module.config, values
     for config in _configs_in(model.config):
-        entries.setdefault(id(config), (config, None))
-    return {
-        key: (config, entry)
-        for key, (config, entry) in entries.items()
-        if entry is not None or is_ours(getattr(config, "quantization_config", None))
-    }
+        settings.setdefault(id(config), (config, {"quantization_config": None}))
+    return [
+        (config, values)
+        for config, values in settings.values()
+        if values["quantization_config"] is not None or is_ours(getattr(config, "quantization_config", None))
+    ]
+
+
+def _set(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set attributes of a config, and return their previous values."""
+    previous = {name: vars(config).get(name) for name in values}
+    for name, value in values.items():
+        if value is None and name == "quantization_config":
+            vars(config).pop(name, None)  # transformers asks whether it is there
+        else:
+            setattr(config, name, value)
+    return previous
 
 
 def _records_in(specs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -126,13 +138,6 @@ def _configs_in(config: Any) -> Iterator[Any]:
             yield from _configs_in(value)
 
 
-def _set_entry(config: Any, entry: Any) -> None:
-    if entry is not None:
-        config.quantization_config = entry
-    else:
-        vars(config).pop("quantization_config", None)
-
-
 def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
     """Return what ``save_pretrained`` writes beside the weights of a model, by file name.
 
@@ -146,7 +151,7 @@ def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
         previous_values = dict(vars(config))
         try:
             if entry is not None or is_ours(getattr(config, "quantization_config", None)):
-                _set_entry(config, entry)
+                _set(config, {"quantization_config": entry})
             config.architectures = [type(model).__name__]
             dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
             config.dtype = str(dtype).removeprefix("torch.")

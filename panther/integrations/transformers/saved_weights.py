@@ -186,18 +186,30 @@ def _share_form(first: nn.Module, second: nn.Module) -> bool:
     return isinstance(first, QuantizedState) and isinstance(second, QuantizedState) and shapes[0] == shapes[1]
 
 
-def check_loaded(info: Mapping[str, Iterable[str]]) -> None:
-    """Raise FormatError if weights of the model are new although the files hold them as a compressed layer.
+def check_loaded(model: nn.Module, info: Mapping[str, Iterable[str]]) -> None:
+    """Raise FormatError if compressed layers are new, or weights that the files hold as a compressed layer.
 
     Args:
+        model: The model that was loaded.
         info: What ``from_pretrained(..., output_loading_info=True)`` of transformers returns: ``missing_keys``, tensors
             of the model that are in no file, and ``unexpected_keys``, tensors of files that are not in the model.
 
     A part of a model can have shorter names than the files, and a model around it longer ones.
     """
+    state, missing_names = model.state_dict(keep_vars=True), set(info["missing_keys"])
+    loaded = {id(tensor) for name, tensor in state.items() if name not in missing_names}
+    for name in sorted(missing_names):
+        # Tensors that layers share are in the files once.
+        is_new = name.rpartition(".")[2] in MARKS and name in state and id(state[name]) not in loaded
+        if is_new and isinstance(model.get_submodule(name.rpartition(".")[0]), CompressedModule):
+            raise FormatError(
+                f"the weights files do not hold {name!r} of a compressed layer that the config names, under the names "
+                f"of a {type(model).__name__}: load the folder in the class that was saved, by "
+                "pr.from_pretrained(folder), and take a part from that model"
+            )
     compressed = {name.rpartition(".")[0] for name in info["unexpected_keys"] if name.rpartition(".")[2] in MARKS}
     endings = {end: layer for layer in compressed for end in _endings(layer)}
-    for missing_name in sorted(info["missing_keys"]):
+    for missing_name in sorted(missing_names):
         name = missing_name.removesuffix(".weight")
         if layer := endings.get(name) or next((end for end in _endings(name) if end in compressed), None):
             raise _unnamed(layer)
