@@ -35,12 +35,11 @@ from panther._torch import (
 from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
 from panther.nn.factors import inherit_settings
-from panther.nn.sketch_record import has_values, make_record, read_record
+from panther.nn.sketch_record import has_values, is_rounded, make_record, read_record
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
-_ROUNDING = 2**-9  # Relative to the numbers of a record: many steps of an average in float32 round by less.
 _MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
 
 
@@ -217,6 +216,11 @@ class CompressedModule(nn.Module):
         except RuntimeError:
             return [(id(tensor), -1) for tensor in tensors]
 
+    def note_writes(self) -> None:
+        """Regard the present values of the checked buffers as valid, if there are values."""
+        tensors = [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
+        self._checked = self._writes() if all(map(has_values, tensors)) else None
+
     def follow_writes(self, writes: list[tuple[int, int]]) -> None:
         """Compute with what other code wrote to the checked buffers, or raise SketchMismatchError."""
         self.check_record()
@@ -259,7 +263,7 @@ class CompressedModule(nn.Module):
         if missing and matching:  # strict=False would hide that these are not loaded
             wrong.append(
                 f"{type(self).__name__} {prefix[:-1]!r} needs all of its tensors, and the state_dict only has "
-                f"{', '.join(matching)}."
+                f"{', '.join(matching)}: load the shards of a checkpoint as one state_dict, or by pr.from_pretrained."
             )
         elif missing:
             missing = [prefix + name for name in expected]
@@ -426,7 +430,7 @@ class SketchedModule(CompressedModule):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
         buffers_of(self).pop("sketch_seed", None)  # Averaged models pair buffers by their order, so it is always last.
         self.register_buffer("sketch_seed", mirror)
-        self._checked = self._writes() if has_values(mirror) else None
+        self.note_writes()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Draw the sketches when the layer leaves the meta device, for example by ``to_empty``."""
@@ -472,10 +476,8 @@ class SketchedModule(CompressedModule):
         try:
             seed = read_record(record, self.num_terms, "sketch_seed")
         except SketchMismatchError:
-            values = zip(record.tolist(), make_record(self.seed, self.num_terms), strict=True)
-            # module.type() casts integers, too. Averages within a run round by far less than averages of two seeds
-            # differ, except where the other seed has so little weight that it does not matter.
-            if record.dtype is torch.int64 and any(abs(a - b) > _ROUNDING * abs(b) + 1 for a, b in values):
+            # module.type() casts integers, too.
+            if record.dtype is torch.int64 and not is_rounded(record, make_record(self.seed, self.num_terms)):
                 raise
             self._mirror_seed() if self.seed is None else self.set_seeded_(self.seed)
             return

@@ -138,6 +138,7 @@ class InterpolativeLinear(CompressedModule):
         # The order is random, as in fitted layers. Neighbouring columns would be copied faster, and timings would be
         # wrong.
         self.order.copy_(torch.randperm(len(self.order), device=self.order.device))
+        self.note_writes()
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
@@ -251,6 +252,7 @@ class InterpolativeLinear(CompressedModule):
             order, skeleton, coefficients = interpolated_rows(right.mT, left.mT)
             skeleton, coefficients = skeleton.mT, coefficients.mT
         self.order.copy_(order)
+        self.note_writes()
         self.skeleton.copy_(skeleton)
         self.coefficients.copy_(coefficients)
         return self

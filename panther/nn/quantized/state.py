@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from panther._torch import buffers_of, parameters_of, plain_name
 from panther.errors import SketchMismatchError, check_flag, check_floating
 from panther.nn.base import CompressedModule
-from panther.nn.sketch_record import has_values, integers_checksum
+from panther.nn.sketch_record import has_values, integers_checksum, is_rounded
 
 STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
 _INTEGERS = ("codes", "zeros", "left", "right")
@@ -164,7 +164,7 @@ class QuantizedState(CompressedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _INTEGERS:
+        if name in _INTEGERS and value is not None:
             self._is_assigned = True
 
     def _write_record(self) -> None:
@@ -173,7 +173,8 @@ class QuantizedState(CompressedModule):
         # An inference tensor must not be written to outside of inference mode.
         with torch.no_grad(), torch.inference_mode(self.record.is_inference()):
             self.record.copy_(self._new_record(self._checksum))
-        self._checked = self._writes()
+        self._is_assigned = False
+        self.note_writes()
 
     def _new_record(self, checksum: int | None) -> Tensor:
         first, *rest = self._form
@@ -191,7 +192,7 @@ class QuantizedState(CompressedModule):
         """Raise SketchMismatchError unless the integers are valid, and write the record anew if it alone is not.
 
         Valid integers were assigned, or have the checksum of the record, as after a copy or a broadcast of all buffers,
-        or were not changed since they were checked: code that averages or empties buffers may have changed the record.
+        or were not changed since they were checked: an average may have rounded the record alone.
         """
         if type(self.record) is not Tensor or not has_values(self.record):
             return
@@ -199,7 +200,8 @@ class QuantizedState(CompressedModule):
         if checksum is None:
             return
         reason = self._record_fault(self.record, checksum)
-        if reason and checksum != self._checksum and not self._is_assigned:
+        is_sound = checksum == self._checksum and is_rounded(self.record, self._new_record(checksum).tolist())
+        if reason and not (is_sound or self._is_assigned):
             raise SketchMismatchError(f"{type(self).__name__}({self.extra_repr()}) {reason}")
         if reason and self._is_assigned:
             self.record = self.record.clone()  # Other layers may share it.
@@ -252,7 +254,8 @@ class QuantizedState(CompressedModule):
             args[-1].extend(wrong or [fault])
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._checksum, self._checked = checksum, self._writes()
+        self._checksum, self._is_assigned = checksum, False
+        self.note_writes()
 
     def _with_own_logs(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return a copy of a state that holds trained factors of scales if, and only if, this layer does."""
