@@ -15,6 +15,7 @@ from panther.cli._ranks import joined_ranks, num_ranks, share_of_batches
 from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
+from panther.integrations.folders.beside import check_beside, copy_beside
 from panther.integrations.folders.sentence_transformers import loader_of, model_folder
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.stream:
             _log.info("writing to %s", out)
         if Path(args.model).is_dir() and not args.stream:
-            from panther.integrations.folders.beside import copy_beside
             from panther.integrations.transformers import write_model_card
 
             out.mkdir(parents=True, exist_ok=True)
@@ -144,6 +144,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
             )
     if args.blocks and not args.stream:
         raise PantherError("--blocks is for --stream, which runs a model block by block: add --stream, or leave it out")
+    if is_folder:
+        check_beside(Path(args.model), Path(args.out))
     if args.stream:
         _check_streamed(args)
     elif num_ranks() > 1:

@@ -14,6 +14,7 @@ from panther._setting_names import name_hint
 from panther.cli._arguments import check_folder, note
 from panther.cli._user_function import call, current_folder_importable, explained, find, names_function, wrong_return
 from panther.errors import ConfigError, NumericalWarning, PantherError, PerformanceWarning
+from panther.integrations.folders.beside import check_beside, copy_beside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,16 +76,18 @@ def run(args: argparse.Namespace) -> int:
         from panther.tuning.plots import check_plot
 
         check_plot(args.plot)
+    model = settings.get("model")
+    folder = Path(model) if isinstance(model, str) and Path(model).is_dir() else None
+    if folder is not None and out is not None:
+        check_beside(folder, out)
     with current_folder_importable():
         result = _search(dict(settings), args.config)
         print(result)
         if out is not None:
             import panther as pr
 
-            if isinstance(model := settings.get("model"), str) and Path(model).is_dir():
-                from panther.integrations.folders.beside import copy_beside
-
-                copy_beside(Path(model), out)
+            if folder is not None:
+                copy_beside(folder, out)
             pr.save_compressed(result.model, out)  # last, so that a folder with a model also has its tokenizer
     if args.json is not None:
         result.to_json(args.json)

@@ -1,13 +1,14 @@
 """Open and read regular files, and nothing else: a FIFO would be waited for without end, and a device has no end."""
 
 __all__ = [
-    "UnsafeFileError", "check_inside", "check_no_pointer", "check_plain_name", "describe_kind", "is_plain_name",
-    "open_file", "parse_json", "read_json", "read_text",
+    "UnsafeFileError", "check_inside", "check_no_pointer", "check_plain_name", "describe_kind", "file_checksum",
+    "is_plain_name", "open_file", "parse_json", "read_json", "read_text",
 ]  # fmt: skip
 
 import json
 import os
 import stat
+import zlib
 from collections import Counter
 from io import BufferedReader
 from pathlib import Path
@@ -24,7 +25,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_LONGEST_TEXT = 2**28  # bytes
+_LONGEST_TEXT, _BLOCK = 2**28, 2**22  # bytes
 # A FIFO that takes the place of a file between the check and the opening must not be waited for.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -107,6 +108,15 @@ def check_inside(path: Path, folder: Path) -> None:
             f"{path} is a link that leaves {folder}, and might lead to a private file: put a copy of the file in place "
             "of the link, or remove the link"
         )
+
+
+def file_checksum(path: str | os.PathLike[str]) -> int:
+    """Return the CRC-32 of the contents of a regular file, which is read a few megabytes at a time."""
+    checksum = 0
+    with open_file(path) as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -156,7 +156,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a file, of which only the size is checked, or raise ValueError or OSError."""
+    """Return the header of a file without checking its entries, or raise ValueError or OSError."""
     with _opened(path) as file:
         return _read_header(file, path)[0]
 

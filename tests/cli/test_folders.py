@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import panther as pr
+from panther.cli import main
 from panther.errors import FormatError, PantherError
 from panther.files.weights import check_weight_files
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -220,3 +221,21 @@ def test_a_snapshot_of_the_hub_is_copied(tmp_path):
     copy_beside(snapshot, tmp_path / "out")
     assert (tmp_path / "out/1_Pooling/config.json").read_text() == "source/1_Pooling/config.json"
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compress", "{folder}", "--out", "{out}", "--method", "svd", "--budget", "0.5"],
+        ["export", "{folder}", "--to", "onnx", "--out", "{out}"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_refuse_links_before_they_write(command, folder, tmp_path, capsys):
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    (folder / "notes.txt").symlink_to("/etc/hostname")
+    out = tmp_path / "out"
+    assert main([part.format(folder=folder, out=out) for part in command]) == 2
+    assert "notes.txt is a link that leaves" in capsys.readouterr().err
+    assert not out.exists()

@@ -16,6 +16,7 @@ from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
 from panther.errors import PantherError, require_extra
 from panther.files import write_json
+from panther.integrations.folders.beside import check_beside, copy_beside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out)
     if out.is_dir() and any(out.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
+    if folder.is_dir() and args.to in ("onnx", "compressed-tensors"):
+        check_beside(folder, out)
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
@@ -230,7 +233,6 @@ def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, An
     """Write model.onnx, compare it with the model, and copy the tokenizer."""
     import panther as pr
     from panther.cli._transformers import has_tokenizer
-    from panther.integrations.folders.beside import copy_beside
     from panther.integrations.onnx import compare_onnx, write_onnx
 
     if args.activations is not None:
@@ -305,7 +307,6 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
 
     from panther.integrations.compressed_tensors import write_compressed_tensors
     from panther.integrations.compressed_tensors.adapter import ADAPTER_FOLDER
-    from panther.integrations.folders.beside import copy_beside
 
     with explained(f"{type(model).__name__} cannot be exported"):
         schemes = write_compressed_tensors(model, out, reader=reader)

@@ -4,11 +4,10 @@ __all__ = ["SourceFiles"]
 
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
-from panther.files import open_file
-
-_BLOCK = 2**24  # bytes that are read at a time
+from panther.files.reader import file_checksum
 
 
 class SourceFiles:
@@ -59,12 +58,7 @@ def _stat(path: Path) -> tuple[int, ...]:
 
 
 def _checksum(path: Path) -> int | None:
-    """Return the CRC-32 of a file's contents; None if it cannot be read."""
-    checksum = 0
-    try:
-        with open_file(path) as file:
-            while block := file.read(_BLOCK):
-                checksum = zlib.crc32(block, checksum)
-    except OSError:
-        return None
-    return checksum
+    """Return the checksum of a file; None if it cannot be read."""
+    with suppress(OSError):
+        return file_checksum(path)
+    return None

@@ -31,7 +31,7 @@ from torch import Tensor
 from panther._torch import storage_key
 from panther.compression.streaming.values import Decoder, Encoder
 from panther.errors import CompressionError, FormatError
-from panther.files import open_file, parse_json
+from panther.files.reader import file_checksum, open_file, parse_json
 from panther.files.signed import read_signed, write_signed
 from panther.files.tensors import bytes_of
 from panther.files.writer import sync_folder
@@ -155,7 +155,7 @@ class Spool:
         """
         path = self._path(name)
         try:
-            is_sound = name not in self._unchecked or self._has_its_checksum(name)
+            is_sound = name not in self._unchecked or file_checksum(path) == self._checksums[name]
             with open_file(path) as file:
                 file.seek(-_END, os.SEEK_END)
                 end = int.from_bytes(file.read(_END), "little")
@@ -169,13 +169,6 @@ class Spool:
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._damage(f"{path} cannot be read by this process ({type(error).__name__}: {error})") from error
         raise self._damage(f"{path} is damaged: it does not match its checksum")
-
-    def _has_its_checksum(self, name: str) -> bool:
-        """Return whether a file has the contents that the last process has written."""
-        checksum = 0
-        for block in self.blocks(name):
-            checksum = zlib.crc32(block, checksum)
-        return checksum == self._checksums[name]
 
     def _damage(self, reason: str) -> CompressionError:
         return CompressionError(f"{reason}: remove {self._folder}, and start again from the beginning")
@@ -317,7 +310,7 @@ def _file_name(name: str) -> str:
 
 
 class _ValueFile:
-    """A new file, of which the bytes are counted and checked, and which has each tensor once."""
+    """A new file, which counts and checks its bytes, and has each tensor once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
