@@ -3,8 +3,8 @@ r"""Randomized linear algebra: building blocks, drivers that use them, and error
 Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :func:`qb` and :func:`rangefinder`:
 
 - A is a real matrix or a batch of them, ``(*batch, m, n)``: a tensor, a NumPy array, or one matrix that is a sparse
-  tensor, a table with ``to_numpy`` such as a pandas.DataFrame, or anything with ``.shape``, ``@`` and ``.T`` (which
-  symmetric matrices need not have).
+  tensor, a table with ``to_numpy`` such as a pandas.DataFrame, or anything with ``.shape``, ``.dtype``, ``@`` and
+  ``.T`` (which symmetric matrices need not have).
 - The memory of an array is shared and never written, even if the array is read-only, column-major or memory-mapped. An
   array is copied if it is not aligned, has a foreign byte order, or has a negative stride.
 - Results are in float32 or float64 (half precision is computed in float32), without gradients.

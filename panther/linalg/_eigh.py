@@ -221,4 +221,6 @@ def _project(
 def _core_eigh(core: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a small matrix, computed in float64, as in :func:`core_svd`."""
     values, W = torch.linalg.eigh(core.double())
+    if not bool(values.to(core.dtype).isfinite().all()):
+        raise ValueError(f"eigenvalues of A overflow {core.dtype}: divide A by its largest entry, or use float64")
     return values.to(core.dtype), W.to(core.dtype)

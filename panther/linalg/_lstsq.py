@@ -91,8 +91,8 @@ def sketch_lstsq(
 
     Args:
         A: A tensor (m, n) of any floating dtype, a sparse tensor, a NumPy or scipy.sparse array, a table with
-            ``to_numpy``, or anything with ``.shape``, ``@`` and ``.T``. Half precision is computed, and returned, in
-            float32.
+            ``to_numpy``, or anything with ``.shape``, ``.dtype``, ``@`` and ``.T``. Half precision is computed, and
+            returned, in float32.
         b: One right-hand side (m,), or p of them (m, p), with A's dtype and device.
         ridge: Weight of the penalty, 0 or more.
         tol: Stop once the fitted values are within ``tol`` of their optimum, relative to the root of the objective:
@@ -223,9 +223,10 @@ def _solve(
         x, norm, steps = solution.x, solution.residual_norm, solution.steps
         error = _error(system, N, solution, seed, sketched, powers) if return_error else None
     x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
-    if not bool(x.isfinite().all()):
+    norm = times_two_to(norm, powers)
+    if not bool(x.isfinite().all() & norm.isfinite().all()):
         raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
-    return LstsqResult(x, times_two_to(norm, powers), steps), error
+    return LstsqResult(x, norm, steps), error
 
 
 def _factored(

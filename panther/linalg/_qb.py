@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
+from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import SAFE_POWER, Operand, as_operand, driver
 from panther.linalg.orthogonal import add_to_basis, rotate
@@ -117,9 +117,8 @@ def qb(
     tol, n_iter = check_tol(tol), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
     seed = check_seed(seed)
-    scale = 1.0 if tol is None else _power_of_two(operand)
-    if scale != 1.0:  # squares of its entries would overflow, or vanish
-        operand = as_operand(operand.A * scale)
+    if tol is not None:
+        operand.scale = _power_of_two(operand, seed)
     m, n = operand.shape[-2:]
     S = SignSketch(most, n, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     residual = None if tol is None else _Residual(operand, tol, seed)
@@ -145,7 +144,8 @@ def qb(
             NumericalWarning,
             stacklevel=3,
         )
-    result = QBResult(Q, Bt.mT / scale)
+    result = QBResult(Q, Bt.mT / operand.scale)
+    operand.check_finite(result.B)
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
@@ -156,12 +156,13 @@ class _Residual:
         self.target = tol**2
         self.probed: Tensor | None = None
         values = operand.values if self.target >= _RESOLVED * torch.finfo(operand.dtype).eps else None
-        if values is None:
+        if values is not None:
+            values = values if operand.scale == 1 else values * operand.scale
+        else:
             n = operand.shape[-1]
             S = GaussianSketch(n, _PROBES, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
             values = self.probed = operand.matmul(S.dense().expand(*operand.shape[:-2], n, _PROBES))
-        dims = (-2, -1) if values.ndim > 1 else -1  # The values of a sparse tensor have one dimension.
-        self.norm = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float64)
+        self.norm = _norm(values)
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
 
@@ -193,10 +194,25 @@ class _Residual:
         return Q[..., :num_columns], Bt[..., :num_columns]
 
 
-def _power_of_two(operand: Operand) -> float:
-    """Return the power of two that scales a dense A to entries near 1 if its squares could overflow, else 1."""
-    if operand.dense is None or not operand.dense.numel():
-        return 1.0
-    largest = float(operand.dense.abs().max())
+def _norm(values: Tensor) -> Tensor:  # (*batch, m, n), or (entries,) of a sparse matrix
+    """Return the Frobenius norm in float64, whose squared error is a few eps.
+
+    torch adds the squares of a norm one after the other, which for 2e7 entries is wrong by 7000 eps. Norms of the
+    shorter dimension are therefore taken first. ``sum`` adds in pairs.
+    """
+    if values.ndim == 1:
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in values.split(1 << 12)])
+    else:
+        dim = -1 if values.shape[-1] <= values.shape[-2] else -2
+        norms = torch.linalg.vector_norm(values, dim=dim, dtype=torch.float64)
+    return norms.square().sum(-1).sqrt()
+
+
+def _power_of_two(operand: Operand, seed: int) -> float:
+    """Return the power of two that scales A to entries near 1 if their squares could overflow or vanish, else 1."""
+    entries = operand.values
+    if entries is None:  # A product with one vector of signs has entries of the same size.
+        entries = operand.matmul(sign_matrix(operand, 1, seed))
+    largest = float(entries.abs().max()) if entries.numel() else 0.0
     power = math.frexp(largest)[1] if 0 < largest < math.inf else 0
     return 2.0**-power if abs(power) > SAFE_POWER[operand.dtype] else 1.0

@@ -142,10 +142,10 @@ def _quantile(failure: float, probes: int) -> float:
 
 def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
     """Return the product of an approximation of the operand with X."""
-    if hasattr(approximation, "__matmul__") and hasattr(approximation, "shape"):
-        if tuple(approximation.shape) != tuple(operand.shape):
-            raise _shape_error(operand, f"it has the shape {tuple(approximation.shape)}")
-        other = as_operand(approximation)
+    if all(hasattr(approximation, name) for name in ("__matmul__", "shape", "dtype")):
+        other = as_operand(approximation, "the approximation")
+        if other.shape != operand.shape:
+            raise _shape_error(operand, f"it has the shape {tuple(other.shape)}")
         _check_device(other.device, operand)
         return other.matmul(X.to(other.dtype)).to(X.dtype)
     parts = list(approximation) if isinstance(approximation, tuple | list) else []

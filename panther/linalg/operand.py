@@ -86,12 +86,14 @@ class Operand:
         device: The device of the products.
         eps: Rounding unit of the entries in the dtype that the user passed.
         dense: A itself if it is a dense tensor, else None.
+        scale: A power of two that multiplies A in products, so that squares of them neither overflow nor vanish.
     """
 
     def __init__(self, A: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.A, self.device, self.shape = A, device, torch.Size(A.shape)
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.eps = torch.finfo(dtype).eps
+        self.scale = 1.0
         self._own_dtype = dtype
         self.dense: Tensor | None = None
         if isinstance(A, Tensor):
@@ -107,6 +109,7 @@ class Operand:
 
     def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
         """Return ``A @ X``."""
+        X = X if self.scale == 1 else X * self.scale
         if self.dense is not None and not self.dense.is_cuda and (self.dtype == torch.float64 or X.shape[-1] < _NARROW):
             # As rows: up to 2.8 times as fast in float64 where X's columns are not a multiple of 24, and 1.3 times in
             # float32 where they are few (MKL on AMD).
@@ -115,6 +118,7 @@ class Operand:
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
         """Return ``A.mT @ X``."""
+        X = X if self.scale == 1 else X * self.scale
         if self.dense is not None:
             return (X.mT @ self.dense).mT  # up to 1.3 times faster than A.mT @ X (MKL, narrow X)
         if self._transposed is None:
@@ -131,7 +135,9 @@ class Operand:
 
     def accurate_rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
         """Return ``A.mT @ X`` by :func:`summed_product` where A is dense, so that rounding does not grow with m."""
-        return self.rmatmul(X) if self.dense is None else summed_product(X, self.dense).mT.to(self.dtype)
+        if self.dense is None:
+            return self.rmatmul(X)
+        return summed_product(X if self.scale == 1 else X * self.scale, self.dense).mT.to(self.dtype)
 
     def eye(self) -> Tensor:  # (*batch, min(m, n), min(m, n))
         """Return the identity of the smaller dimension."""
@@ -209,12 +215,15 @@ def summed_product(X: Tensor, Y: Tensor) -> Tensor:  # (*batch, m, k), (*batch, 
 def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
     """Return A as an operand, or raise if it is not a real matrix or, if ``batched``, a batch of matrices.
 
-    An A that is neither a tensor nor an array multiplies tensors of its dtype, or of torch's default dtype.
+    An A that is neither a tensor nor an array multiplies tensors of its dtype.
     """
     A = _from_array(name, A)
-    if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
+    if isinstance(A, Tensor):
+        _check_readable(name, A)
+    elif not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
         raise TypeError(
-            f"{name} must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor({name})"
+            f"{name} must be a tensor or have .shape, .dtype, @ and .T, not {type(A).__name__}: "
+            f"use torch.as_tensor({name})"
         )
     if isinstance(A, Tensor) and A.layout in (torch.sparse_bsr, torch.sparse_bsc):  # torch has few products.
         A = A.to_sparse_coo()
@@ -223,11 +232,13 @@ def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
     if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
         subject = name if not batched else f"an {name} that is not a dense tensor"
         raise ShapeError(f"{subject}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
-    dtype = _dtype_of(A)
-    if not dtype.is_floating_point:
+    dtype = _dtype_of(name, A)
+    if not dtype.is_floating_point or dtype.itemsize == 1:
         cast = "double()" if isinstance(A, Tensor) else "astype(float)"
         fix = "pass its real and imaginary parts" if dtype.is_complex else f"use {name}.{cast}"
-        raise DTypeError(f"{name} is {dtype} and must be real and floating: {fix}")
+        if not dtype.is_complex and not hasattr(A, cast[:-2].partition("(")[0]):
+            fix = "make it from a matrix of floats"  # such as a LinearOperator of scipy, which has no cast
+        raise DTypeError(f"{name} is {dtype} and must be real and floating, of 16 bits or more: {fix}")
     return Operand(A, dtype, torch.device(getattr(A, "device", None) or torch.get_default_device()))
 
 
@@ -239,7 +250,20 @@ def as_dense(name: str, A: Any) -> Tensor:
         if isinstance(A, Tensor):
             kind, how = f"a tensor of layout {A.layout}", f", {name}.to_dense()"
         raise TypeError(f"{name} must be a dense tensor or a NumPy array, not {kind}: pass its dense form{how}")
+    _check_readable(name, A)
     return A
+
+
+def _check_readable(name: str, A: Tensor) -> None:
+    """Raise unless the entries of a tensor can be read, which drivers do to stop and to scale."""
+    check_storage(name, A)
+    if A.is_meta or isinstance(A, FakeTensor):
+        raise ValueError(f"{name} has a shape and no entries (meta or fake), and drivers read entries: pass values")
+    if is_transformed(A):
+        raise ValueError(
+            f"{name} belongs to vmap or another transform of torch.func, in which no entry can be read, and drivers "
+            "have no derivatives: pass a batch (*batch, m, n) to the driver itself"
+        )
 
 
 def check_finite(name: str, A: Tensor) -> None:
@@ -312,11 +336,20 @@ def tensor_of(A: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(A if A.flags.writeable else np.asarray(_Writable(A)))
 
 
-def _dtype_of(A: Any) -> torch.dtype:
+def _dtype_of(name: str, A: Any) -> torch.dtype:
     dtype = getattr(A, "dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
-    return torch.get_default_dtype() if dtype is None else torch.from_numpy(np.empty(0, dtype)).dtype
+    if dtype is None:
+        raise TypeError(
+            f"{name}, a {type(A).__name__}, must have .dtype, the dtype of the matrices that it multiplies: give it "
+            "one, such as torch.float64"
+        )
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError:
+        fix = f"use {name}.astype(float)" if hasattr(A, "astype") else "make it from a matrix of floats"
+        raise DTypeError(f"{name} is {dtype}, which torch does not have: {fix}") from None
 
 
 def _is_of_scipy(A: Any) -> bool:

@@ -35,7 +35,7 @@ def cholesky_qr(
     Raises:
         ShapeError: If n > m.
         DTypeError: If X is neither float32 nor float64.
-        ValueError: If X has NaN or infinity.
+        ValueError: If X has NaN or infinity, or R overflows.
 
     Cost: ``6 m n^2`` flops in matrix products and ``m n^2`` in a triangular solve; ``4 m n^2`` more by Householder's
     method where Cholesky's fails.
@@ -48,6 +48,8 @@ def cholesky_qr(
     """
     X = _checked("X", X)
     Q, T, R = near_qr(X)
+    if not bool(R.isfinite().all()):
+        raise ValueError(f"R overflows {X.dtype}: divide X by its largest entry, or use float64")
     return rotate(Q, T), R
 
 

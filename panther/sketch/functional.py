@@ -26,7 +26,7 @@ from torch import Tensor
 
 from panther.errors import ShapeError, check_flag, check_floating, check_size
 from panther.sketch.dense import GaussianSketch, SignSketch, UniformSketch
-from panther.sketch.operator import SketchingOperator, TransposedSketch, as_device
+from panther.sketch.operator import SketchingOperator, TransposedSketch, as_device, check_storage
 from panther.sketch.sparse import Axis, SparseSketch
 from panther.sketch.trig import SRHT
 
@@ -431,6 +431,7 @@ def _sketch_along(S: _Matrix, x: Tensor, axis: int) -> Tensor:
 def _size_along(x: Tensor, axis: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    check_storage("input", x)
     if x.layout != torch.strided:
         raise TypeError(f"input, of layout {x.layout}, must be dense: multiply a sketch and a sparse matrix by @")
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):

@@ -1,6 +1,6 @@
 """The contract of all sketching operators: a random d x m matrix S that is a function of a seed."""
 
-__all__ = ["SketchingOperator", "TransposedSketch"]
+__all__ = ["SketchingOperator", "TransposedSketch", "check_storage"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +16,9 @@ from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
 _Drawn = TypeVar("_Drawn", bound=Tensor | tuple[Tensor, ...])
 _Linear = Callable[[Tensor], Tensor]
+_LAYOUTS = (
+    torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
+)  # fmt: skip
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = (1 << 31) - 1
 # Matrices of up to this many entries are kept. A larger sketch draws this many entries at once.
@@ -281,9 +284,20 @@ class _Product(torch.autograd.Function):
         return _Product.apply(A.movedim(in_dims[0], 0), product, adjoint), 0  # type: ignore[no-untyped-call]
 
 
+def check_storage(name: str, A: Tensor) -> None:
+    """Raise TypeError unless a tensor is stored as one matrix or batch, dense or sparse."""
+    if A.is_nested:
+        raise TypeError(f"{name} is a nested tensor, of matrices of several sizes: pass one matrix at a time")
+    if A.layout not in _LAYOUTS:
+        raise TypeError(f"{name} has the layout {A.layout}, whose products torch does not have: use {name}.to_dense()")
+    if A.layout != torch.strided and A.dense_dim():
+        raise TypeError(f"{name} is a hybrid sparse tensor, whose entries are vectors: use {name}.to_dense()")
+
+
 def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int, size: int) -> None:
     if not isinstance(A, Tensor):
         raise TypeError(f"a sketch multiplies tensors, not {type(A).__name__}: use torch.as_tensor")
+    check_storage("A", A)
     if A.ndim == 0:
         raise ShapeError("the operand of a sketch, a tensor without dimensions, must have one or more: use A[None]")
     dim = -1 if A.ndim == 1 else dim
@@ -293,7 +307,8 @@ def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int,
             f"shape {tuple(S.shape)}: transpose the operand or change the sketch's size"
         )
     if A.dtype != S.dtype:
-        raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
+        fix = "sketch A.real and A.imag, and combine them" if A.is_complex() else f"cast the operand, A.to({S.dtype})"
+        raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: {fix}")
     if A.device.type != S.device.type and not A.is_meta:
         raise DTypeError(f"the operand is on {A.device} and the sketch on {S.device}: move the sketch, S.to(A.device)")
 

@@ -7,11 +7,25 @@ import numpy as np
 import pandas
 import pytest
 import scipy.sparse
+import scipy.sparse.linalg
 import torch
+from fuzzing import is_a_sentence
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg import cqrrpt, estimate_error, qb, randomized_svd, rangefinder, sketch_lstsq
+from panther.linalg import (
+    cholesky_qr,
+    cqrrpt,
+    estimate_error,
+    nystrom,
+    orthonormalize,
+    qb,
+    randomized_eigh,
+    randomized_svd,
+    rangefinder,
+    sketch_lstsq,
+)
 from panther.linalg.operand import as_dense, as_operand
+from panther.sketch import SignSketch, sketch_tensor
 
 A = np.random.default_rng(0).standard_normal((60, 8))
 
@@ -138,3 +152,91 @@ def test_dtypes_of_least_squares_are_told_as_their_libraries_cast():
         sketch_lstsq(torch.from_numpy(narrow), torch.from_numpy(A[:, 0].copy()), seed=0)
     with pytest.raises(DTypeError, match="array of int64"):
         sketch_lstsq(narrow, np.arange(60), seed=0)
+
+
+class WithoutDtype:
+    def __init__(self, A):
+        self.A, self.shape = A, A.shape
+
+    def __matmul__(self, X):
+        return self.A @ X
+
+
+FEW = torch.from_numpy(A).float()
+HYBRID = torch.sparse_coo_tensor(torch.arange(60)[None], FEW, FEW.shape, check_invariants=True)
+FOREIGN = {  # tensors and operators that no driver takes, and what the answer says
+    "meta": (FEW.to("meta"), ValueError, "has a shape and no entries"),
+    "nested": (torch.nested.nested_tensor([FEW, FEW[:10]]), TypeError, "is a nested tensor.*pass one matrix at a time"),
+    "jagged": (torch.nested.nested_tensor([FEW], layout=torch.jagged), TypeError, "is a nested tensor"),
+    "hybrid": (HYBRID, TypeError, r"hybrid sparse tensor, whose entries are vectors: use .*to_dense\(\)"),
+    "float8": (
+        FEW.to(torch.float8_e4m3fn),
+        DTypeError,
+        r"float8_e4m3fn and must be real.*16 bits or more: use .*double",
+    ),
+    "mkldnn": (FEW.to_mkldnn(), TypeError, r"has the layout torch._mkldnn.*use .*to_dense\(\)"),
+    "longdouble": (
+        scipy.sparse.csr_array(A.astype(np.longdouble)),
+        DTypeError,
+        r"longdouble|float128.*astype\(float\)",
+    ),
+    "integers": (scipy.sparse.linalg.aslinearoperator(A.astype(int)), DTypeError, "make it from a matrix of floats"),
+    "longdouble operator": (
+        scipy.sparse.linalg.aslinearoperator(A.astype(np.longdouble)),
+        DTypeError,
+        "make it from a matrix of floats",
+    ),
+    "no dtype": (WithoutDtype(FEW.double()), TypeError, r"WithoutDtype, must have \.dtype.*such as torch.float64"),
+}
+
+
+@pytest.mark.parametrize(("operand", "error", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_what_torch_has_no_products_for_is_refused_in_a_sentence(operand, error, message):
+    """The words of torch, NumPy and scipy came up, or advice such as A.astype(float) that an operator does not have."""
+    for driver in (randomized_svd, qb, rangefinder, lambda M, k: sketch_lstsq(M, FEW[:, 0].contiguous())):
+        with pytest.raises(error, match=message):
+            driver(operand, 2)
+    if isinstance(operand, torch.Tensor):
+        for function in (cqrrpt, cholesky_qr, orthonormalize):
+            with pytest.raises((TypeError, DTypeError, ValueError)) as raised:
+                function(operand)
+            is_a_sentence(raised.value)
+        if error is TypeError and message.startswith("is a nested"):
+            with pytest.raises(error, match=message):
+                sketch_tensor(operand, 0, 8, "gaussian")
+        if error is TypeError:
+            with pytest.raises(error, match=message):
+                SignSketch(8, 60, seed=0) @ operand
+            with pytest.raises(error, match=message):
+                operand @ SignSketch(8, 8, seed=0).T
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_transforms_of_functions_are_refused(transform):
+    for driver in (
+        lambda M: randomized_svd(M, 2).S.sum(),
+        lambda M: cqrrpt(M).R.sum(),
+        lambda M: cholesky_qr(M)[1].sum(),
+    ):
+        with pytest.raises(ValueError, match=r"belongs to vmap or another transform.*pass a batch"):
+            getattr(torch.func, transform)(driver)(torch.stack((FEW, FEW)) if transform == "vmap" else FEW)
+
+
+def test_advice_for_complex_operands_of_sketches_keeps_both_parts():
+    S, C = SignSketch(8, 60, seed=0, dtype=torch.float64), torch.complex(FEW.double(), 2 * FEW.double())
+    with pytest.raises(DTypeError, match=r"sketch A\.real and A\.imag, and combine them"):
+        S @ C
+    torch.testing.assert_close(torch.complex(S @ C.real, S @ C.imag), S.dense().to(C.dtype) @ C)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_beyond_the_range_of_the_dtype_are_refused(dtype):
+    """R and eigenvalues were infinite without a word, where the entries of the matrix were not."""
+    largest, tall = torch.finfo(dtype).max, torch.eye(60, 8, dtype=dtype)
+    for function, A in (
+        (cholesky_qr, tall.fill_(largest / 4)), (lambda A: cqrrpt(A, seed=0), tall), (lambda A: qb(A, 1, seed=0), tall),
+        *((lambda A, driver=driver: driver(A, 50, seed=0), torch.full((60, 60), largest / 20, dtype=dtype))
+          for driver in (randomized_svd, randomized_eigh, nystrom)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"overflow|beyond the range|out of range"):
+            function(A)

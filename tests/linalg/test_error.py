@@ -69,7 +69,7 @@ class Operator:
 
     def __init__(self, A):
         self._A = A
-        self.shape = A.shape
+        self.shape, self.dtype = A.shape, A.dtype
 
     def __matmul__(self, X):
         return self._A.to(X.dtype) @ X
@@ -188,7 +188,7 @@ A = torch.ones(4, 3)
         ((A, ([1.0], [2.0])), {}, TypeError, "factors must be tensors or NumPy arrays, not list"),
         ((A, A.long()), {}, DTypeError, "real and floating"),
         ((A, (A, torch.eye(3).long())), {}, DTypeError, "a factor is torch.int64"),
-        ((A, A.to("meta")), {}, DTypeError, "the approximation is on meta and A on cpu"),
+        ((A, A.to("meta")), {}, ValueError, "the approximation has a shape and no entries"),
         ((A.cfloat(), A), {}, DTypeError, "real and floating"),
         ((A[0], A[0]), {}, ShapeError, "two dimensions"),
         ((A, A * math.nan), {}, ValueError, "the approximation must be finite"),

@@ -97,7 +97,7 @@ def test_it_sketches_where_that_is_faster(monkeypatch):
         ((100, 2000), 1, 0.0, False),
     ]:
         monkeypatch.setattr(module, "_PASS", 9)
-        operand = module.as_operand(torch.empty(shape, dtype=torch.float64, device="meta"))
+        operand = module.Operand(torch.empty(shape, device="meta"), torch.float64, torch.device("meta"))
         assert module._is_worth_sketching(operand, p, tol) is sketched
 
 
@@ -481,7 +481,7 @@ HUGE = torch.sparse_coo_tensor(
         ((A.long(), B), {}, DTypeError, "real and floating"),
         ((A.cfloat(), B), {}, DTypeError, "real and floating"),
         ((A, B.cfloat()), {}, DTypeError, "b is torch.complex64"),
-        ((A, B.to("meta")), {}, DTypeError, "b is on meta and A on cpu"),
+        ((A, B.to("meta")), {}, ValueError, "b has a shape and no entries"),
         ((A, [1.0] * 30), {}, TypeError, "b must be a dense tensor or a NumPy array, not list"),
         ((A, B.to_sparse_coo()), {}, TypeError, "pass its dense form"),
         (([[1.0]], B), {}, TypeError, "A must be a tensor"),

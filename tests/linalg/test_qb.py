@@ -1,6 +1,7 @@
 """qb and rangefinder: the error they promise, down to rounding, and no more columns than it takes."""
 
 import pytest
+import scipy.sparse
 import torch
 from fuzzing import fuzz, is_a_sentence
 from hypothesis import given
@@ -196,3 +197,35 @@ def test_scale_does_not_change_the_rank(dtype, scale):
     assert Q.shape == expected
     assert ((A * scale).to(dtype).double() / scale - Q.double() @ (B.double() / scale)).norm() <= 1e-2 * A.norm()
     assert 0 < error.relative < 1e-2
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "scipy", "matrix-free", "numpy"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1e25),
+        (torch.float32, 1e34),
+        (torch.float32, 1e-36),
+        (torch.float64, 1e200),
+        (torch.float64, 1e-200),
+    ],
+)
+def test_scale_does_not_change_the_rank_of_any_kind_of_matrix(layout, dtype, scale):
+    """Only dense tensors were scaled: others gave twice the rank, rank 0, or an error of LAPACK."""
+    A = (with_spectrum(60, 40, torch.logspace(0, -3, 40)) * scale).to(dtype)
+    expected = qb(A, tol=0.05, seed=0)
+    kinds = {**LAYOUTS, "scipy": lambda A: scipy.sparse.coo_array(A.numpy())}
+    Q, B = qb(kinds[layout](A), tol=0.05, seed=0)
+    assert Q.shape == expected.Q.shape
+    assert ((A.double() - Q.double() @ B.double()) / scale).norm() <= 1.6 * 0.05 * (A.double() / scale).norm()
+
+
+@pytest.mark.parametrize("shape", [(200_000, 25), (25, 200_000)])
+@pytest.mark.parametrize("layout", ["dense", "coo"])
+def test_the_tolerance_is_met_by_large_matrices(shape, layout):
+    """One sum over 5e6 squares is wrong by 1700 eps, more than the smallest residual: the error was 1.4 times tol."""
+    sigma = torch.logspace(0, -10, 25, dtype=torch.float64)
+    A = gaussian(*shape) * (sigma if shape[1] == 25 else sigma[:, None])
+    for tol in (1e-6, 6e-7):
+        Q, B = qb(A if layout == "dense" else A.to_sparse_coo(), tol=tol, seed=0)
+        assert relative_error(A, Q, B) <= 1.02 * tol
