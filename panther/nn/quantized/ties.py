@@ -9,7 +9,6 @@ __all__ = ["declare_ties_", "tied_layers"]
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -20,8 +19,15 @@ from panther.nn.quantized.state import SCALE_LOGS
 _WEIGHT = ".weight"
 
 
-# The ties that models declared by class or in their constructor, without the names of compressed layers.
-_DECLARED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+class _CompressedTies(dict[str, str]):
+    """Ties with names of compressed layers; ``declared`` are the ties by the class or the constructor of the model."""
+
+    def __init__(self, ties: Mapping[str, str], declared: Mapping[str, str]) -> None:
+        super().__init__(ties)
+        self.declared = declared
+
+    def __reduce__(self) -> Any:  # for copies of the model
+        return _CompressedTies, (dict(self), self.declared)
 
 
 def declare_ties_(model: Any, pretrained_class: type[nn.Module]) -> None:
@@ -30,11 +36,10 @@ def declare_ties_(model: Any, pretrained_class: type[nn.Module]) -> None:
         if not isinstance(module, pretrained_class):
             continue
         present = getattr(module, "_tied_weights_keys", None)
-        declared = _DECLARED.get(module, present)
+        declared = getattr(present, "declared", present)
         ties = _ties_of(module, declared) if isinstance(declared, Mapping) else declared
         if ties != present:
-            _DECLARED[module] = declared
-            module._tied_weights_keys = ties  # type: ignore[assignment]
+            module._tied_weights_keys = declared if ties == declared else _CompressedTies(ties, declared)  # type: ignore
     # Names of tensors also follow from ties of whole modules and from patterns.
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
