@@ -57,6 +57,8 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weight_files(folder: Path, name: str, variant: str | None = None) -> None:
     """Raise FormatError where the class ``name`` of transformers would find no weights in a folder, with the fix."""
     names = [path.name for path in weight_files(folder)]
+    if (index := folder / f"{_WEIGHTS}.index.{variant}.json").is_file():  # which transformers reads for the variant
+        _indexed(index)
     if variant is not None or _WEIGHTS in names or (folder / _INDEX).is_file():
         return
     if shards := [name for name in names if _SHARD.fullmatch(name)]:

@@ -103,6 +103,9 @@ def test_missing_weights_are_told_with_the_fix(kind, folder):
             load(folder)
     if kind == "a variant":
         check_weight_files(folder, "BertModel", "fp16")
+        (folder / "model.safetensors.index.fp16.json").write_text('{"weight_map": {"a": "/x.safetensors"}}')
+        with pytest.raises(FormatError, match=r"names '/x\.safetensors', and may name only files"):
+            pr.from_pretrained(folder, variant="fp16")
 
 
 @pytest.mark.extra

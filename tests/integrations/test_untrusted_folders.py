@@ -1,5 +1,6 @@
 """Folders that somebody else, or a disk, has changed: what compress_folder refuses before anything is written."""
 
+import errno
 import importlib
 import json
 import os
@@ -239,6 +240,20 @@ def test_a_target_that_cannot_be_made(name, message, has_scratch, source, tmp_pa
     with pytest.raises(CompressionError, match=message):
         compress(source, tmp_path / name, **options)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_disk_that_fails_at_the_end_is_one_sentence_and_the_run_continues(source, tmp_path, monkeypatch):
+    def full(model, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
+
+    target = tmp_path / "target"
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "save_compressed", full)
+        with pytest.raises(CompressionError, match=r"^No space left on device: .*target/model\.safetensors cannot be"):
+            compress(source, target)
+    compress(source, target)
+    compress(source, tmp_path / "expected")
+    assert contents(target) == contents(tmp_path / "expected")
 
 
 def test_links_are_refused_before_the_long_work(source, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from panther.compression.folder import CompressConfig, compress_streamed
 from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.values import Decoder, Encoder
 from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
-from panther.errors import CompressionError, FormatError, require_extra
+from panther.errors import CompressionError, FormatError, PantherError, require_extra
 from panther.files.signed import read_signed, write_signed
 from panther.files.writer import take_lock
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -203,10 +203,12 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
     At the end the folder is removed. After an error it stays if the same call can continue, as after Ctrl-C or on a
     full disk, and if it was there before; otherwise it is removed, with the target if that is new.
     """
-    if scratch_dir is not None and not scratch_dir.is_dir():
-        raise CompressionError(f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another")
     parent = target if scratch_dir is None else scratch_dir
     try:
+        if scratch_dir is not None and not scratch_dir.is_dir():
+            raise CompressionError(
+                f"there is no folder {scratch_dir} for what is kept on disk: make it, or name another"
+            )
         name = f"{_PREFIX}run"
         if scratch_dir is not None:  # which other targets may share
             place = os.fsencode(os.path.realpath(target))
@@ -243,6 +245,13 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
         except (CompressionError, FormatError, ValueError, TypeError) as error:
             is_kept = is_continued or isinstance(error.__cause__, OSError)
             raise
+        except OSError as error:
+            if isinstance(error, PantherError):
+                raise
+            raise CompressionError(
+                f"{error.strerror or error}: {error.filename or target} cannot be read or written: mend it, and start "
+                "again, which continues"
+            ) from error
         finally:
             if not is_kept:
                 _remove(scratch)
