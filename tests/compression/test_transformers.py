@@ -262,3 +262,48 @@ def test_quantized_conv1d(tmp_path):
     pr.save_compressed(model, tmp_path)
     again = pr.load_compressed(tmp_path, fresh("gpt2", layers=1, seed=9))
     assert torch.equal(output(again, batches("gpt2")[0]), output(model, batches("gpt2")[0]))
+
+
+def hidden_state(model, batch):
+    """Return the output of the last layer but one, by a number from the end, which extra entries would move."""
+    states = model(**batch, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    return states[-2]
+
+
+def llava():
+    vision, text = (transformers.CLIPVisionConfig, transformers.LlamaConfig)
+    width = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=vision(**width, image_size=16, patch_size=8),
+        text_config=text(**width, vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=32),
+        image_token_id=VOCABULARY - 1,
+        vision_feature_layer=-2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.randint(3, VOCABULARY - 1, (2, 12))
+    ids[:, 2:6] = VOCABULARY - 1
+    return model, [{"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16)} for _ in range(3)], None
+
+
+@pytest.mark.filterwarnings("ignore::panther.errors.NumericalWarning")
+@pytest.mark.parametrize(
+    "make", [lambda: (fresh("bert"), batches("bert", 3), hidden_state), llava], ids=["bert", "llava"]
+)
+def test_a_model_that_never_ran(make):
+    """transformers registers hooks at the first forward that asks for hidden states, and notes that in an attribute."""
+    options = {"bits": 5, "forms": ("int4", "int8"), "seed": 0, "measure_speed": False, "allow_slower": True}
+    states = []
+    for ran in (False, True):
+        model, samples, forward_fn = make()
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        if ran:
+            (forward_fn or output)(model, samples[0])
+        pr.compress(model, calibration=samples, forward_fn=forward_fn, **options)
+        if not ran:
+            assert [len(module._forward_hooks) for module in model.modules()] == hooks
+            assert not hasattr(model, "_output_capturing_hooks_installed")
+        states.append(model.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

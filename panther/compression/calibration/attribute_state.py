@@ -4,7 +4,7 @@ A model can keep its state in a cache object, a dictionary of dictionaries, a Nu
 objects stay the same, and get the contents that they had.
 """
 
-__all__ = ["AttributeState", "refill"]
+__all__ = ["AttributeState", "class_attributes", "is_same", "refill", "restore_classes"]
 
 import random
 import sys
@@ -27,6 +27,7 @@ _MOST_BYTES = 1 << 26
 # Objects of Python's own libraries, such as pools of threads and loggers, change in ways that must not be undone, so
 # they are not saved. The classes of collections and types are exceptions, because they only hold values.
 _PLAIN_MODULES = frozenset({"collections", "types"})
+_LIBRARIES = frozenset({"torch", "panther"})
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MISSING = object()
 
@@ -127,6 +128,11 @@ class AttributeState:
             put_state(state)
 
 
+def is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+    """Return whether two dictionaries have the same objects."""
+    return first.keys() == second.keys() and all(second[key] is value for key, value in first.items())
+
+
 def refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[str] = frozenset()) -> None:
     """Let a dictionary have the saved entries again, in their order; the keys of ``leave`` stay as they are."""
     same = all(present.get(key, _MISSING) is value for key, value in saved.items() if key not in leave)
@@ -136,6 +142,26 @@ def refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[s
     entries |= {key: value for key, value in present.items() if key in leave}
     present.clear()
     present.update(entries)
+
+
+def class_attributes(kinds: Iterable[type]) -> dict[type, dict[str, Any]]:
+    """Return the attributes of classes of modules and of their bases, except for the classes of torch and Panther."""
+    bases = {base for kind in kinds for base in kind.__mro__ if _holds_values(base)}
+    return {base: _attributes(base) for base in bases if base.__module__.partition(".")[0] not in _LIBRARIES}
+
+
+def restore_classes(classes: Mapping[type, Mapping[str, Any]]) -> None:
+    """Let classes have the attributes again that :func:`class_attributes` returned."""
+    for kind, saved in classes.items():
+        if not is_same(saved, present := _attributes(kind)):
+            for name in present.keys() - saved.keys():
+                delattr(kind, name)
+            for name, value in saved.items():
+                setattr(kind, name, value)
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
 
 def _generator_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:

@@ -8,7 +8,7 @@ __all__ = ["ModelState", "deferred_interrupts", "without_compiled_blocks"]
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -26,13 +26,26 @@ from panther._torch import (
     version_of,
     without_inner_wrappers,
 )
-from panther.compression.calibration.attribute_state import AttributeState, refill
+from panther.compression.calibration.attribute_state import (
+    AttributeState,
+    class_attributes,
+    is_same,
+    refill,
+    restore_classes,
+)
+from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
 # torch derives from the parameters. Calibration changes them on purpose from one forward to the next, as it does with
-# the forward of a module of experts.
+# the forward of a module of experts. Before a forward, only what the last forward changed in them is undone.
 _OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS, "forward"}
+_DICTIONARIES = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_buffers"
+)
+_FLAGS = frozenset(vars(nn.Module())) - {*_DICTIONARIES, "_buffers"} | {"forward"}
+# A dictionary of a module, the names that count in it (None for all), and its entries before and after a forward.
+_Change = tuple[dict[Any, Any], frozenset[str] | None, dict[Any, Any], dict[Any, Any]]
 
 
 class _Contents:
@@ -99,6 +112,8 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changes: list[_Change] = []  # by the last forward
         self._attributes = {module: dict(vars(module)) for module in model.modules()}
         values: list[Any] = []
         values_of_modules: list[Any] = []
@@ -108,6 +123,8 @@ class ModelState:
             tensors |= {id(tensor): tensor for tensor in writable if tensor is not None and _is_written(tensor)}
             for name, value in attributes.items():
                 (values_of_modules if name in _OF_MODULES else values).append(value)
+        self._classes = class_attributes(map(type, self._attributes))
+        values += [value for attributes in self._classes.values() for value in attributes.values()]
         self._held = AttributeState(values, self._attributes)
         self._held_by_torch = AttributeState(values_of_modules, self._attributes, is_deep=False)
         tensors |= {id(tensor): tensor for tensor in self._held.tensors if _is_written(tensor)}
@@ -145,25 +162,91 @@ class ModelState:
         """Return the names of the parameters that were written in place since this object was made."""
         return [name for name, parameter, writes in self._writes if version_of(parameter) != writes]
 
-    def restore_before_forward(self) -> None:
-        """Undo changes of the last forward, except for hooks and flags, which calibration itself changes."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Undo what the last forward changed, and note what the forward in the block changes in hooks and submodules.
+
+        A model can register hooks at its first forward, and note that in an attribute, its class or its config. The
+        hooks and the note are undone together, so that each forward registers them once. A note in a different place,
+        as in a global variable, is not seen.
+
+        Raises:
+            CompressionError: If the forward makes parameters.
+        """
+        self._undo()
         for module, attributes in self._attributes.items():
             if module in self._present_buffers:
                 refill(buffers_of(module), self._present_buffers[module])
             refill(vars(module), attributes, leave=_OF_MODULES)
         self._restore_values(thorough=False)
+        tables = [
+            (table, names, _entries(table, names) if table else {})
+            for module in self._model.modules()
+            for table, names in _tables(module)
+        ]
+        try:
+            yield
+        finally:
+            self._changes = [
+                (table, names, entries, changed_entries)
+                for table, names, entries in tables
+                if (table or entries) and not is_same(entries, changed_entries := _entries(table, names))
+            ]
+        if self._changes:
+            _check_parameters(self._changes, {id(value) for *_, entries in tables for value in entries.values()})
+
+    def _undo(self) -> None:
+        """Undo what the last forward changed in hooks, flags and submodules, but not what calibration changed since."""
+        for table, names, entries, changed_entries in self._changes:
+            present = _entries(table, names)
+            merged = {
+                key: value if present.get(key) is changed_entries.get(key) else present[key]
+                for key, value in entries.items()
+                if key in present or key not in changed_entries
+            }
+            earlier = entries.keys() | changed_entries.keys()
+            merged |= {key: value for key, value in present.items() if key not in earlier}
+            refill(table, merged, leave=frozenset() if names is None else frozenset(table) - names)
+        self._changes = []
 
     def restore(self) -> None:
         """Restore the state of the time when this object was made."""
+        self._undo()
         for module, attributes in self._attributes.items():
             refill(vars(module), attributes)
         self._held_by_torch.restore()
         self._restore_values(thorough=True)
 
     def _restore_values(self, *, thorough: bool) -> None:
+        restore_classes(self._classes)
         self._held.restore()
         for contents in self._contents:
             contents.restore(thorough=thorough)
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[dict[Any, Any], frozenset[str] | None]]:
+    """Yield the dictionaries of a module that calibration and forwards change, and the names that count in them."""
+    yield vars(module), _FLAGS
+    yield from ((table, None) for name in _DICTIONARIES if isinstance(table := vars(module).get(name), dict))
+
+
+def _entries(table: dict[Any, Any], names: frozenset[str] | None) -> dict[Any, Any]:
+    return {**table} if names is None else {name: table[name] for name in names if name in table}
+
+
+def _check_parameters(changes: Iterable[_Change], known: Collection[int]) -> None:
+    """Raise CompressionError if entries are new parameters, or submodules with tensors, where there were none."""
+    for _, _, entries, changed_entries in changes:
+        for name, value in changed_entries.items():
+            if id(value) not in known and _has_values(value) and not _has_values(entries.get(name)):
+                raise CompressionError(
+                    f"a forward of the model makes {name!r}, whose values would be made anew by each forward of the "
+                    "calibration: run the model on a batch first"
+                )
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and bool(value.state_dict()))
 
 
 def _is_written(x: Tensor) -> bool:

@@ -276,13 +276,15 @@ class Runner:
     def output(self, batch: Any) -> Tensor:
         """Return the output of the model for a batch. The forward gets a copy of the batch."""
         number = self._number_of(batch)
-        if self._state is not None:  # outside of a calibration the generators are the caller's
+        if self._state is None:  # outside of a calibration the generators are the caller's
+            output = self.plain_output(copy_batch(batch))
+        else:
             is_held_out = number >= len(self.batches)
             first = self._first_held_out - len(self.batches) if is_held_out else self.first_number
             self._seed_generators(self.seed + first + number)
             # The state is restored before a forward and not after it: backward reads what the forward has saved.
-            self._state.restore_before_forward()
-        output = self.plain_output(copy_batch(batch))
+            with self._state.forward():
+                output = self.plain_output(copy_batch(batch))
         self._num_samples[number] = len(output) if output.dim() else 1
         return output
 
