@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther.linalg.operand import Operand
+from panther.linalg.operand import Operand, frobenius_norm
 from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
 
 # n_iter="auto" takes at least three blocks, because the estimate compares the last two, and at most nine.
@@ -168,7 +168,7 @@ class _StoppingRule:
         self.k, self.block = k, block
         self.outside = min(operand.shape[-2:]) - k
         self.eps = torch.finfo(operand.dtype).eps
-        self.norm = _norm(operand)
+        self.norm = None if operand.values is None else frobenius_norm(operand.values)
 
     def is_enough(self, G: Tensor, values: Tensor, vectors: Tensor, scale: Tensor) -> bool:
         r"""Return whether to stop, from G, its eigenpairs and the norm of A.
@@ -208,16 +208,6 @@ class _StoppingRule:
         # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
         enough &= tail <= 1.01 * self.outside * last + rounding
         return bool(enough.all())
-
-
-def _norm(operand: Operand) -> Tensor | None:  # (*batch,)
-    """Return the Frobenius norm of A in float64, or None if A does not store its entries."""
-    values = operand.values
-    if values is None:
-        return None
-    rows = torch.linalg.vector_norm(values, dim=-1) if operand.dense is not None else values  # 25 times faster
-    norm: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
-    return norm
 
 
 def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*batch, b, b) -> (*batch, m, b)

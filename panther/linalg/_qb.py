@@ -19,7 +19,7 @@ from torch import Tensor
 from panther.errors import NumericalWarning, check_size
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.operand import SAFE_POWER, Operand, as_operand, driver
+from panther.linalg.operand import SAFE_POWER, Operand, as_operand, driver, frobenius_norm
 from panther.linalg.orthogonal import add_to_basis, rotate
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 
@@ -162,7 +162,7 @@ class _Residual:
             n = operand.shape[-1]
             S = GaussianSketch(n, _PROBES, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
             values = self.probed = operand.matmul(S.dense().expand(*operand.shape[:-2], n, _PROBES))
-        self.norm = _norm(values)
+        self.norm = frobenius_norm(values)
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
 
@@ -192,20 +192,6 @@ class _Residual:
         num_columns = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
         self.left = after[..., num_columns - 1]
         return Q[..., :num_columns], Bt[..., :num_columns]
-
-
-def _norm(values: Tensor) -> Tensor:  # (*batch, m, n), or (entries,) of a sparse matrix
-    """Return the Frobenius norm in float64, whose squared error is a few eps.
-
-    torch adds the squares of a norm one after the other, which for 2e7 entries is wrong by 7000 eps. Norms of the
-    shorter dimension are therefore taken first. ``sum`` adds in pairs.
-    """
-    if values.ndim == 1:
-        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in values.split(1 << 12)])
-    else:
-        dim = -1 if values.shape[-1] <= values.shape[-2] else -2
-        norms = torch.linalg.vector_norm(values, dim=dim, dtype=torch.float64)
-    return norms.square().sum(-1).sqrt()
 
 
 def _power_of_two(operand: Operand, seed: int) -> float:

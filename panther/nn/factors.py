@@ -10,20 +10,10 @@ by :math:`U^T S`.
 """
 
 __all__ = [
-    "check_dense",
-    "check_init",
-    "fittable",
-    "inherit_attributes",
-    "inherit_settings",
-    "interpolated_rows",
-    "leading_factors",
-    "learnable_factors",
-    "lstsq_by_groups",
-    "lstsq_factors",
-    "overrides_forward",
-    "settings_refusal",
+    "check_dense", "check_init", "fittable", "inherit_attributes", "inherit_settings", "interpolated_rows",
+    "leading_factors", "learnable_factors", "lstsq_by_groups", "lstsq_factors", "overrides_forward", "settings_refusal",
     "weight_refusal",
-]
+]  # fmt: skip
 
 from functools import cache
 from typing import Any
@@ -106,6 +96,10 @@ def weight_refusal(module: nn.Module) -> str | None:
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if not weight.numel():
         return "has a weight without entries"
+    # Subclasses of Tensor, such as DTensor and quantized tensors, define different arithmetic, and torch computes
+    # nothing in eight bits.
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     further = {*parameters_of(module), *buffers_of(module), *children_of(module)} - {"weight", "bias"}
     if further and type(module).__module__.startswith("torch.nn."):  # a subclass may use them to pad its input
         return f"also has {', '.join(sorted(further))}, which would be lost: remove what is not used"
@@ -147,14 +141,8 @@ def inherit_attributes(new: nn.Module, old: nn.Module) -> None:
 
 
 _DENSE: tuple[Any, ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.MultiheadAttention,
-)
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention,
+)  # fmt: skip
 
 
 @cache

@@ -130,6 +130,10 @@ def test_what_users_set_is_kept(kind, sizes, make, trained):
 def test_layers_of_torch_that_are_subclasses_are_taken():
     layer = NonDynamicallyQuantizableLinear(48, 40)
     assert (LowRankLinear.from_linear(layer, 40).weight - layer.weight).norm() < 1e-4
+    eighth = nn.Linear(48, 40)
+    eighth.weight = nn.Parameter(eighth.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"has a weight of type Tensor, torch.float8_e4m3fn: compress a plain floating"):
+        LowRankLinear.from_linear(eighth, 4)
     lazy = nn.LazyConv2d(16, 3)
     with pytest.raises(ValueError, match="has no weight yet"):
         LowRankConv2d.from_conv(lazy, 4)

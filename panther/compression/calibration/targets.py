@@ -440,10 +440,6 @@ def _refusal(
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"
-    # Subclasses of Tensor, such as DTensor and quantized tensors, define different arithmetic.
-    is_plain = type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
-    if not is_plain or weight.dtype.itemsize == 1:  # torch computes nothing in eight bits
-        return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(holder):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
     if reason := settings_refusal(module):  # hooks of a module of experts stay

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from panther._torch import children_of, has_hooks
+from panther._torch import children_of
 from panther.compression.calibration.targets import Selector, SkippedLayer, is_selected, selectors_of
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD
 from panther.nn.attention.record import sizes_of
+from panther.nn.factors import settings_refusal
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,8 @@ def _refusal(
         return "is excluded"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
-    if "forward" in vars(module):
-        return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
-    if has_hooks(module):
-        return "has hooks, which see the weights: remove them first"
+    if reason := settings_refusal(module):
+        return reason
     if isinstance(module, nn.MultiheadAttention):
         if type(module) is not nn.MultiheadAttention:
             return "is a subclass of nn.MultiheadAttention, whose forward may be different"

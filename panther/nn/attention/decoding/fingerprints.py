@@ -41,7 +41,7 @@ def fingerprint_of(attention: Any) -> str | None:
         checksum = zlib.crc32(repr((numbers, [tuple(x.shape) for x in tensors])).encode())
         for x in tensors:  # in float64, so that a cast that changes no value gives the same map
             checksum = zlib.crc32(bytes_of(x.detach().cpu().double()), checksum)
-        aliases = [(x.detach(), _version(x)) for x in tensors]
+        aliases = [(x.detach(), 0 if x.is_inference() else version_of(x)) for x in tensors]
         entry = _entries[attention] = (aliases, numbers, f"{checksum:08x}")
         attention.map_fingerprint = entry[2]
     return entry[2]
@@ -71,7 +71,3 @@ def _are_unchanged(tensors: list[Tensor], aliases: list[tuple[Tensor, int]]) -> 
         and version == version_of(x) == version_of(alias)  # `x.data = y` leaves the version of x
         for x, (alias, version) in zip(tensors, aliases, strict=True)
     )
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else version_of(x)
