@@ -1,24 +1,12 @@
 """The one writer and the one reader of Panther's files: drafts, one rename, checksums, regular files only."""
 
-from .reader import (
-    UnsafeFileError,
-    check_inside,
-    check_plain_name,
-    is_plain_name,
-    open_file,
-    parse_json,
-    read_json,
-    read_text,
-)
+from .reader import UnsafeFileError, open_file, parse_json, read_json, read_text
 from .writer import Draft, copy_file, new_file, sync_folder, write_json, write_text
 
 __all__ = [
     "Draft",
     "UnsafeFileError",
-    "check_inside",
-    "check_plain_name",
     "copy_file",
-    "is_plain_name",
     "new_file",
     "open_file",
     "parse_json",

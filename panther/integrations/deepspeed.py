@@ -29,7 +29,8 @@ from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.sync.sketches import sketched_layers
 from panther.errors import CheckpointError, ConfigError, PantherError, check_version, require_extra
-from panther.files import check_plain_name, read_json, read_text, write_json
+from panther.files import read_json, read_text, write_json
+from panther.files.reader import check_plain_name
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.integrations._extensions import check_locks, private_folder
 from panther.train import TrainConfig

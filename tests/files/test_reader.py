@@ -5,7 +5,7 @@ import os
 import pytest
 
 from panther.errors import FormatError
-from panther.files import check_inside, check_plain_name, is_plain_name, read_json, read_text
+from panther.files.reader import check_inside, check_plain_name, is_plain_name, read_json, read_text
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/x", "a/b", "a\\b", "a\0b", None, 3, ["a"], {}])

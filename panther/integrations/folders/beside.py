@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from panther.errors import FormatError
-from panther.files import check_inside, copy_file
-from panther.files.reader import describe_kind
+from panther.files import copy_file
+from panther.files.reader import check_inside, describe_kind
 from panther.files.weights import PICKLES
 from panther.integrations.folders.sentence_transformers import model_folder, module_folders
 

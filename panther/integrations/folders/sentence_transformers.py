@@ -5,7 +5,7 @@ __all__ = ["loader_of", "model_folder", "module_folders"]
 from pathlib import Path, PurePosixPath
 
 from panther.errors import FormatError
-from panther.files import check_inside, is_plain_name, read_json
+from panther.files.reader import check_inside, is_plain_name, read_json
 
 _MODULES, _CONFIG = "modules.json", "config_sentence_transformers.json"
 _CLASS = "SentenceTransformer"
