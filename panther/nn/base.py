@@ -200,7 +200,7 @@ class CompressedModule(nn.Module):
             SketchMismatchError: If the buffers do not belong together.
         """
         if not torch.compiler.is_compiling() and (writes := self._writes()) != self._checked:
-            tensors = [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
+            tensors = self._checked_tensors()
             # Tensors without values, shards, and tensors inside of vmap or a trace cannot be compared.
             plain = all(type(tensor) is Tensor and has_values(tensor) for tensor in tensors)
             if plain and not torch.jit.is_tracing() and not any(map(is_transformed, tensors)):
@@ -218,8 +218,10 @@ class CompressedModule(nn.Module):
 
     def note_writes(self) -> None:
         """Regard the present values of the checked buffers as valid, if there are values."""
-        tensors = [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
-        self._checked = self._writes() if all(map(has_values, tensors)) else None
+        self._checked = self._writes() if all(map(has_values, self._checked_tensors())) else None
+
+    def _checked_tensors(self) -> list[Tensor]:
+        return [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
 
     def follow_writes(self, writes: list[tuple[int, int]]) -> None:
         """Compute with what other code wrote to the checked buffers, or raise SketchMismatchError."""
@@ -435,7 +437,7 @@ class SketchedModule(CompressedModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Draw the sketches when the layer leaves the meta device, for example by ``to_empty``."""
         was_meta = self.sketch_like().is_meta
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if was_meta and not self.sketch_like().is_meta:
             if self.seed is None:
                 self._mirror_seed()

@@ -307,7 +307,7 @@ class InterpolativeLinear(CompressedModule):
             moved = fn(tensor)
             return moved if tensor.is_floating_point() or moved.dtype is tensor.dtype else tensor.to(moved.device)
 
-        super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep, recurse)
         if was_meta and not self.order.is_meta:
             with torch.no_grad():
                 self.order.copy_(torch.arange(len(self.order), device=self.order.device))

@@ -249,3 +249,14 @@ def test_experts_are_checked():
     for use in (lambda: layer(x, 2), lambda: layer[1], lambda: layer.transpose(-2, -1)[0]):
         with pytest.raises(SketchMismatchError, match="do not match the checksum"):
             use()
+
+
+def test_a_record_of_linear_attention_is_saved_as_it_computes():
+    """An average rounds the window, and the file could not be loaded."""
+    kind = LAYERS["attention learned"]
+    layer, other = kind.layer(), kind.make(*kind.sizes, num_features=6, window=9)
+    layer.record.sub_(1)
+    kind.layer(1).load_state_dict(layer.state_dict())
+    layer.record.copy_(other.record)
+    with pytest.raises(SketchMismatchError, match="'1': its record was written in place and was saved with window=9"):
+        nn.Sequential(nn.Identity(), layer).state_dict()

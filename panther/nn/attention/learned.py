@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from panther._torch import buffers_of, version_of
-from panther.errors import ShapeError, check_device, check_floating, check_size
+from panther.errors import ShapeError, SketchMismatchError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.attention.decoding.fingerprints import fingerprint_of
 from panther.nn.attention.decoding.states import WindowedAttentionState, check_state
@@ -36,7 +36,7 @@ from panther.nn.attention.decoding.windowed import (
 )
 from panther.nn.attention.interface import UnsupportedCallError, register
 from panther.nn.functional import windowed_linear_attention
-from panther.nn.sketch_record import has_values
+from panther.nn.sketch_record import has_values, is_rounded
 
 RECORD = "record"
 _RECORD_VERSION = 1
@@ -170,6 +170,18 @@ class LearnedLinearAttention(nn.Module):
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save, with a new record if an average of buffers rounded it; a record of another window is refused."""
+        if difference := self.recorded_difference(self.record):
+            is_valid = self.record.tolist()[0] == _RECORD_VERSION  # Otherwise it may have no value yet.
+            if is_valid and not is_rounded(self.record, [_RECORD_VERSION, self.window]):
+                raise SketchMismatchError(
+                    f"{type(self).__name__} {prefix[:-1]!r}: its record was written in place and {difference}"
+                )
+            with torch.no_grad():
+                self.record.copy_(torch.tensor([_RECORD_VERSION, self.window], device="cpu"))
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def map_tensors(self) -> list[Tensor]:
         """Return the tensors that features depend on."""

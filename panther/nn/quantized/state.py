@@ -250,8 +250,8 @@ class QuantizedState(CompressedModule):
             for name, tensor in expected.items()
             if not tensor.is_floating_point() and state[name].dtype is not tensor.dtype
         ]
-        if wrong or fault:
-            args[-1].extend(wrong or [fault])
+        if wrong := wrong or ([fault] if fault else []):
+            args[-1].extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._checksum, self._is_assigned = checksum, False
@@ -287,7 +287,7 @@ class QuantizedState(CompressedModule):
                 shared[key] = tensor, moved
             return moved
 
-        super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep, recurse)
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.record.device)).dtype
         if was_meta and not self.record.is_meta:
             with torch.no_grad():
