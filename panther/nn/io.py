@@ -35,6 +35,7 @@ from panther._torch import (
 from panther._version import __version__
 from panther.errors import FormatError, check_flag
 from panther.files.folder import commit_files, committed_path, finish_commit
+from panther.files.reader import check_plain_name
 from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import OpenTensor, StoredTensor, bytes_of, open_tensors, stored_metadata, write_tensors
 from panther.files.writer import Draft
@@ -389,8 +390,7 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
     keys = ("weights", "modules", "aliases", "checksums")
     weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
     for name in (weights, *(manifest.get("files") or ())):
-        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
-            raise FormatError(f"{path} names the file {name!r}: it must be a plain file name in that folder")
+        check_plain_name(name, path)
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")
     for name, spec in modules.items():

@@ -80,8 +80,9 @@ class ConvPair(nn.Sequential):
         """The product of both weights, for inspection; computed at each access."""
         first, second = self
         kernel, mix = first.get_parameter("weight"), second.get_parameter("weight")
-        by_group = [each.flatten(1).unflatten(0, (first.groups, -1)) for each in (mix, kernel)]  # type: ignore[arg-type]
-        return (by_group[0] @ by_group[1]).reshape(len(mix), *kernel.shape[1:])
+        groups: Any = first.groups
+        inner, outer = (each.flatten(1).unflatten(0, (groups, -1)) for each in (kernel, mix))
+        return torch.reshape(outer @ inner, (len(mix), *kernel.shape[1:]))
 
     @property
     def bias(self) -> Tensor | None:  # (out,)

@@ -95,8 +95,9 @@ def _settings(model: Any, specs: Mapping[str, Any]) -> list[tuple[Any, dict[str,
     for name, module in model.named_modules():  # the model that is saved is the first one
         if isinstance(module, transformers.PreTrainedModel) and id(module.config) not in settings:
             records = _records_in(specs, plain_name(f"{name}.") if name else "")
-            values = {"quantization_config": config_entry(records) if records else None}
-            values |= {"dtype": str(module.dtype).removeprefix("torch.")} if records and name else {}
+            values: dict[str, Any] = {"quantization_config": config_entry(records) if records else None}
+            if records and name:
+                values["dtype"] = str(module.dtype).removeprefix("torch.")
             settings[id(module.config)] = module.config, values
     for config in _configs_in(model.config):
         settings.setdefault(id(config), (config, {"quantization_config": None}))
