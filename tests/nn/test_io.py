@@ -152,7 +152,7 @@ def symmetric_layers():
     )
     for key in ("codes", "zeros", "scales"):
         setattr(head, key, getattr(table, key))
-    other.zeros[0, 1] = 0
+    other.zeros = other.zeros.index_fill(0, torch.tensor(0), 0)  # a write in place would be refused
     layers = dict(zip(names, (first, table, head, other, corrected), strict=True))
     return nn.ModuleDict(layers | {"again": first}).eval()
 
@@ -439,11 +439,11 @@ REFUSALS = {
         r"model.safetensors and panther.json in its folder name different tensors \(0.S1\)",
     ),
     "another checksum": (lambda m: m["checksums"].update({"0.S1": 1}), r"tensor '0.S1' in .* \(\d+ instead of 1\)"),
-    "a path outside": (lambda m: m.update(weights="../model.safetensors"), "must be a plain file name"),
-    "an absolute path": (lambda m: m.update(weights="/etc/passwd"), "must be a plain file name"),
-    "a windows path": (lambda m: m.update(weights="..\\model.safetensors"), "must be a plain file name"),
-    "the folder": (lambda m: m.update(weights=".."), "must be a plain file name"),
-    "no name": (lambda m: m.update(weights=None), "must be a plain file name"),
+    "a path outside": (lambda m: m.update(weights="../model.safetensors"), "write a plain name"),
+    "an absolute path": (lambda m: m.update(weights="/etc/passwd"), "write a plain name"),
+    "a windows path": (lambda m: m.update(weights="..\\model.safetensors"), "write a plain name"),
+    "the folder": (lambda m: m.update(weights=".."), "write a plain name"),
+    "no name": (lambda m: m.update(weights=None), "write a plain name"),
     "weights elsewhere": (lambda m: m.update(weights="missing.safetensors"), "missing.safetensors is missing"),
     "weights that are not": (lambda m: m.update(weights="panther.json"), "not a valid safetensors file"),
     "a foreign class": (lambda m: m["modules"]["0"].update({"class": "os.system"}), "class 'os.system', which is not"),
