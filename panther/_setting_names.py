@@ -263,6 +263,15 @@ _TRAIN_CONFIG_SETTINGS = (
 
 _SEVERAL = "use strategy='hybrid' with tensor_parallel_size or pipeline_parallel_size"
 _REPLICAS = "'fsdp' with data_parallel_replicate_size, the number of nodes"
+_HOOKS: _Advice = (
+    ("use comm_hook='fp16'", "fp16compress hvdcompressionfp16"),
+    ("use comm_hook=None", "no none"),
+    (
+        "use one of 'fp16', 'bf16', 'powersgd', 'topk', 'sketch', None; 'projected' was removed, because 'sketch' "
+        "reaches a lower loss with fewer bytes",
+        "projected",
+    ),
+)
 # The same for values, written in plain small letters.
 _VALUES: dict[tuple[str, str], _Advice] = {
     ("TrainConfig", "strategy"): (
@@ -295,10 +304,7 @@ _VALUES: dict[tuple[str, str], _Advice] = {
         ("use 'tensorboard'", "tb tensorboardx"),
         ("leave it out, trackers=() writes nothing beside the history", "false no none"),
     ),
-    ("TrainConfig", "comm_hook"): (
-        ("use comm_hook='fp16'", "fp16compress hvdcompressionfp16"),
-        ("use comm_hook=None", "no none"),
-    ),
+    **dict.fromkeys((("TrainConfig", "comm_hook"), ("ParallelismConfig", "comm_hook"), ("", "comm_hook")), _HOOKS),
     ("TrainConfig", "schedule"): (
         (
             "schedule is of the learning rate, use pipeline_schedule for the pipeline's",

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import panther as pr
 from benchmarks.distributed.link_model import build
@@ -30,24 +29,11 @@ _WARM_UP = 2  # first steps of a round, in which processes import, DDP forms buc
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, the settings that distribute it, and the rank of SketchedAdamW; AdamW without one."""
+    """What is trained, and the settings that distribute it."""
 
     model: str
     strategy: str
     settings: dict[str, Any] = field(default_factory=dict)
-    rank: int | None = None
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the peak learning rate: that of the trial of optimizers for SketchedAdamW, six times AdamW's."""
-        return 1e-3 if self.rank is None else 6e-3
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Return SketchedAdamW for a model, or None for the Trainer's AdamW."""
-        if self.rank is None:
-            return None
-        groups = pr.optim.sketched_param_groups(model, rank=self.rank, lr=self.learning_rate)
-        return pr.optim.SketchedAdamW(groups, rank=self.rank, update="projected", seed=0)
 
     @property
     def name(self) -> str:
@@ -56,7 +42,7 @@ class Run:
         hook = {"powersgd": "PowerSGD", "topk": "top-k"}.get(hook, hook and f"{hook} hook")
         fraction = self.settings.get("sketch_fraction") or self.settings.get("topk_fraction")
         strategy = "hybrid" if "data_parallel_replicate_size" in self.settings else self.strategy
-        hook = f"{hook} {fraction or self.rank or ''}".strip()
+        hook = f"{hook} {fraction or ''}".strip()
         return ", ".join(part for part in (self.model, strategy, hook) if part)
 
 
@@ -82,7 +68,6 @@ HOOK_RUNS = (
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "topk", "topk_fraction": 0.01}),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.25}),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.1}),
-    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "projected"}, rank=24),
 )
 
 
@@ -126,7 +111,7 @@ def main() -> None:
         config = pr.train.TrainConfig(
             max_steps=10**9,
             batch_size=given["batch"] // replicas,
-            learning_rate=run.learning_rate,
+            learning_rate=1e-3,
             warmup_steps=25,
             gradient_clipping=1.0,
             log_every_n_steps=10**9,
@@ -140,9 +125,7 @@ def main() -> None:
         model = build(run.model)
         numbers = sum(parameter.numel() for parameter in model.parameters())
         clock = Clock(given["seconds"], given["fewest"], given["interface"])
-        trainer = pr.train.Trainer(
-            model, run.optimizer(model), loss_fn=trial_text.loss, config=config, callbacks=[clock]
-        )
+        trainer = pr.train.Trainer(model, loss_fn=trial_text.loss, config=config, callbacks=[clock])
         with suppress(SystemExit):  # of the signal
             trainer.fit(texts)
         loss = trainer.evaluate(held_out)["loss"]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from panther.errors import ConfigError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
-from panther.optim.sent_projections import projection_of
 from panther.optim.sketched_checks import (
     SKETCHED_STATES,
     check_group_settings,
@@ -24,10 +23,8 @@ from panther.optim.sketched_checks import (
 from panther.optim.sketched_update import PeriodSigns, SketchedUpdate, apply_sketched
 from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
-from panther.sketch.projecting import PROJECTING_OPTIMIZERS
 
 if TYPE_CHECKING:
-    from panther.distributed.data.comm_hooks.projected import Projection
     from panther.optim.shards import ShardLayout
 
 _CALL = "SketchedAdamW.step"
@@ -116,15 +113,11 @@ class SketchedAdamW(CheckedGroups):
     ) -> None:
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
-        self._begin()
+        self.period_signs = PeriodSigns()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin()  # copies and unpickled optimizers are not made by __init__
-
-    def _begin(self) -> None:
-        self.period_signs = PeriodSigns()
-        PROJECTING_OPTIMIZERS[self] = None
+        self.period_signs = PeriodSigns()  # copies and unpickled optimizers are not made by __init__
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)
@@ -140,16 +133,6 @@ class SketchedAdamW(CheckedGroups):
         self._has_agreed = False
         if self._backward_steps is not None:
             self._add_hooks(self._backward_steps, len(self.param_groups) - 1)
-
-    def sent_projection(self, parameter: Tensor) -> "Projection | None":
-        """Return the projection that the next step applies to a gradient; None if it needs the whole gradient.
-
-        ``comm_hook="projected"`` calls it.
-
-        Args:
-            parameter: A parameter, of this optimizer or not.
-        """
-        return projection_of(self, parameter)
 
     @property
     def steps_in_backward(self) -> bool:

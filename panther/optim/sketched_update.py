@@ -1,6 +1,6 @@
 """One update of a matrix from sketches of its gradients, on a rank that may have a shard of it."""
 
-__all__ = ["UPDATES", "PeriodSigns", "SketchedUpdate", "apply_sketched", "columns_of", "projection_seed"]
+__all__ = ["UPDATES", "PeriodSigns", "SketchedUpdate", "apply_sketched", "projection_seed"]
 
 import hashlib
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class SketchedUpdate:
         self._name, self._group, self._state = name, group, state
         self._period_signs = period_signs
         self._parameter = local_part(parameter)
-        self._is_transposed, self._rows, self._columns = columns_of(parameter, layout)
+        self._is_transposed, self._rows, self._columns = _columns_of(parameter, layout)
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         G = local_part(placed_like(parameter, gradient)).to(self._dtype)
         self._gradient = G.mT if self._is_transposed else G  # (rows, columns) of this rank
@@ -237,7 +237,7 @@ def projection_seed(name: str, seed: int, period: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, range, range]:
+def _columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, range, range]:
     """Return whether the tall matrix is the transposed parameter, and its rows and columns on this rank."""
     is_transposed = parameter.shape[0] < parameter.shape[1]
     if layout is None:

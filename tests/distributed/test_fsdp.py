@@ -516,10 +516,7 @@ def test_what_is_refused():
     )
     assert messages[1].startswith("strategy='replicate' takes a mesh of one axis, and the mesh has")
     assert messages[1].endswith("pass mesh['dp']")
-    assert (
-        messages[2]
-        == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', 'topk', 'sketch', 'projected', None"
-    )
+    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', 'topk', 'sketch', None"
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
     assert messages[5].startswith("cpu_offload needs strategy='fsdp'")

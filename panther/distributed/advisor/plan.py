@@ -249,8 +249,8 @@ def plan_parallelism(
             cost more than the budget come after layouts within it.
         refuse: A function that returns the reason why a layout cannot be used, or None if it can. Refused layouts are
             left out. If a refused layout would be the best, the plan names it and the reason.
-        comm_hook: The compression of gradients, as for :func:`data_parallel`, except for ``"projected"``. It is counted
-            under ``"ddp"`` and between the replicas of HSDP; other layouts send gradients uncompressed.
+        comm_hook: The compression of gradients, as for :func:`data_parallel`. It is counted under ``"ddp"`` and
+            between the replicas of HSDP; other layouts send gradients uncompressed.
         **hook_settings: The settings of the hook, such as ``sketch_fraction=0.25``.
 
     Returns:

@@ -75,12 +75,10 @@ def data_parallel(
         comm_hook: The compression of gradients, for ``"ddp"`` between all ranks, and for ``"fsdp"`` with a mesh of two
             axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, of
             shards between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while
-            the remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599), ``"sketch"``
-            (sums of a few entries with random signs, new in every step, decoded without a bias), or ``"projected"``
-            (the projections that ``panther.optim.SketchedAdamW(update="projected")`` needs of its matrices, and
-            remaining gradients uncompressed). None sends them uncompressed. Checkpoints of a
-            :class:`panther.train.Trainer` contain the state of PowerSGD, top-k and sketches; in a loop of your own,
-            :func:`panther.distributed.checkpoint.save` does not save it.
+            the remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599), or
+            ``"sketch"`` (sums of a few entries with random signs, new in every step, decoded without a bias). None
+            sends them uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the state of PowerSGD,
+            top-k and sketches; in a loop of your own, :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
         topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if

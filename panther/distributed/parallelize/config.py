@@ -73,7 +73,7 @@ class ParallelismSettings(Settings):
     bucket_cap_mb: float | None = None
     """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
-    comm_hook: Literal["fp16", "bf16", "powersgd", "topk", "sketch", "projected"] | None = None
+    comm_hook: Literal["fp16", "bf16", "powersgd", "topk", "sketch"] | None = None
     """How gradients are compressed before they are sent, for DDP between all ranks, and for ``fsdp`` with
     ``data_parallel_replicate_size`` between the replicas. None sends them unchanged."""
 

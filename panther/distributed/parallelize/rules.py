@@ -119,9 +119,6 @@ def _is_trainer(config: Any) -> bool:
 def _applied_rules(config: Any) -> list[tuple[str, _Rule]]:
     """Return the rules of the settings that ask for something, each with its setting in words."""
     hook_rule = _HOOK_ON_REPLICAS if (config.data_parallel_replicate_size or 1) > 1 else _HOOK_ON_DDP
-    if hook_rule is _HOOK_ON_DDP and config.comm_hook == "projected":
-        # Under zero1, each rank has the optimizer of its own parameters, and knows no other projections.
-        hook_rule = hook_rule._replace(strategies=("ddp",))
     rules = (hook_rule, *_RULES) if _is_trainer(config) else (hook_rule, *_RULES, *_RULES_OF_CONFIG)
     values = ((rule, getattr(config, rule.setting, rule.default)) for rule in rules)
     applied = [(f"{rule.setting}={value!r}", rule) for rule, value in values if value not in (None, rule.default)]

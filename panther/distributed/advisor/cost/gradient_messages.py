@@ -22,7 +22,7 @@ class GradientMessages:
         settings: The settings of the hook that are not the default.
 
     Raises:
-        ValueError: If the hook is unknown, depends on the optimizer, or a setting is out of range or of another hook.
+        ValueError: If the hook is unknown, or a setting is out of range or of another hook.
         TypeError: If a setting is unknown.
     """
 
@@ -39,11 +39,6 @@ class GradientMessages:
         if unknown:
             raise TypeError(f"{unknown[0]!r} is not a setting of comm_hook: use one of {', '.join(DEFAULTS)}")
         check_hook(self.hook, dict(self.settings))
-        if self.hook == "projected":
-            raise ValueError(
-                "comm_hook='projected' sends what the optimizer needs, which the plan does not know: leave it out, and "
-                "the plan counts uncompressed gradients"
-            )
 
     def applies_to(self, strategy: str | None, replicate: int) -> bool:
         """Return whether gradients of a layout are compressed: under DDP, and between the replicas of FSDP."""

@@ -27,13 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from panther._setting_names import value_hint
 from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback, StatefulHook
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
-from panther.distributed.data.comm_hooks.projected import Projected
 from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
 from panther.distributed.data.comm_hooks.topk import TopK
 from panther.errors import check_size
 
-HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch", "projected")
+HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch")
 DEFAULTS: dict[str, Any] = {
     "powersgd_rank": 4,
     "powersgd_start_step": 10,
@@ -108,8 +107,6 @@ def _state_and_hook(name: str, settings: dict[str, Any], group: dist.ProcessGrou
         return TopK(group, values["topk_fraction"]), TopK.send
     if name == "sketch":
         return Sketch(group, values["sketch_fraction"]), Sketch.send
-    if name == "projected":
-        return Projected(group), Projected.send
     return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
 
 
