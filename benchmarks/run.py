@@ -16,7 +16,6 @@ SUBJECTS = (
     "layers.attention",
     "layers.windowed_attention",
     "layers.decoding",
-    "layers.lora",
     "linalg.sketches",
     "linalg.randomized_svd",
     "linalg.cqrrpt",

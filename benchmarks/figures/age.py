@@ -63,7 +63,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "panther/distributed/data",
     ),
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
-    "lora": ("benchmarks/layers/lora.py", "panther/nn/quantized"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
     "muon-ranks": ("benchmarks/train/trial_muon_ranks.py", "panther/optim"),
     "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),

@@ -137,18 +137,6 @@ LINES = (
         ("test", "rank on other data"),
     ),
     Line(
-        "Start of a LoRA adapter, 4096 x 4096, rank 64, ms",
-        "lora",
-        _same(f"lora-start{_AMD}"),
-        "time_ms",
-        {"method": "panther"},
-        {"method": "PEFT pissa_niter_4"},
-        "PEFT's pissa_niter_4",
-        ("excess", "excess"),
-        ratio="x PEFT pissa_niter_4",
-        where={"out": "4096", "in": "4096", "rank": "64"},
-    ),
-    Line(
         "Forward of the encoder, 32 x 128 tokens, ms",
         "compress",
         _same(f"frontier-speed-encoder{_AMD}"),

@@ -138,18 +138,6 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
         lambda: 100 * one("linearize-smollm2-cpu-amd-epyc-threads-1", "loss_ratio", length="4096", window="128") - 100,
         0,
     ),
-    (
-        TOOLS,
-        "singular vectors takes {} s",
-        lambda: one("lora-start-cpu-amd-epyc-threads-1", "time_ms", out="4096", method="panther") / 1e3,
-        2,
-    ),
-    (
-        TOOLS,
-        "the whole SVD takes {} s",
-        lambda: one("lora-start-cpu-amd-epyc-threads-1", "time_ms", out="4096", method="PEFT pissa") / 1e3,
-        1,
-    ),
     (TOOLS, "at equal bytes: {}; sketched", lambda: mean_loss("dense, narrower"), 3),
     (TOOLS, "sketched, {}", lambda: mean_loss("sketched"), 3),
     (TOOLS, "plain low-rank layers {}", lambda: mean_loss("low rank"), 3),

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on compressed models: training, saving, merging, and starts from the SVD."""
+"""LoRA by PEFT on compressed models: training, saving and merging."""
 
 import copy
 import re
@@ -15,11 +15,7 @@ from panther.errors import CompressionError, ConfigError, MissingExtraError, ins
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.extra
 
-from panther.integrations.peft import (  # noqa: E402
-    LoraCompressedLinear,
-    init_corda_,
-    init_pissa_,
-)
+from panther.integrations.peft import LoraCompressedLinear  # noqa: E402
 from panther.nn import InterpolativeLinear, LowRankLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
 from panther.nn.linears import LinearPair  # noqa: E402
 
@@ -249,8 +245,8 @@ def test_a_broken_adapter_is_not_merged_safely():
     ("options", "error", "match"),
     [
         ({"use_dora": True}, ConfigError, r"plain LoRA only .*use_dora"),
-        ({"init_lora_weights": "pissa"}, ConfigError, "init_pissa_ or init_corda_"),
-        ({"init_lora_weights": "olora"}, ConfigError, "init_pissa_ or init_corda_"),
+        ({"init_lora_weights": "pissa"}, ConfigError, "put dense layers back first"),
+        ({"init_lora_weights": "olora"}, ConfigError, "put dense layers back first"),
         ({"r": 0}, ValueError, "positive integer"),
         ({"target_modules": ["third"]}, ValueError, "not found"),
         ({"target_modules": ["conv"]}, ConfigError, "'conv' is a SKConv2d: leave it out"),
@@ -386,147 +382,6 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
         peft.PeftModel.from_pretrained(net, tmp_path)
     with pytest.raises(ValueError, match="not found"):
         peft.PeftModel.from_pretrained(nn.Sequential(nn.Linear(3, 3)), tmp_path)
-
-
-class Gpt(nn.Module):
-    """A layer of transformers that is (in, out)."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = pytest.importorskip("transformers.pytorch_utils").Conv1D(56, 40)
-        self.second = nn.Linear(56, 24)
-
-    forward = Net.forward
-
-
-@pytest.mark.parametrize("kind", ["low rank", "columns", "dense", "conv1d"])
-@pytest.mark.parametrize("start", ["pissa", "instruction_previewed", "knowledge_preserved"])
-def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
-    torch.manual_seed(0)
-    net = Gpt() if kind == "conv1d" else Net(kind)
-    options = {"fan_in_fan_out": True} if kind == "conv1d" else {}
-    batches = [torch.randn(30, 40) * torch.logspace(0, -1, 40) for _ in range(4)]
-    expected = net(batches[0])
-    dense = net.first.weight.detach().double()
-    dense = dense.mT if kind == "conv1d" else dense
-    targets = ["first"] if options else ["first", "second"]
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=True, **options)
-    model = peft.get_peft_model(net, config)
-    if start == "pissa":
-        report, C = init_pissa_(model, seed=0), torch.eye(40, dtype=torch.float64)
-    else:
-        report = init_corda_(model, batches, start, seed=0)
-        rows = torch.cat(batches[:3]).double()  # the fourth is held out
-        C = rows.mT @ rows / len(rows)
-    torch.testing.assert_close(model(batches[0]), expected, **CLOSE)
-    layer = model.base_model.model.first
-    adapter = (
-        layer.scaling["default"] * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
-    )
-    left = layer.base_layer.weight.detach().double()
-    left = left.mT if kind == "conv1d" else left
-    torch.testing.assert_close(left + adapter, dense, **CLOSE)
-    F = torch.linalg.cholesky(C)
-    sigma = torch.linalg.svdvals(dense @ F)
-    lost = torch.linalg.matrix_norm(left @ F)
-    assert report.layers[0].name == "first"
-    assert report.layers[0].rank == 4
-    assert report.layers[0].error == pytest.approx((lost / sigma.norm()).item(), abs=1e-4)
-    kept = sigma[4:].norm()
-    if start == "knowledge_preserved":
-        assert lost >= kept
-        assert (
-            torch.linalg.matrix_norm(adapter @ F)
-            <= 1.01 * sigma[{"low rank": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
-        )
-    else:
-        assert lost <= 1.02 * kept + 1e-5
-    before = layer.lora_A["default"].weight.clone()
-    model(batches[0]).square().mean().backward()
-    assert layer.lora_A["default"].weight.grad.any()
-    assert layer.lora_B["default"].weight.grad.any()
-    assert torch.equal(before, layer.lora_A["default"].weight)
-
-
-def test_a_start_is_the_same_for_the_same_seed_and_the_report_is_a_table():
-    starts = []
-    for _ in range(2):
-        model = adapted("dense", init_lora_weights=True)
-        report = init_pissa_(model, seed=3)
-        starts.append(model.base_model.model.first.lora_A["default"].weight)
-    assert torch.equal(*starts)
-    lines = str(report).splitlines()
-    assert lines[0] == "initialised 2 adapters, kept 0"
-    assert [line.split()[:3] for line in lines[2:]] == [["first", "Linear", "5"], ["second", "Linear", "5"]]
-
-
-def test_layers_that_cannot_hold_what_is_left_keep_their_start():
-    net = nn.ModuleDict({kind: compressed(kind) for kind in ("dense", "int4", "seeded", "low rank")})
-    net["tied"], net["twin"] = nn.Linear(40, 56), nn.Linear(40, 56)
-    net["twin"].weight = net["tied"].weight
-    net["words"] = nn.Embedding(30, 40)
-    names = ["dense", "int4", "seeded", "low rank", "tied", "words"]
-    model = peft.get_peft_model(net, peft.LoraConfig(r=7, target_modules=names))
-    report = init_pissa_(model, seed=0)
-    assert [layer.name for layer in report.layers] == ["dense"]
-    reasons = dict(report.skipped)
-    for name, reason in {
-        "int4": "quantized",
-        "seeded": "fixed signs",
-        "low rank": "rank 7, and its weight has rank 6",
-        "tied": "shares its weight",
-        "words": "Embedding",
-    }.items():
-        assert reason in reasons[name]
-    assert "kept: int4, is quantized" in str(report)
-    net = nn.ModuleDict({"int4": compressed("int4")})
-    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["int4"]))
-    with pytest.raises(ConfigError, match="no adapter can be initialised: for example, 'int4' is kept"):
-        init_pissa_(model)
-
-
-def test_adapters_that_would_be_lost_are_refused():
-    with pytest.raises(ConfigError, match=r"no LoRA adapter 'default' \(nor any"):
-        init_pissa_(Net("dense"))
-    with pytest.raises(ConfigError, match=r"no LoRA adapter 'other' \(it has 'default'"):
-        init_pissa_(adapted("dense"), "other")
-    with pytest.raises(ConfigError, match="not new"):
-        init_pissa_(adapted("dense"))
-    model = adapted("dense", init_lora_weights=True)
-    model.add_adapter("other", peft.LoraConfig(target_modules=["first"]))
-    with pytest.raises(ConfigError, match="also has the adapter 'other'"):
-        init_pissa_(model)
-
-
-def test_calibration_of_a_start():
-    model = adapted("dense", init_lora_weights=True)
-    weight = model.base_model.model.first.base_layer.weight.clone()
-    with pytest.raises(ConfigError, match="mode='ipm' is unknown"):
-        init_corda_(model, [torch.randn(4, 40)] * 2, "ipm")
-    with pytest.raises(CompressionError, match="at least 2"):
-        init_corda_(model, [torch.randn(4, 40)])
-    with pytest.raises(CompressionError, match="reads the same input"):
-        init_corda_(model, [torch.zeros(4, 40)] * 2)
-    assert torch.equal(model.base_model.model.first.base_layer.weight, weight)
-    report = init_corda_(model, list(torch.randn(3, 4, 40)))
-    assert "fewer" in report.notes[0] or "more inputs than calibration positions" in report.notes[0]
-
-
-def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
-    torch.manual_seed(0)
-    net, copy = Net("low rank"), Net("low rank")
-    copy.load_state_dict(net.state_dict())
-    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["first", "second"]))
-    init_pissa_(model, seed=0)
-    model.save_pretrained(tmp_path / "start")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
-    x = torch.randn(5, 40)
-    loaded = peft.PeftModel.from_pretrained(copy, tmp_path / "plain")
-    torch.testing.assert_close(loaded(x), model(x), **CLOSE)
 
 
 METHODS = {  # arguments besides the targets that a method needs before it looks at layers

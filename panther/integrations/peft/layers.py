@@ -72,8 +72,7 @@ class LoraCompressedLinear(_Linear):
         if start not in _STARTS:
             raise ConfigError(
                 f"init_lora_weights={start!r} is for dense weights, which a {type(self.get_base_layer()).__name__} has "
-                "not: leave it at True, and for a start from the weight call panther.integrations.peft.init_pissa_ or "
-                "init_corda_ on the result"
+                "not: leave it at True, or put dense layers back first (pr.to_linears_)"
             )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
