@@ -119,7 +119,8 @@ class InterpolativeLinear(CompressedModule):
         self.skeleton = parameter(rank, columns) if self.keeps_rows else parameter(rows, rank)
         self.coefficients = parameter(rows - rank, rank) if self.keeps_rows else parameter(rank, columns - rank)
         self.bias = parameter(rows) if bias else None
-        self.register_buffer("order", torch.empty(min(rows, columns), dtype=torch.int32, device=device))
+        with torch.inference_mode(False):  # Inference tensors do not count writes.
+            self.register_buffer("order", torch.empty(min(rows, columns), dtype=torch.int32, device=device))
         self.reset_parameters()
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.errors import PantherError
+from panther.errors import PantherError, SketchMismatchError
 from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 
 onnx = pytest.importorskip("onnx")
@@ -280,3 +280,11 @@ def test_a_file_with_other_outputs_is_not_close(tmp_path):
     with torch.no_grad():
         model[0].bias.fill_(torch.nan)
     assert not onnx_files.compare_onnx(model, tmp_path / "model.onnx", [sample]).is_close
+
+
+def test_codes_that_other_code_damaged_are_not_written(tmp_path):
+    model = nn.Sequential(QuantizedLinear(64, 48, 4)).eval()
+    model[0].codes.add_(1)
+    with pytest.raises(SketchMismatchError, match="do not match the checksum"):
+        onnx_files.write_onnx(model, tmp_path / "model.onnx", {"input": torch.randn(3, 64)})
+    assert not (tmp_path / "model.onnx").exists()

@@ -131,6 +131,7 @@ DAMAGES = {
     "a sum": lambda make: written(make(), lambda codes: codes.add_(1)),
     "an order": lambda make: written(make(), lambda codes: codes.copy_(codes.flip(0))),
     "inference mode": lambda make: written(make(), torch.inference_mode()(lambda codes: codes.zero_())),
+    "a layer of inference mode": lambda make: written(torch.inference_mode()(make)(), lambda codes: codes.add_(1)),
     "a foreach kernel": lambda make: written(make(), lambda codes: torch._foreach_mul_([codes], 2)),
 }
 _ORDER_CANNOT_TELL = ("codes without their record", "a record without its codes", "half of the integers", "an order")
@@ -159,7 +160,7 @@ def test_arithmetic_on_codes_is_refused_before_the_layer_computes_or_is_saved(ma
         with pytest.raises(SketchMismatchError, match=f"layer '0': .*({reason})"):
             save()
     assert not (tmp_path / "saved/panther.json").exists()
-    model.load_state_dict(nn.Sequential(make(1)).state_dict())
+    model.load_state_dict(nn.Sequential(make(1)).state_dict(), assign=True)
     assert torch.equal(model(x), make(1)(x))
 
 

@@ -23,6 +23,7 @@ def write_program(model: Any, sample: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
+    model.state_dict()  # This refuses codes that other code damaged, which a traced forward does not check.
     dynamic = torch.export.Dim.DYNAMIC
     shapes = {
         name: {0: dynamic} | ({1: dynamic} if tensor.dim() == 2 and not tensor.is_floating_point() else {})

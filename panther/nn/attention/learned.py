@@ -173,7 +173,7 @@ class LearnedLinearAttention(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save, with a new record if an average of buffers rounded it; a record of another window is refused."""
-        if difference := self.recorded_difference(self.record):
+        if RECORD in buffers_of(self) and (difference := self.recorded_difference(self.record)):
             is_valid = self.record.tolist()[0] == _RECORD_VERSION  # Otherwise it may have no value yet.
             if is_valid and not is_rounded(self.record, [_RECORD_VERSION, self.window]):
                 raise SketchMismatchError(

@@ -52,7 +52,8 @@ class QuantizedMatrix(QuantizedState):
             if shape is None:
                 setattr(self, name, None)  # torch.export miscounts buffers that are None.
             else:
-                self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+                with torch.inference_mode(False):  # Inference tensors do not count writes.
+                    self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
 
         rank, groups = self.low_rank, self._groups
         buffer("codes", None if bits is None else (rows, code_bytes(columns, bits)), torch.uint8)
