@@ -375,6 +375,36 @@ class Stops(Callback):
             os.killpg(0, signal.SIGTERM)
 
 
+class Forks(Callback):
+    """A process that a callback forks, and that lives on when the run has ended, as a tracker's."""
+
+    def on_step(self, trainer, loss):
+        if trainer.step == 2:
+            reader, self.writer = os.pipe()
+            if not os.fork():
+                os.close(self.writer)
+                os.kill(os.getpid(), signal.SIGUSR1)  # it has the Trainer's handler, and must not stop the Trainer
+                os.read(reader, 1)  # until the end of the parent
+                os._exit(0)
+            os.close(reader)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", ["workers of a loader", "a callback's"])
+def test_processes_that_live_on_do_not_delay_the_end_of_a_run(processes):
+    """They inherit the pipe by which signals are counted; fit never returned with persistent workers."""
+
+    def work():
+        settings = {"num_workers": 1, "persistent_workers": True} if processes == "workers of a loader" else {}
+        loader = DataLoader(samples(), 5, **settings)
+        callbacks = [Forks()] if not settings else []
+        trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=2), callbacks=callbacks)
+        trainer.fit(loader)
+        return trainer.epoch
+
+    assert on_ranks(work, 1, fresh=True) == [2]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["samples", "stream"])
 def test_a_signal_to_all_leaves_the_workers_of_loaders_to_the_step(tmp_path, kind):

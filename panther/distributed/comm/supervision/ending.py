@@ -51,12 +51,18 @@ _lock = threading.Lock()
 _parent_thread: threading.Thread | None = None
 _ends = False
 """Whether the grace period of this process has begun."""
+_writer: int | None = None
+"""The end of the pipe to which Python writes the numbers of signals within ``signals_counted``."""
 
 
 def _forget_parent() -> None:
     """Reset the state in a forked process, which has a different parent and none of the threads."""
-    global _parent, _parent_thread, _ends
+    global _parent, _parent_thread, _ends, _writer
     _parent, _parent_thread, _ends = os.getppid(), None, False
+    if _writer is not None:  # signals of this process must not count as signals of its parent
+        signal.set_wakeup_fd(-1)
+        os.close(_writer)
+        _writer = None
 
 
 if hasattr(os, "register_at_fork"):
@@ -178,8 +184,9 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
     Args:
         grace_period_s: Length of the grace period; None is the grace period of the launcher.
     """
-    global _grace_period_s
-    before, _grace_period_s = _grace_period_s, grace_period_s
+    global _grace_period_s, _writer
+    previous = _grace_period_s, _writer
+    _grace_period_s = grace_period_s
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     ended = threading.Event()
@@ -187,17 +194,23 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if descriptor != -1:
         signal.set_wakeup_fd(descriptor)
+    else:
+        _writer = writer
     thread.start()
     try:
         yield
     finally:
-        if descriptor == -1:
+        if descriptor == -1 and _writer == writer:
             signal.set_wakeup_fd(-1)
         ended.set()
-        os.close(writer)  # this wakes the thread
+        # Only a byte wakes the thread for certain, because forked processes may hold the writing end of the pipe open.
+        with suppress(OSError):  # The pipe is full, or this is a forked process, which has no such thread.
+            os.write(writer, b"\0")
         thread.join()
+        with suppress(OSError):
+            os.close(writer)
         os.close(reader)
-        _grace_period_s = before
+        _grace_period_s, _writer = previous
         _continue()
 
 
