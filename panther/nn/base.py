@@ -209,12 +209,11 @@ class CompressedModule(nn.Module):
 
     def _writes(self) -> list[tuple[int, int]]:
         """Return the identity and the number of writes of each checked buffer; inference tensors count no writes."""
-        buffers = buffers_of(self)
-        tensors = [buffers.get(name) for name in self.checked_names]
+        tensors = map(buffers_of(self).get, self.checked_names)
         try:
-            return [(id(tensor), 0 if tensor is None else version_of(tensor)) for tensor in tensors]
+            return [(id(tensor), version_of(tensor)) for tensor in tensors if tensor is not None]
         except RuntimeError:
-            return [(id(tensor), -1) for tensor in tensors]
+            return [(id(tensor), -1) for tensor in self._checked_tensors()]
 
     def note_writes(self) -> None:
         """Regard the present values of the checked buffers as valid, if there are values."""
