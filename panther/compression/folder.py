@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from panther._descriptions import describe_function
 from panther._version import __version__
 from panther.compression._compress import compress_with, plain_tensors
 from panther.compression.calibration.checks import check_adapters, check_model
-from panther.compression.calibration.descriptions import described_batches, described_function, shortened
+from panther.compression.calibration.descriptions import described_batches, shortened
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig
@@ -96,8 +97,6 @@ def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str
 
 
 def _described_setting(value: Any) -> str:
-    if isinstance(value, type):
-        return value.__qualname__
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_described_setting, value))
-    return described_function(value) if callable(value) else f"{value}"
+    return describe_function(value) if callable(value) else f"{value}"

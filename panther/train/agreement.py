@@ -4,22 +4,12 @@ A difference is an error that names the setting, its values and the ranks. Witho
 settings train different models, or wait for each other until ``timeout_s`` has passed.
 """
 
-__all__ = [
-    "agree_on_order",
-    "agree_on_progress",
-    "agree_on_run",
-    "compare_samples",
-    "describe_value",
-    "digest_of_tensors",
-]
+__all__ = ["agree_on_order", "agree_on_progress", "agree_on_run", "compare_samples"]
 
 import dataclasses
-import functools
-import hashlib
 import logging
 import platform
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from panther._descriptions import describe_value, digest, digest_of_tensors
 from panther._torch import tree_leaves
 from panther._version import __version__
 from panther.distributed import get_rank, get_world_size
@@ -44,12 +35,7 @@ _FIX = "start every rank with the same script, arguments, data and versions"
 _OF_A_RANK = ("cluster_file", "profile", "progress", "run_name", "timeout_s", "trackers")
 # Nodes may have copies of weights in different places. A written file tests whether checkpoint_dir is one folder.
 _PATHS = ("checkpoint_dir", "initial_weights")
-_RANK_NAMES = ("device", "rank", "local_rank", "training")  # attributes that may differ between ranks
-_PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.Size)
 _ROWS = 4  # number of rows that are compared at both ends of a dataset in memory
-_DEPTH = 3  # levels of objects in objects that are compared
-_ITEMS = 16  # number of items that are compared at both ends of a long list
-_BYTES = 1 << 16  # number of bytes that are compared at both ends of a large tensor
 
 
 def agree_on_run(
@@ -176,7 +162,7 @@ def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
         batches = [indices for window in plan for batch in window for indices in batch]
         order = np.array([index for indices in batches for index in (len(indices), *indices)], dtype=np.int64)
         samples = sum(map(len, batches))
-        return {f"the order of epoch {epoch}": f"{samples} samples with the digest {_digest(order.tobytes())}"}
+        return {f"the order of epoch {epoch}": f"{samples} samples with the digest {digest(order.tobytes())}"}
 
     fix = (
         "a sampler must give all samples in the same order on every rank, because the Trainer divides them itself: "
@@ -240,97 +226,3 @@ def _ends(rows: Any) -> Any:
         return rows
     ends = rows[:_ROWS], rows[-_ROWS:]
     return torch.cat(ends) if isinstance(rows, Tensor) else ends[0] + ends[1]
-
-
-def describe_value(value: Any, depth: int = _DEPTH) -> str:
-    """Return a text that is equal in every process for equal plain values, functions and objects.
-
-    Args:
-        value: The setting. An object is described by its type and public attributes; a function by its name, code,
-            defaults and enclosed variables; a tensor by a digest.
-        depth: Number of levels of objects in objects. Deeper objects are described by their type.
-    """
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, Tensor | np.ndarray):
-        shape = tuple(value.shape)
-        return f"{value.dtype} {shape} with the digest {_digest_of(value)}"
-    if isinstance(value, type):
-        return value.__qualname__
-    name = type(value).__qualname__
-    if depth == 0:
-        return name
-    inner = functools.partial(describe_value, depth=depth - 1)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {inner(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        items = value if len(value) <= 2 * _ITEMS else (*value[:_ITEMS], len(value), *value[-_ITEMS:])
-        return "[" + ", ".join(map(inner, items)) + "]"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(inner, value))) + "}"
-    if isinstance(value, functools.partial):
-        keywords = [f"{key}={inner(item)}" for key, item in value.keywords.items()]
-        return f"partial({', '.join([inner(value.func), *map(inner, value.args), *keywords])})"
-    if isinstance(value, types.FunctionType):
-        return _describe_function(value, inner)
-    if isinstance(value, types.MethodType):
-        return f"{inner(value.__func__)} of {inner(value.__self__)}"
-    if isinstance(value, nn.Module) and depth < _DEPTH:
-        return name  # it may be the model, whose buffers may differ before it is distributed
-    attributes = {key: item for key, item in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
-    if isinstance(value, nn.Module):
-        attributes |= dict(value.named_buffers())
-        attributes |= {key: f"{p.dtype} {tuple(p.shape)}" for key, p in value.named_parameters()}
-    elif callable(value) and not attributes:
-        name = getattr(value, "__qualname__", name)  # a built-in function
-    settings = [f"{key}={inner(item)}" for key, item in attributes.items() if key not in _RANK_NAMES]
-    return f"{name}({', '.join(settings)})" if settings else name
-
-
-def _describe_function(function: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    """Describe a function by its name and a digest of its code, because nodes may have different versions of it."""
-    digest = _digest(_describe_code(function.__code__).encode())
-    settings = [f"default {inner(value)}" for value in function.__defaults__ or ()]
-    settings += [f"{key}={inner(value)}" for key, value in (function.__kwdefaults__ or {}).items()]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            settings.append(f"{name}={inner(cell.cell_contents)}")
-        except ValueError:  # not assigned yet
-            settings.append(name)
-    text = f"{function.__qualname__} with the digest {digest}"
-    return f"{text} and {', '.join(settings)}" if settings else text
-
-
-def _describe_code(code: types.CodeType) -> str:
-    """Return the instructions and constants of a function, without file names and line numbers."""
-    constants = []
-    for item in code.co_consts:
-        # The order of a set of strings differs between processes.
-        plain = sorted(map(repr, item)) if isinstance(item, frozenset) else repr(item)
-        constants.append(_describe_code(item) if isinstance(item, types.CodeType) else plain)
-    return repr((code.co_code, code.co_names, code.co_varnames, constants))
-
-
-def digest_of_tensors(values: Iterable[Any]) -> int:
-    """Return a digest of the tensors among some values, of large ones of both ends. Other values do not count."""
-    digests = [_digest_of(value) for value in values if isinstance(value, Tensor)]
-    return int(_digest("".join(digests).encode()), 16)
-
-
-def _digest_of(array: Any) -> str:
-    if isinstance(array, Tensor):
-        if array.is_meta or array.layout != torch.strided or array.is_quantized:
-            return "unknown"
-        flat = array.detach().reshape(-1)
-        count = _BYTES // array.element_size()
-        # The ends are taken before they are copied from a GPU.
-        flat = flat if len(flat) <= 2 * count else torch.cat([flat[:count], flat[-count:]])
-        return _digest(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    if array.dtype.hasobject:
-        return "unknown"
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return _digest((data if len(data) <= 2 * _BYTES else np.concatenate([data[:_BYTES], data[-_BYTES:]])).tobytes())
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=4).hexdigest()

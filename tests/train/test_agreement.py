@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
+from panther._descriptions import describe_value
 from panther.distributed import get_rank
 from panther.errors import DistributedError
 from panther.train import Callback, TrainConfig, Trainer
-from panther.train.agreement import describe_value
 
 pytestmark = [pytest.mark.distributed]
 

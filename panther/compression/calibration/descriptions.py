@@ -1,14 +1,13 @@
-"""Short descriptions of functions, batches and tensors, which differ where these differ.
+"""Short descriptions of batches and tensors, which differ where these differ.
 
 They tell whether a search or a compression that continues has the arguments that it began with.
 """
 
-__all__ = ["checksum", "described_batches", "described_function", "hash_of", "shortened"]
+__all__ = ["checksum", "described_batches", "hash_of", "shortened"]
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +17,8 @@ from torch.nn.parameter import is_lazy
 from panther._torch import tree_leaves, version_of
 
 _LONG = 80  # a longer text is replaced by its beginning and a hash
-_PLAIN = (str, bytes, int, float, bool, type(None))
 _BLOCK = 1 << 20  # bytes that are hashed at once on a device
 _ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
-
-
-def described_function(function: Callable[..., Any] | None) -> str:
-    """Return the name of a function, with a hash of its code, because all lambdas have the same name."""
-    if function is None:
-        return "none"
-    inner: Any = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    code = getattr(inner, "__code__", None)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return name if code is None else f"{name} {zlib.crc32(repr(_code(code)).encode()):08x}"
-
-
-def _code(code: CodeType) -> list[Any]:
-    """Return the bytecode, names and constants of a function, without addresses and line numbers."""
-    constants = [_code(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts]
-    return [code.co_code, code.co_names, [constant for constant in constants if isinstance(constant, (*_PLAIN, list))]]
 
 
 def shortened(text: str) -> str:

@@ -39,11 +39,11 @@ from panther.nn.base import CompressedModule
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
 # torch derives from the parameters. Calibration changes them on purpose from one forward to the next, as it does with
 # the forward of a module of experts. Before a forward, only what the last forward changed in them is undone.
-_OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS, "forward"}
-_DICTIONARIES = tuple(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_buffers"
-)
-_FLAGS = frozenset(vars(nn.Module())) - {*_DICTIONARIES, "_buffers"} | {"forward"}
+_EMPTY = nn.Module()
+_OF_MODULES = frozenset(vars(_EMPTY)) | {FLAT_WEIGHTS, "forward"}
+_TABLES = {name: value for name, value in vars(_EMPTY).items() if isinstance(value, dict)}
+_DICTIONARIES = tuple(name for name, value in _TABLES.items() if value is not buffers_of(_EMPTY))
+_FLAGS = frozenset(vars(_EMPTY)) - _TABLES.keys() | {"forward"}
 # A dictionary of a module, the names that count in it (None for all), and its entries before and after a forward.
 _Change = tuple[dict[Any, Any], frozenset[str] | None, dict[Any, Any], dict[Any, Any]]
 
@@ -234,11 +234,11 @@ def _entries(table: dict[Any, Any], names: frozenset[str] | None) -> dict[Any, A
     return {**table} if names is None else {name: table[name] for name in names if name in table}
 
 
-def _check_parameters(changes: Iterable[_Change], known: Collection[int]) -> None:
+def _check_parameters(changes: Iterable[_Change], present_ids: Collection[int]) -> None:
     """Raise CompressionError if entries are new parameters, or submodules with tensors, where there were none."""
     for _, _, entries, changed_entries in changes:
         for name, value in changed_entries.items():
-            if id(value) not in known and _has_values(value) and not _has_values(entries.get(name)):
+            if id(value) not in present_ids and _has_values(value) and not _has_values(entries.get(name)):
                 raise CompressionError(
                     f"a forward of the model makes {name!r}, whose values would be made anew by each forward of the "
                     "calibration: run the model on a batch first"

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from panther._descriptions import digest_of_tensors
 from panther._torch import tree_leaves
 from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError, DistributedError
-from panther.train.agreement import digest_of_tensors
 from panther.train.coordination.reductions import gather_over_ranks
 
 _log = logging.getLogger(__name__)

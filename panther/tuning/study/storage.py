@@ -4,6 +4,7 @@ __all__ = ["OpenStudy", "describe_search", "open_study"]
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,8 @@ from typing import IO, Any
 
 from torch import Tensor, nn
 
-from panther.compression.calibration.descriptions import checksum, described_batches, described_function, shortened
+from panther._descriptions import describe_function
+from panther.compression.calibration.descriptions import checksum, described_batches, shortened
 from panther.errors import ConfigError, require_extra
 from panther.tuning.config import TuneConfig
 from panther.tuning.goal import Figures, Goal
@@ -21,6 +23,8 @@ from panther.tuning.study.exclusion import exclusive_access
 
 _NAME = "panther.tune"  # name of the study in the storage
 _IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
+_FUNCTIONS = ("forward_fn", "loss_fn", "mask_fn")
+_EARLIER = re.compile(r"\S+( [0-9a-f]{8})?(?<!none)")  # the name of a function, and a hash of its code alone
 # Relative difference of the unchanged model's metric that is allowed in a resumed study, for another machine's
 # rounding.
 _AGREES = 1e-4
@@ -118,9 +122,10 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
         if not (stored or num_trials):
             study.set_user_attr(_IDENTITY, json.dumps(dict(description)))
         elif differing := [name for name in {**description, **stored} if stored.get(name) != description.get(name)]:
-            raise opened.differs(
-                ", ".join(f"{name} {stored.get(name)} instead of {description.get(name)}" for name in differing[:3])
-            )
+            how = ", ".join(f"{name} {stored.get(name)} instead of {description.get(name)}" for name in differing[:3])
+            if any(_EARLIER.fullmatch(stored.get(name, "")) for name in _FUNCTIONS if name in differing):
+                how += ", where an earlier version of Panther described functions by less"
+            raise opened.differs(how)
         with exclusive_access(study, storage) if storage is not None and not is_file else nullcontext():
             yield opened
 
@@ -134,7 +139,7 @@ def describe_search(config: TuneConfig, model: nn.Module, space: str, /, **entri
         "constraint": " and ".join(constraint.text for constraint in goal.constraints) or "none",
         "direction": "maximize" if goal.higher_is_better else "minimize",
         "space": space,
-        **{name: described_function(getattr(config, name)) for name in ("forward_fn", "loss_fn", "mask_fn")},
+        **{name: describe_function(getattr(config, name)) for name in _FUNCTIONS},
         "repeats": str(config.repeats),
         "model": f"{type(model).__name__} {checksum(tensors):08x}",
         "calibration": "none" if config.calibration is None else described_batches(config.calibration),
