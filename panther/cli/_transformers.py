@@ -5,6 +5,7 @@ Weights are read from safetensors alone, and code that a folder brings is not ru
 
 __all__ = [
     "empty_model", "has_tokenizer", "load_model", "load_tokenizer", "quietly", "sample_inputs", "text_batches",
+    "usable_positions",
 ]  # fmt: skip
 
 import inspect
@@ -105,6 +106,18 @@ def sample_inputs(
     return sample | (decoder if config.is_encoder_decoder else {})
 
 
+def usable_positions(model: Any) -> int | None:
+    """Return the largest number of tokens of a sample that a model has positions for; None if there is no limit."""
+    limits = [getattr(model.config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    for name, table in model.named_modules():
+        padding, weight = getattr(table, "padding_idx", None), getattr(table, "weight", None)
+        if "position" in name.rpartition(".")[2] and isinstance(padding, int) and isinstance(weight, Tensor):
+            limits.append(
+                len(weight) - padding - 1
+            )  # Positions of RoBERTa and its kin begin after that of the padding.
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder holds a vocabulary. Without one, transformers creates a tokenizer that knows no word."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
@@ -147,8 +160,7 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
             "--calibration module:function"
         )
     lines = _lines(text)
-    positions = getattr(model.config, "max_position_embeddings", None) or max_length
-    length = min(max_length, tokenizer.model_max_length, positions)
+    length = min(max_length, tokenizer.model_max_length, usable_positions(model) or max_length)
     with quietly(f"the tokenizer does not run on {text}"):
         if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
             return _windows(text, lines, tokenizer, length, batch_size)

@@ -218,14 +218,13 @@ def _parameters(size: str) -> float:
 
 def _stats_of_folder(folder: Path, sequence: int, options: dict[str, Any]) -> Any:
     """Measure the model that config.json describes, without its weights."""
-    from panther.cli._transformers import empty_model, sample_inputs
+    from panther.cli._transformers import empty_model, sample_inputs, usable_positions
     from panther.distributed import ModelStats
 
     if not (folder / "config.json").is_file():
         raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
     model = empty_model(folder)
-    max_positions = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
-    length = min(sequence, max_positions) if isinstance(max_positions, int) else sequence
+    length = min(sequence, usable_positions(model) or sequence)
     fix = "give module:function, which returns a model and a batch"
     sample: dict[str, Any] = dict(sample_inputs(model, 1, length, fix))
     if hasattr(model.config, "use_cache"):

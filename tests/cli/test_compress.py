@@ -311,6 +311,38 @@ def test_windows_have_no_padding_and_begin_as_texts_do(here, transformers):
     assert len(exact) - len(words) < 15
 
 
+@pytest.mark.parametrize(
+    ("kind", "positions", "length"),
+    [
+        ("Roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
+        ("XLMRoberta", {"max_position_embeddings": 34, "pad_token_id": 3}, 30),
+        ("MPNet", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
+        ("Bert", {"max_position_embeddings": 34}, 34),
+        ("OPT", {"max_position_embeddings": 30, "ffn_dim": 16, "word_embed_proj_dim": 8, "pad_token_id": 1}, 30),
+        ("GPT2", {"n_positions": 20}, 20),
+    ],
+)
+def test_texts_take_no_more_tokens_than_the_model_has_positions_for(here, transformers, kind, positions, length):
+    """Positions of RoBERTa begin after the number of its padding token: "index 34 is out of bounds" was the error."""
+    from panther.cli._transformers import text_batches, usable_positions
+
+    save_tokenizer(transformers, here / "folder")
+    (here / "long.txt").write_text("\n".join(" ".join(LINES) for _ in range(6)))
+    size = {
+        "vocab_size": 30,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 16,
+    }
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**size, **positions)).eval()
+    assert usable_positions(model) == length
+    batches = text_batches(here / "folder", here / "long.txt", model, 128, 4)
+    assert max(batch["input_ids"].shape[1] for batch in batches) == length
+    for batch in batches:
+        model(**batch)
+
+
 def test_a_function_that_returns_a_model(models, monkeypatch, capsys):
     args = ["my_models:net", "--calibration", "my_models:batches", "--max-bytes", "20000"]
     assert main(["compress", *args, "--out", "small"]) == 0
