@@ -222,6 +222,7 @@ _CALLS = {
             "init k low_rank num_terms r rank",
         ),
     ),
+    "tune": (("search settings of a training by Optuna, as the page 'Tune by a metric of your own' shows", "train"),),
     "SKLinear": (
         ("pass the weight to SKLinear.from_linear", "W_init weight"),
         ("use panther.nn.QuantizedLinear", "bits nbits"),

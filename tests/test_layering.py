@@ -53,10 +53,10 @@ LEVELS = {
     },
     "tuning": {
         "goal": 0, "guards": 0, "plan": 0, "samplers": 0,
-        "attention": 1, "config": 1, "evaluation": 1, "plots": 1,
-        "compressed_models": 2, "result": 2,
+        "attention": 1, "config": 1, "plots": 1,
+        "compressed_models": 2, "evaluation": 3, "result": 3,
         "space": 3, "study": 4, "runners": 5,
-        "search": 6, "trained_models": 6, "_tune": 7, "": 8,
+        "search": 6, "_tune": 7, "": 8,
     },
 }  # fmt: skip
 MAXIMUM_FILES = 20

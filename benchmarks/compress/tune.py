@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import panther as pr
 from benchmarks.harness import figure, main, print_table, write_csv
 from panther.errors import MissingExtraError, require_extra
-from panther.tuning import _tune, search
+from panther.tuning import search
 from panther.tuning.compressed_models import CompressedModels
 
 CASES = [(2, 128, 512), (3, 384, 256), (3, 384, 1024), (6, 384, 1024)]  # layers, width, sentences
@@ -81,21 +81,21 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
         return (nn.functional.normalize(embedded(model), dim=-1) * wanted).sum(-1).mean().item()
 
     evaluate, trial = _Clock(likeness), _Clock(search.run_trials)
-    prepare, choose = _Clock(_tune.prepare_models), _Clock(CompressedModels.allocation)
+    prepare, choose = _Clock(search.prepare_models), _Clock(CompressedModels.allocation)
     options: dict[str, Any] = {"include": "encoder.*", "forms": FORMS, "seed": 0}
-    kept = search.run_trials, _tune.prepare_models, CompressedModels.allocation
+    kept = search.run_trials, search.prepare_models, CompressedModels.allocation
     before = [0.0]
 
     def trials_alone(*args: Any, **kwargs: Any) -> Any:
         before[0] = evaluate.seconds  # the unchanged model's
         return trial(*args, **kwargs)
 
-    search.run_trials, _tune.prepare_models = trials_alone, prepare
+    search.run_trials, search.prepare_models = trials_alone, prepare
     CompressedModels.allocation = lambda self, budget: choose(self, budget)  # type: ignore[method-assign]
     try:
         result = pr.tune(model, evaluate, batches, constraint=">= 0.98", trials=trials, progress=False, **options)
     finally:
-        search.run_trials, _tune.prepare_models = kept[:2]
+        search.run_trials, search.prepare_models = kept[:2]
         CompressedModels.allocation = kept[2]  # type: ignore[method-assign]
     count = len(result.trials)
     inside = (evaluate.seconds - before[0]) / count

@@ -19,7 +19,7 @@ from panther.integrations.folders.beside import check_beside, copy_beside
 if TYPE_CHECKING:
     from torch import nn
 
-_FUNCTIONS = ("model", "evaluate", "calibration", "train")
+_FUNCTIONS = ("model", "evaluate", "calibration")
 _HELP = """\
 The file is TOML or JSON. Its settings are:
 
@@ -29,8 +29,6 @@ The file is TOML or JSON. Its settings are:
                                    metric
   calibration = "module:function"  returns batches, unless the model's
                                    function does
-  train = "module:function"        trains a model by a TrainConfig; the
-                                   model's function is called for each trial
 
 objective and constraint can be functions too, in the same form, and catch
 names exceptions in it ("torch:OutOfMemoryError"). The other settings are the
@@ -105,11 +103,7 @@ def _search(settings: dict[str, Any], path: str) -> Any:
         if name in settings:
             settings[name] = _functions_of(settings[name])
     evaluate = find(functions["evaluate"])
-    if "train" in functions:
-        model, calibration = find(functions["model"]), functions.get("calibration")  # pr.tune refuses batches
-        settings["train"] = find(functions["train"])
-    else:
-        model, calibration = _load(functions)
+    model, calibration = _load(functions)
     if isinstance(settings.get("space"), Mapping):
         settings["space"] = {_key(name): setting for name, setting in settings["space"].items()}
     with warnings.catch_warnings():
@@ -138,8 +132,7 @@ def _check(settings: Mapping[str, Any], path: str) -> None:
             raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
     if not isinstance(settings["model"], str):
         raise PantherError(f"model = {settings['model']!r} in {path} must be a text: a folder, or module:function")
-    function_names = ("evaluate", "calibration", "train", *(["model"] if "train" in settings else []))
-    for name in function_names:
+    for name in ("evaluate", "calibration"):
         if name in settings and not names_function(str(settings[name])):
             raise PantherError(f"{name} = {settings[name]!r} in {path} must be of the form module:function")
 

@@ -1,7 +1,7 @@
 """Choosing forms, ranks and settings by a user's own measure of a model: :func:`panther.tune`.
 
-``search`` is the order of steps. ``space`` has what plans are drawn from, ``compressed_models`` and ``trained_models``
-make the models of plans, ``evaluation`` runs one trial, ``study`` is Optuna's part, ``runners`` runs trials in turn or
+``search`` is the order of steps. ``space`` has what plans are drawn from, ``compressed_models``
+makes the models of plans, ``evaluation`` runs one trial, ``study`` is Optuna's part, ``runners`` runs trials in turn or
 side by side, and ``result`` has the classes of the result.
 """
 

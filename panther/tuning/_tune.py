@@ -3,30 +3,15 @@
 __all__ = ["tune"]
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from panther._settings import takes_settings
-from panther.compression.calibration.checks import check_adapters, check_model
-from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Selector, select_targets
-from panther.compression.preparation import make_runner
-from panther.errors import ConfigError
-from panther.tuning.compressed_models import CompressedModels, prepare_models
 from panther.tuning.config import TuneConfig
-from panther.tuning.plan import call_model_fn, copy_model, copy_or_call_again
 from panther.tuning.result import TuneResult
 from panther.tuning.search import Task, run_search
-from panther.tuning.space.combined import CombinedSpace, heal_specs
-from panther.tuning.space.lines import AUTO, Line, parse_lines, used_forms
-from panther.tuning.study.storage import describe_search
-from panther.tuning.trained_models import TrainingTask
-
-_FIRST = (3, 8)  # least and largest number of first trials, the choices of pr.compress
-_FIRST_SHARE = 1 / 3  # share of first trials between these bounds
 
 
 @takes_settings(TuneConfig)
@@ -40,18 +25,13 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
 
     Args:
         model: A trained model. It is only read: trials run on a copy. Or a function that returns it, which is called
-            once (and again for each result if the model cannot be copied). With ``train``, a function that returns a
-            new model.
+            once (and again for each result if the model cannot be copied).
         evaluate: ``evaluate(model)`` returns the metric of a model, or yields it for growing parts of the data, so that
             poor trials end early. It must not change weights, modules and hooks, and must return the same number for
             the same model; training modes are restored. torch's, Python's and NumPy's generators are seeded before each
             call.
         calibration: Batches as for :func:`panther.compress`. None fits factors only to the weights, which is less
             accurate.
-        train: ``train(model, config)`` trains a new model of a trial in place, by a :class:`panther.train.TrainConfig`.
-            The space then has layers that are sketched before training, with settings ``"low_rank"`` and
-            ``"num_terms"``; ``"train"``, a dict of the configuration's settings; and ``"model"``, a dict of the
-            function's arguments. Batches, forms and healing cannot be combined with it.
         space: ``"auto"`` is a budget and a weight of each group of layers, from which ranks and forms follow by the
             layers' spectra. Otherwise a dict: keys select layers, by a glob of names, a class, a function of the module
             and its name, or a :class:`panther.tuning.Group`; values are dicts of settings, each an
@@ -170,88 +150,4 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
         raise TypeError(f"the model must be an nn.Module, or a function that returns one, not a {type(model).__name__}")
     # The search needs gradients and no inference tensors in any mode of the caller.
     with torch.inference_mode(False), torch.enable_grad():
-        task: Task = _CompressionTask(model, config) if config.train is None else TrainingTask(model, config)
-        return run_search(task, config, began)
-
-
-class _CompressionTask:
-    """A search over the forms of the layers of a trained model, as :func:`tune` describes."""
-
-    def __init__(self, model: Any, config: TuneConfig) -> None:
-        self._config = config
-        self._heal = heal_specs(config.heal)
-        self._model_fn = None if isinstance(model, nn.Module) else model
-        if self._model_fn is not None:
-            model = call_model_fn(self._model_fn, {}, "its first call")
-        check_model(model)
-        check_adapters(model)
-        self._copy = copy_model(model, self._model_fn is not None)
-        if self._copy is model:
-            # The results need further models. If there are none, the search must not start.
-            copy_or_call_again(model, self._model_fn)
-        self._training = [module.training for module in model.modules()]
-        is_automatic = isinstance(config.space, str) and config.space == AUTO
-        self._lines = None if is_automatic else parse_lines(model, config.space)
-        self._automatic_forms = config.compress_config(config.forms, config.include).form_settings.names
-        forms, include = config.forms, config.include
-        if self._lines is not None:
-            forms, include = self._forms_of(self._lines), _within(self._lines, config.include)
-        self._compress_config = config.compress_config(forms, include)
-        self.description = self._describe(model, include)
-
-    @property
-    def num_first(self) -> int:
-        """Return the number of first trials."""
-        least, most = _FIRST
-        return min(most, max(least, round(_FIRST_SHARE * self._config.trials)))
-
-    def make_runner(self, seed: int) -> Runner:
-        """Return the copy of the model, with the calibration batches."""
-        return make_runner(self._copy.eval(), self._compress_config)
-
-    def prepare(self, runner: Runner, seed: int) -> tuple[CompressedModels, CombinedSpace]:
-        """Fit the layers of the copy, and return the models of plans, and the space of plans."""
-        has_layers = self._lines is None or any(line.kind != "attention" for line in self._lines)
-        models = prepare_models(
-            runner, self._compress_config if has_layers else None, seed, by_time=self._config.goal.budgets_are_times,
-            training=self._training, model_fn=self._model_fn,
-        )  # fmt: skip
-        return models, CombinedSpace(models, self._lines, self._automatic_forms, self._heal)
-
-    def _forms_of(self, lines: Sequence[Line]) -> list[str] | None:
-        """Return the forms that the lines of a space need."""
-        kinds = {line.kind for line in lines}
-        if self._config.forms is not None and AUTO not in kinds:
-            raise ConfigError("forms= is for the space 'auto', and this space has its forms: remove forms=")
-        line_forms = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
-        return list(dict.fromkeys([*(self._automatic_forms if AUTO in kinds else ()), *line_forms])) or None
-
-    def _describe(self, model: nn.Module, include: Any) -> dict[str, str]:
-        """Return what must not change when the search is resumed."""
-        config, forms = self._config, self._compress_config.form_settings
-        space = AUTO if self._lines is None else "; ".join(map(str, self._lines))
-        if self._heal is not None:
-            space += f"; heal {dict(self._heal)}"
-        survey = select_targets(
-            model,
-            include,
-            config.exclude,
-            smallest=forms.smallest_bytes,
-            tables=forms.stores_tables,
-            experts=forms.stores_experts,
-        )
-        return describe_search(
-            config, model, space,
-            forms=" ".join(forms.names),
-            layers=" ".join(target.name for target in survey.targets) or "none",
-            settings=f"rank_multiple {forms.rank_multiple}, group_size {forms.group_size}, activations "
-            f"{forms.activations}{', symmetric' if forms.symmetric else ''}",
-        )  # fmt: skip
-
-
-def _within(lines: Sequence[Line], include: Any) -> Selector:
-    """Return a selector of the layers that a space names, or raise ConfigError if the user also passed ``include``."""
-    if include is not None:
-        raise ConfigError("include= is for space='auto', and this space names its layers: remove include=")
-    names = {name for line in lines if line.kind != "attention" for name in line.names}
-    return lambda module, name: name in names
+        return run_search(Task(model, config), config, began)

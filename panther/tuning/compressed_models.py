@@ -193,7 +193,7 @@ class CompressedModels:
         return attention
 
     @contextmanager
-    def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
+    def applied(self, replacement: Replacement) -> Iterator[nn.Module]:
         """Replace modules of the model temporarily."""
         with replace_modules(self.runner.model, replacement):
             yield self.runner.model

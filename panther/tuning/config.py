@@ -14,7 +14,6 @@ from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig, HealConfig
 from panther.errors import ConfigError, check_size, require_extra
 from panther.sketch import check_seed
-from panther.train import TrainConfig
 from panther.tuning.goal import Goal, make_goal
 from panther.tuning.samplers import check_sampler
 
@@ -25,12 +24,6 @@ _OF_COMPRESS = (
     "calibration", "exclude", "rank_multiple", "group_size", "activations", "symmetric", "forward_fn", "loss_fn",
     "mask_fn", "statistics_memory_bytes", "progress",
 )  # fmt: skip
-# Arguments that need a trained model, with the values by which they are left out.
-_OF_TRAINED_MODELS: Mapping[str, Any] = {
-    "calibration": None, "heal": None, "forms": None, "activations": None, "include": None, "exclude": None,
-    "forward_fn": None, "loss_fn": None, "mask_fn": None, "statistics_memory_bytes": None, "rank_multiple": 8,
-    "group_size": 128, "symmetric": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,6 @@ class TuneConfig:
     evaluate: Callable[[nn.Module], Any]
     calibration: Any = None
     _: KW_ONLY
-    train: Callable[[nn.Module, TrainConfig], Any] | None = None
     space: Any = "auto"
     objective: str | Callable[[nn.Module], float] = "size"
     constraint: Any = None
@@ -91,9 +83,7 @@ class TuneConfig:
         check_sampler(self.sampler)
         _check_parallel(self.parallel)
         self.caught_exceptions  # noqa: B018 (raises unless they are exceptions)
-        if self.train is not None:
-            self._check_training()
-        elif self.calibration is None:
+        if self.calibration is None:
             needs = {"latency": self.goal.timed, "heal": self.heal is not None, "loss_fn": self.loss_fn is not None}
             if name := next((name for name, is_needed in needs.items() if is_needed), None):
                 raise ConfigError(f"{name} needs calibration=, a list of batches, on which the model is run")
@@ -128,21 +118,6 @@ class TuneConfig:
             method="svd" if self.calibration is None else "two_sided",
             **{name: getattr(self, name) for name in _OF_COMPRESS},
         )
-
-    def _check_training(self) -> None:
-        for name, left_out in _OF_TRAINED_MODELS.items():
-            if getattr(self, name) != left_out:
-                raise ConfigError(
-                    f"{name}= cannot be combined with train=, which trains new models instead of compressing one: "
-                    f"remove {name}="
-                )
-        if not callable(self.train):
-            raise ConfigError(
-                "with train= each trial trains a new model: give a function of a model and a TrainConfig, not "
-                f"{self.train!r}"
-            )
-        if self.goal.timed:
-            raise ConfigError("latency is not measured for models that are trained: use objective='size' or a function")
 
 
 def _check_timeout(timeout_s: Any) -> None:

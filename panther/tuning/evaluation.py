@@ -22,9 +22,10 @@ from panther.compression.selection.allocation import model_bytes
 from panther.compression.selection.measurement import model_speed
 from panther.errors import TuningError
 from panther.nn.quantized.stacked import StackedExperts
+from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.guards import STILL_REFERENCED, Usage, difference, fingerprint, recording_usage
-from panther.tuning.plan import Models, Plan, TrialError
+from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
 SAME = 1e-6
@@ -148,7 +149,7 @@ class Evaluator:
             module.training = flag
         return metric
 
-    def trial(self, models: Models, plan: Plan, number: int) -> Steps[Outcome]:
+    def trial(self, models: CompressedModels, plan: Plan, number: int) -> Steps[Outcome]:
         """Run one trial, step by step.
 
         Raises:
@@ -164,7 +165,7 @@ class Evaluator:
                 return failed(str(error).removesuffix(": correct it"))
             raise
 
-    def _trial(self, models: Models, plan: Plan, where: str) -> Steps[Outcome]:
+    def _trial(self, models: CompressedModels, plan: Plan, where: str) -> Steps[Outcome]:
         assert self.unchanged is not None
         began = time.perf_counter()
         with preserved_generators():  # Making layers draws random numbers.
@@ -173,7 +174,7 @@ class Evaluator:
         names = {module: name for name, module in self.runner.model.named_modules()}
         stacked = [layer for layer in replacement if isinstance(layer, StackedExperts)]
         names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in stacked if (place := layer.place)}
-        with models.applied(plan, replacement, where) as model:
+        with models.applied(replacement) as model:
             size = model_bytes(model)
             before = fingerprint(model)
             objective = self._objective(model, size, latency, math.nan, where, before)

@@ -1,20 +1,16 @@
-"""Plans: the changes that trials make to a model; what makes the models of plans; and copies of the user's model."""
+"""Plans: the changes that trials make to a model; and copies of the user's model."""
 
-__all__ = ["Models", "Plan", "TrialError", "call_model_fn", "copy_model", "copy_or_call_again"]
+__all__ = ["Plan", "TrialError", "call_model_fn", "copy_model", "copy_or_call_again"]
 
 import copy
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.compression import CompressionReport
-from panther.compression.calibration.runner import Runner
-from panther.compression.forms import Replacement
 from panther.errors import TuningError
 
 
@@ -31,15 +27,11 @@ class Plan:
         attention: ``kernel_fn`` and ``num_random_features`` by the names of attention modules. Other modules stay
             exact.
         heal: Settings of a :class:`~panther.compression.HealConfig`. If it is empty, nothing is healed.
-        train: Settings of a :class:`panther.train.TrainConfig` for a model that is trained from scratch.
-        model: Arguments of the function that makes a model that is trained from scratch.
     """
 
     layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heal: Mapping[str, Any] = field(default_factory=dict)
-    train: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return a JSON text, which is equal for equal plans."""
@@ -51,42 +43,14 @@ class Plan:
         return cls(**json.loads(text))
 
 
-class Models(Protocol):
-    """Makes the models of plans: by compressing layers of one model, or by training new models."""
-
-    @property
-    def runner(self) -> Runner:
-        """Return the model that is evaluated as the unchanged one, with the calibration batches."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the duration of the preparation that all trials share."""
-
-    @property
-    def attention_names(self) -> Mapping[nn.Module, str]:
-        """Return the names of the attention modules that plans may replace."""
-
-    def trial_layers(self, plan: Plan) -> Replacement:
-        """Return the new modules of a plan for a trial."""
-
-    def applied(self, plan: Plan, replacement: Replacement, where: str) -> AbstractContextManager[nn.Module]:
-        """Yield the model of a plan, which exists only within the context."""
-
-    def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport | None]:
-        """Return a new model of a plan, and the report of its layers."""
-
-    def without_functions(self) -> "Models":
-        """Return these models without functions that only the search's own process needs."""
-
-
-def call_model_fn(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where: str) -> nn.Module:
+def call_model_fn(model_fn: Callable[[], nn.Module], where: str) -> nn.Module:
     """Call the user's function, and return its model.
 
     Raises:
         TuningError: If the function raises, or returns something else.
     """
     try:
-        model = model_fn(**arguments)
+        model = model_fn()
     except Exception as error:
         raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {where}") from error
     if not isinstance(model, nn.Module):
@@ -121,7 +85,7 @@ def copy_or_call_again(model: nn.Module, model_fn: Callable[[], nn.Module] | Non
     if second is not model:
         return second
     assert model_fn is not None
-    second = call_model_fn(model_fn, {}, "its second call")
+    second = call_model_fn(model_fn, "its second call")
     pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=False)
     if (
         not set(second.modules()).isdisjoint(model.modules())

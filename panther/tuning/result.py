@@ -19,8 +19,9 @@ from panther.errors import FormatError, MissingExtraError, TuningError
 from panther.files import write_json
 from panther.files.records import from_plain, read_record, record_checksum
 from panther.tuning import plots
+from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.plan import Models, Plan
+from panther.tuning.plan import Plan
 
 _FORMAT, _VERSION = "panther.tune", 2  # Records of version 1 have no checksum, and these files always have one.
 _STATES = ("complete", "pruned", "failed")
@@ -83,7 +84,7 @@ class TuneResult:
     unchanged: Trial
     """The unchanged model, as trial -1."""
     report: CompressionReport | None
-    """The forms of the best model's layers; None if models are trained from scratch."""
+    """The forms of the best model's layers; None in files of earlier commits, if each trial trained its model."""
     objective: str
     """Name of the objective that was minimised."""
     constraints: tuple[str, ...]
@@ -104,7 +105,7 @@ class TuneResult:
     """Optuna's distributions of the parameters, as JSON."""
     study: Any = None
     """The study, for Optuna's plots and importances. None after :meth:`from_json`."""
-    models: Models | None = None
+    models: CompressedModels | None = None
     """Internal state from which :meth:`build` makes models. None after :meth:`from_json`."""
 
     def build(self, trial: int | Trial) -> nn.Module:
@@ -216,6 +217,8 @@ class TuneResult:
         for name in (*_WRITTEN, "best", "front"):
             if name not in record:
                 raise FormatError(f"{path} has no entry {name!r}: {damaged}")
+            if name in ("trials", "unchanged"):
+                record[name] = _without_training(record[name])
             record[name] = from_plain(hints[name], record[name], f"{path}: {name}")
         trials = {trial.number: trial for trial in record["trials"]}
         if len(trials) < len(record["trials"]):
@@ -256,6 +259,15 @@ def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
         if not front or sign * trial.metric < sign * front[-1].metric:
             front.append(trial)
     return tuple(front)
+
+
+def _without_training(trials: Any) -> Any:
+    """Return trials without the settings with which plans of earlier commits trained models; most are empty."""
+    if isinstance(trials, list):
+        return [_without_training(trial) for trial in trials]
+    if not isinstance(trials, dict) or not isinstance(plan := trials.get("plan"), dict):
+        return trials
+    return trials | {"plan": {name: value for name, value in plan.items() if name not in ("train", "model")}}
 
 
 def _plain(value: Any) -> Any:

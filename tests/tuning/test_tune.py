@@ -281,6 +281,17 @@ def test_a_damaged_file_of_a_result(written, tmp_path, change, words):
         pr.TuneResult.from_json(tmp_path / "damaged.json")
 
 
+def test_a_file_of_a_commit_whose_plans_had_settings_of_a_training_is_read(written, tmp_path):
+    record = json.loads(written)
+    for trial in (record["unchanged"], *record["trials"]):
+        trial["plan"] |= {"train": {"max_steps": 3}, "model": {}}
+    record["checksum"] = record_checksum(_without_checksum(record))
+    (tmp_path / "earlier.json").write_text(json.dumps(record))
+    (tmp_path / "today.json").write_text(written)
+    earlier, today = (pr.TuneResult.from_json(tmp_path / f"{name}.json") for name in ("earlier", "today"))
+    assert earlier == today
+
+
 def test_a_table_needs_pandas(net, accuracy, data, monkeypatch):
     result = pr.tune(net, accuracy, data, constraint=">= 90 %", **{**QUICK, "trials": 2})
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from panther.errors import ConfigError
+from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.evaluation import Evaluator, failed, run_steps
-from panther.tuning.plan import Models
 from panther.tuning.runners.processes import local_processes
 from panther.tuning.runners.ray import ray_actors
 from panther.tuning.runners.worker import Start, Worker, serialize
@@ -28,7 +28,12 @@ _EXHAUSTED = "no plan was found that was not tried before"
 
 
 def run_trials(
-    search: Study, evaluator: Evaluator, models: Models, trials: int, deadline: float | None, parallel: int | str
+    search: Study,
+    evaluator: Evaluator,
+    models: CompressedModels,
+    trials: int,
+    deadline: float | None,
+    parallel: int | str,
 ) -> str:
     """Run trials until there are ``trials``. If they end before, return why, else "".
 

@@ -19,8 +19,9 @@ from typing import Any, Protocol, Self
 import torch
 
 from panther.errors import PantherError, TuningError
+from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.evaluation import Evaluator, Outcome, Steps
-from panther.tuning.plan import Models, Plan
+from panther.tuning.plan import Plan
 
 Message = tuple[Any, ...]
 
@@ -46,7 +47,7 @@ Start = Callable[[], Worker]
 """Starts a worker."""
 
 
-def serialize(evaluator: Evaluator, models: Models) -> bytes:
+def serialize(evaluator: Evaluator, models: CompressedModels) -> bytes:
     """Return both as bytes. They share the model, so they are in one pickle.
 
     Raises:
@@ -67,7 +68,7 @@ def serialize(evaluator: Evaluator, models: Models) -> bytes:
     return data
 
 
-def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, Models]:
+def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, CompressedModels]:
     """Return the arguments of :func:`serialize`.
 
     Raises:
@@ -86,10 +87,10 @@ def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, Models]:
 class TrialServer:
     """Runs trials in the process of a worker."""
 
-    def __init__(self, load: Callable[[], tuple[Evaluator, Models]]) -> None:
+    def __init__(self, load: Callable[[], tuple[Evaluator, CompressedModels]]) -> None:
         """Make a server; ``load`` is called for the first trial."""
         self._load = load
-        self._loaded: tuple[Evaluator, Models] | None = None
+        self._loaded: tuple[Evaluator, CompressedModels] | None = None
         self._steps: Steps[Outcome] | None = None
 
     def begin(self, number: int, plan: str) -> Message:
@@ -128,7 +129,7 @@ def serve() -> None:
     connection = Connection(descriptor)
     torch.set_num_threads(threads)
 
-    def load() -> tuple[Evaluator, Models]:
+    def load() -> tuple[Evaluator, CompressedModels]:
         # All processes share the position in the file, so it is mapped.
         with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:
             return deserialize(data)

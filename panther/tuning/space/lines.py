@@ -20,7 +20,6 @@ from panther.tuning.space.values import Spec, as_spec, grid, suggest
 AUTO = "auto"
 _OF_LAYERS = ("form", "rank", "bits", "share", "num_terms", "low_rank")
 _OF_ATTENTION = ("kernel_fn", "num_random_features")
-_OF_TRAINING = ("num_terms", "low_rank")
 _LEAST = {"rank": 1, "bits": 1, "num_terms": 1, "low_rank": 1, "num_random_features": 1}
 _MAX_COMBINATIONS = 512  # combinations of the settings of a line that the first trials consider
 
@@ -88,8 +87,8 @@ def form_of(values: Mapping[str, Any]) -> str | None:
     return f"int{values['bits']}" if "bits" in values else None
 
 
-def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], training: bool = False) -> list[Line]:
-    """Return the lines of a user's space. ``training`` says that the layers are sketched before training.
+def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> list[Line]:
+    """Return the lines of a user's space.
 
     Raises:
         ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
@@ -110,7 +109,7 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], traini
                 f"space[{key!r}]={settings!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
             )
         specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in settings.items()}
-        _check_settings(key, specs, training)
+        _check_settings(key, specs)
         line = Line(group.label, (), specs)
         names = selected(model, group, attention=line.kind == "attention")
         if twice := next((name for name in names if name in key_by_layer), None):
@@ -128,16 +127,8 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], traini
     return lines
 
 
-def _check_settings(key: Any, specs: Mapping[str, Spec], training: bool) -> None:
+def _check_settings(key: Any, specs: Mapping[str, Spec]) -> None:
     """Raise ConfigError if a setting of a line is unknown, contradicts another one, or has an impossible value."""
-    if training:
-        if "low_rank" not in specs or not set(_OF_TRAINING).issuperset(specs):
-            raise ConfigError(
-                f"space[{key!r}] has {sorted(specs)}: a layer that is trained has 'low_rank', and 'num_terms' if there "
-                "is more than one"
-            )
-        _check_values(key, specs, _LEAST | {"low_rank": 0})  # 0 keeps the layer dense.
-        return
     of_attention = not specs.keys().isdisjoint(_OF_ATTENTION)
     line_settings = _OF_ATTENTION if of_attention else _OF_LAYERS
     for name in specs:
@@ -145,7 +136,7 @@ def _check_settings(key: Any, specs: Mapping[str, Spec], training: bool) -> None
             all_settings = (*_OF_LAYERS, *_OF_ATTENTION) if not of_attention else line_settings
             names = ", ".join(map(repr, all_settings))
             raise ConfigError(f"space[{key!r}] has the unknown setting {name!r}: use some of {names}")
-    _check_values(key, specs, _LEAST)
+    _check_values(key, specs)
     if of_attention:
         _check_attention(key, specs)
         return
@@ -162,14 +153,14 @@ def _check_settings(key: Any, specs: Mapping[str, Spec], training: bool) -> None
         raise ConfigError(f"space[{key!r}] has the form {ranked[0]!r} and no rank: add 'rank' or 'share'")
 
 
-def _check_values(key: Any, specs: Mapping[str, Spec], least: Mapping[str, int]) -> None:
+def _check_values(key: Any, specs: Mapping[str, Spec]) -> None:
     for name, spec in specs.items():
         for value in grid(spec):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name in least and not (number and isinstance(value, int) and value >= least[name]):
+            if name in _LEAST and not (number and isinstance(value, int) and value >= _LEAST[name]):
                 raise ConfigError(
-                    f"space[{key!r}]: {name} {value!r} must be an integer, at least {least[name]}: use a list of them, "
-                    "or Int"
+                    f"space[{key!r}]: {name} {value!r} must be an integer, at least {_LEAST[name]}: use a list of "
+                    "them, or Int"
                 )
             if name == "share" and not (number and value > 0):
                 raise ConfigError(f"space[{key!r}]: share {value!r} must be a number above 0: use a list, or Float")
