@@ -155,7 +155,11 @@ class Trainer:
 
     @knows_settings
     def fit(self, train: Any, validation: Any = None) -> History:
-        """Train the model.
+        """Train the model, in training mode.
+
+        A model in evaluation mode, as ``from_pretrained`` of transformers returns it, is put into training mode by its
+        ``train`` method. In a model that is in training mode, single modules in evaluation mode, such as a frozen
+        BatchNorm, stay in it; a line of the log names them.
 
         Args:
             train: A DataLoader; or, with ``batch_size`` in the configuration, a Dataset, a list of samples or another
@@ -189,7 +193,10 @@ class Trainer:
                 stack.enter_context(deterministic_algorithms())
             stack.enter_context(workers_needed())
             exchange = stack.enter_context(catch_signals(self.config.grace_period_s))
+            was_training = self.model.training if self._engine is None else None
             self._start(train)
+            if (names := self._engine.train(was_training)) and get_rank() == 0:
+                _log.info("%d modules stay in evaluation mode: %s", len(names), list_names(names))
             feed = self._feed(train)
             resume_run(self.config.checkpoint_dir, self.config.resume, lambda path: self._load(path, feed))
             self._agree_on_progress("the start")
@@ -262,8 +269,9 @@ class Trainer:
             optimizer, self._trainable, self.config, is_extended=is_extended, uses_ddp=bool(engine.reduced)
         )
         self._engine, self.model, self.optimizer = engine, engine.model, optimizer
-        # Dropout differs between ranks with different samples, and agrees between ranks that share layers.
-        torch.manual_seed(self.config.seed + self._engine.rank)
+        # Dropout and random transforms differ between ranks with different samples, and agree between ranks that share
+        # layers.
+        seed_generators(self.config.seed + self._engine.rank)
 
     def _feed(self, data: Any, training: bool = True) -> Feed:
         engine, config = self._engine, self.config

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 from functools import partial
@@ -787,3 +788,90 @@ def test_states_of_callbacks_go_to_the_same_classes(tmp_path):
 def test_arguments_of_another_kind_are_said(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Trainer(arguments.pop("model", build()), **arguments).fit(DataLoader(samples(), 8))
+
+
+class Frozen(nn.BatchNorm1d):
+    """A BatchNorm that its own method keeps in evaluation mode, as detection models have it."""
+
+    calls = 0
+
+    def train(self, mode=True):
+        self.calls += 1
+        return super().train(False)
+
+
+def modes_of(model):
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("frozen", [nn.BatchNorm1d, Frozen])
+def test_a_model_is_trained_in_training_mode(is_whole, frozen, caplog):
+    """from_pretrained returns models in evaluation mode, which were trained without dropout and without a word."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8), frozen(8), nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8)), nn.Linear(8, 3)
+    )
+    if is_whole:
+        model.eval()
+    else:
+        model.train()
+        model[2].eval()
+        model[1].training = False
+    data = DataLoader(TensorDataset(torch.randn(12, 4), torch.randint(3, (12,))), 4)
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=1))
+    with caplog.at_level("INFO", "panther.train"):
+        trainer.fit(data, data)
+    norm_trains = is_whole and frozen is nn.BatchNorm1d
+    assert modes_of(model) == [True, True, norm_trains, *[is_whole] * 3, True]
+    assert bool(model[1].num_batches_tracked) == norm_trains
+    assert bool(model[2][1].num_batches_tracked) == is_whole
+    names = ["1"] * (not norm_trains) + ["2", "2.0", "2.1"] * (not is_whole)
+    assert ("stay in evaluation mode: " + ", ".join(names) in caplog.text) == bool(names)
+    model.eval()
+    trainer.fit(data)  # again, on the same Trainer
+    assert modes_of(model) == [True, True, frozen is nn.BatchNorm1d, True, True, True, True]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp"}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_model_in_evaluation_mode_is_trained_on_several_ranks(settings):
+    def work():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+        data = DataLoader(TensorDataset(torch.randn(16, 4), torch.randint(3, (16,))), 4)
+        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=1, **settings))
+        trainer.fit(data)
+        parts = trainer.model if isinstance(trainer.model, list) else [trainer.model]
+        return all(module.training for part in parts for module in part.modules())
+
+    assert on_ranks(work, 2) == [True, True]
+
+
+class Draws(Dataset):
+    """Samples with random transforms of every library."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]), torch.zeros(1)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_transforms_differ_between_ranks(num_workers):
+    """Without workers, numpy and Python drew the same numbers on all ranks, which augmented alike."""
+
+    def work():
+        draws = []
+        layer = nn.Linear(3, 1)
+        layer.register_forward_pre_hook(lambda module, inputs: draws.append(inputs[0]))
+        trainer = Trainer(layer, loss_fn=nn.MSELoss(), config=TrainConfig(epochs=1))
+        trainer.fit(DataLoader(Draws(), 2, num_workers=num_workers))
+        return torch.cat(draws).tolist()
+
+    first, second = (torch.tensor(each) for each in on_ranks(work, 2))
+    assert first.shape == second.shape == (4, 3)
+    assert (first != second).all()
+    assert (first != first[:1]).any(0).all()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
+from panther._torch import buffers_of, plain_name, tree_map_only, unsaved_buffers_of
 from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
@@ -71,6 +71,24 @@ class Engine(ABC):
         self.weight: float | None = None
         """Sum of the weights of this rank's batches in the last step, in units; None if every sample weighs 1."""
 
+    def train(self, was_training: bool | None) -> list[str]:
+        """Put the model into training mode by its own ``train``, and return the names of modules that are not in it.
+
+        Args:
+            was_training: Whether the whole model was in training mode. Modules that were in evaluation mode, such as a
+                frozen BatchNorm, then go back to it. None asks each part of the model.
+        """
+        names = []
+        for part in self.modules():
+            is_partial = part.training if was_training is None else was_training
+            frozen = [module for module in part.modules() if is_partial and module is not part and not module.training]
+            part.train()
+            for module in frozen:
+                # A method of the module itself may do more than to set the flags.
+                module.training = False if type(module).train is nn.Module.train else module.train(False).training
+            names += [plain_name(f"{name}.")[:-1] for name, module in part.named_modules() if not module.training]
+        return names
+
     @abstractmethod
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:
         """Add the gradients of the batches of one optimizer step to the parameters.
@@ -84,6 +102,7 @@ class Engine(ABC):
         """Return the weighted sum of the loss, the sums of metrics over samples, the weight and number of samples."""
         # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
         modes = [(module, module.training) for part in self.modules() for module in part.modules()]
+        part_modes = dict(modes)
         totals = torch.zeros(len(metrics) + 3, dtype=torch.float64)
         try:
             for part in self.modules():
@@ -92,6 +111,8 @@ class Engine(ABC):
                 for batch in batches:
                     totals += self.evaluate_batch(batch, metrics)
         finally:
+            for part in self.modules():
+                part.train(part_modes[part])  # a method of the model's own may do more than to set the flags
             for module, training in modes:
                 module.training = training
         return totals
