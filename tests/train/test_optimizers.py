@@ -379,3 +379,41 @@ def test_sparse_gradients_are_averaged_and_clipped_or_refused():
     assert_equal([weights(train(Embedded(), sgd, settings))], expected, atol=1e-6)  # of the denominator of the factor
     for number in range(2):
         assert_equal([outcome[0][number] for outcome in outcomes], expected, atol=1e-6)
+
+
+class Clamped(nn.Linear):
+    """A layer that limits its weight inside its forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def changing_models():
+    ids, kinds = {"dtype": torch.float64}, (nn.Embedding, nn.EmbeddingBag)
+    for setting in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        for kind in kinds:
+            model = Embedded()
+            model.rows = kind(10, 8, **ids, **setting)
+            yield next(iter(setting)), model
+    model = Embedded()
+    model.rows.sparse = False
+    model.head = Clamped(8, 8, dtype=torch.float64)
+    yield "the weight of the Clamped 'head' was changed inside its forward", model
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "replicate"])
+def test_what_a_strategy_cannot_reproduce_is_refused(name):
+    """Each rank limits the rows of its own samples, and FSDP loses what changes in gathered parameters."""
+
+    def run():
+        messages = []
+        for _, model in changing_models():
+            with pytest.raises(ConfigError) as caught:
+                train(model, functools.partial(torch.optim.SGD, lr=0.5), STRATEGIES.get(name, {"strategy": name}))
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in on_ranks(run, 2):
+        assert all(part in text for (part, _), text in zip(changing_models(), messages, strict=True))

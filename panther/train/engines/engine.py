@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import buffers_of, plain_name, tree_map_only, unsaved_buffers_of
+from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
 from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
+from panther.nn.io import unwrapped
 from panther.train.coordination.reductions import sum_over_ranks
 from panther.train.coordination.sharded_step import ShardedStep
 from panther.train.coordination.step_exchange import GradientCarrier
@@ -86,7 +87,7 @@ class Engine(ABC):
             for module in frozen:
                 # A method of the module itself may do more than to set the flags.
                 module.training = False if type(module).train is nn.Module.train else module.train(False).training
-            names += [plain_name(f"{name}.")[:-1] for name, module in part.named_modules() if not module.training]
+            names += [name for name, module in unwrapped(part).named_modules() if not module.training]
         return names
 
     @abstractmethod

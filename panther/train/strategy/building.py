@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._torch import parameters_of
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.comm_hooks import follow_loss_scale
@@ -23,6 +24,7 @@ from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import OF_PIPELINES
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
+from panther.nn.io import unwrapped
 from panther.train.config import TrainConfig
 from panther.train.coordination.step_exchange import GradientCarrier
 from panther.train.engines.engine import Engine
@@ -66,8 +68,8 @@ def set_up(
     else:
         device = torch.device("cpu") if is_empty else next(model.parameters()).device
     is_sharded = strategy not in ("single", "ddp", "zero1")
-    if is_sharded:
-        _check_dense_gradients(model, strategy)
+    if strategy != "single":
+        _check_embeddings(model, strategy, is_sharded)
     noted = note_optimizer(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
     fill = partial(_materialize, weights=config.initial_weights, seed=config.seed)
@@ -93,6 +95,8 @@ def set_up(
         engine = _distribute(model, config, layout_of(config, world), feed, common)
         if is_empty and is_sharded:
             fill(engine.model, device="cpu" if config.cpu_offload else device)
+        if engine.stages == 1 and not config.compile:
+            _refuse_writes(engine.model, strategy)
     trained = make_optimizer(optimizer, noted, named_parameters(engine), strategy=strategy, stages=engine.stages)
     batches = engine.size * batch_factor
     scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
@@ -131,14 +135,55 @@ def layout_of(config: TrainConfig, world: int) -> Layout:
     return layout.with_pipeline(config.pipeline_schedule, config.num_microbatches or layout.pp)
 
 
-def _check_dense_gradients(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError if the gradients of an embedding are sparse, which FSDP2 cannot send."""
+def _check_embeddings(model: nn.Module, strategy: str, is_sharded: bool) -> None:
+    """Raise ConfigError if an embedding has a setting that the strategy cannot reproduce."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        kind = type(module).__name__
+        if module.sparse and is_sharded:
             raise ConfigError(
-                f"the {type(module).__name__} {name!r} has sparse=True, and strategy={strategy!r} cannot send sparse "
-                "gradients: make it with sparse=False, or use strategy='ddp'"
+                f"the {kind} {name!r} has sparse=True, and strategy={strategy!r} cannot send sparse gradients: make it "
+                "with sparse=False, or use strategy='ddp'"
             )
+        if module.max_norm is not None:
+            raise ConfigError(
+                f"the {kind} {name!r} has max_norm={module.max_norm}, and would limit rows inside the forward, on each "
+                "rank only the rows of its own samples: limit all rows after each step, in a callback"
+            )
+        if module.scale_grad_by_freq:
+            raise ConfigError(
+                f"the {kind} {name!r} has scale_grad_by_freq=True, and would divide gradients by counts in the samples "
+                "of one rank: make it without, or train on one process"
+            )
+
+
+def _refuse_writes(model: nn.Module, strategy: str) -> None:
+    """Let the first forward raise ConfigError if a module changes a parameter of its own in it.
+
+    Each rank would change it for its own samples, and a change of gathered shards would be lost.
+    """
+    values: dict[nn.Module, list[tuple[str, Tensor, Tensor]]] = {}
+    handles = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        trained = {key: p for key, p in parameters_of(module).items() if p is not None and p.requires_grad}
+        values[module] = [(key, p, p.detach().clone()) for key, p in trained.items()]
+
+    def compare(name: str, module: nn.Module, *_: Any) -> None:
+        for key, p, value in values.pop(module, ()):
+            if not torch.equal(p.detach(), value) and not value.isnan().any():
+                raise ConfigError(
+                    f"the {key} of the {type(module).__name__} {name!r} was changed inside its forward, which "
+                    f"strategy={strategy!r} cannot reproduce: change it after each step, in a callback"
+                )
+
+    for name, module in unwrapped(model).named_modules():
+        if parameters_of(module):
+            handles.append(module.register_forward_pre_hook(note))
+            # Before FSDP's hook, which frees the gathered parameters.
+            handles.append(module.register_forward_hook(partial(compare, name), prepend=True))
+    handles.append(model.register_forward_hook(lambda *_: [handle.remove() for handle in handles] and None))
 
 
 def _materialize(model: Any, **settings: Any) -> None:
