@@ -75,10 +75,10 @@ def describe_value(
     if isinstance(value, types.MethodType):
         return f"{inner(value.__func__)} of {inner(value.__self__)}"
     if isinstance(value, types.FunctionType):
-        settings = [*_settings_of(value, is_whole)]
+        settings: list[tuple[Any, Any]] = [*_settings_of(value, is_whole)]
         name = f"{value.__qualname__} with the digest {digest(_describe_code(value.__code__).encode())}"
     elif isinstance(value, functools.partial):
-        name, settings = "partial", [("function", value.func), *enumerate(value.args), *value.keywords.items()]
+        name, settings = "partial", [("function", value.func), ("args", value.args), *value.keywords.items()]
     elif isinstance(value, types.ModuleType):
         return value.__name__
     elif isinstance(value, nn.Module) and not is_whole and depth < _DEPTH:
@@ -122,7 +122,7 @@ def _content_of_module(module: nn.Module, is_whole: bool) -> Iterable[tuple[str,
         yield from module.named_children()
 
 
-def _settings_of(function: types.FunctionType, is_whole: bool) -> Iterable[tuple[str, Any]]:
+def _settings_of(function: types.FunctionType, is_whole: bool) -> Iterable[tuple[Any, Any]]:
     """Yield the defaults and enclosed variables of a function; of a whole one also attributes and global variables."""
     code = function.__code__
     yield from enumerate(function.__defaults__ or ())

@@ -1,6 +1,6 @@
 """Settings of the whole process that Panther changes for a while, also in several threads at the same time."""
 
-__all__ = ["Block", "ProcessSetting", "environment_variable", "ignored_warnings"]
+__all__ = ["Block", "ProcessSetting", "ignored_warnings"]
 
 import os
 import re
@@ -8,9 +8,12 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, Self
+from typing import Any
+
+Block = AbstractContextManager[bool]
+"""What :meth:`ProcessSetting.held` returns."""
 
 
 class ProcessSetting:
@@ -31,12 +34,18 @@ class ProcessSetting:
         self._blocks: Counter[int] = Counter()  # the number of open blocks of each thread
         self._suspending: int | None = None  # the thread within `suspended`
         self._condition = threading.Condition()
-        if hasattr(os, "register_at_fork"):
+        if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._forget_other_threads)
 
-    def held(self) -> "Block":
-        """Return a block, for a ``with`` statement, within which the setting has ``value``."""
-        return Block(self)
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Let the setting have ``value`` within the block. Yields whether the thread is in no other block of it."""
+        thread = threading.get_ident()
+        is_outermost = self._begin(thread)
+        try:
+            yield is_outermost
+        finally:
+            self._end(thread)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -65,17 +74,15 @@ class ProcessSetting:
             while self._suspending not in (None, thread):
                 self._condition.wait()
             present = self.read()
-            is_changed = self._value is not None and present != self._value
-            if is_changed or not self._blocks:
+            if not self._blocks or (self._value is not None and present != self._value):
                 self._saved = present
-            is_first = thread not in self._blocks
-            self._blocks[thread] += count
-            if is_changed:
+            if self._value is not None and present != self._value:
                 self.write(self._value)
-            return is_first
+            self._blocks[thread] += count
+            return self._blocks[thread] == count
 
     def _end(self, thread: int, count: int = 1) -> None:
-        """Close blocks of a thread. The setting comes first, so that an interrupted call can be repeated."""
+        """Close blocks of a thread."""
         with self._condition:
             if self._blocks.total() == count and (self._value is None or self.read() == self._value):
                 self.write(self._saved)
@@ -85,53 +92,13 @@ class ProcessSetting:
 
     def _forget_other_threads(self) -> None:
         """Close the blocks of the threads that do not exist in a forked process."""
-        self._condition = threading.Condition()
-        thread = threading.get_ident()
-        if self._suspending != thread:
-            self._suspending = None
+        self._condition, thread = threading.Condition(), threading.get_ident()
+        self._suspending = thread if self._suspending == thread else None
         for other in self._blocks.keys() - {thread}:
             self._end(other, self._blocks[other])
 
 
-class Block:
-    """A block of code within which a :class:`ProcessSetting` has its value.
-
-    Attributes:
-        is_outermost: Whether the thread had no open block when this one began.
-    """
-
-    __slots__ = ("_setting", "_thread", "is_outermost")
-
-    def __init__(self, setting: ProcessSetting) -> None:
-        self._setting, self.is_outermost = setting, False
-        self._thread: int | None = None
-
-    def __enter__(self) -> Self:
-        thread = threading.get_ident()
-        self.is_outermost = self._setting._begin(thread)
-        self._thread = thread
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the block. Further calls change nothing."""
-        if self._thread is not None:
-            self._setting._end(self._thread)
-            self._thread = None
-
-
-def environment_variable(name: str, value: str) -> ProcessSetting:
-    """Return the setting of a variable of the environment, which a user may not have set."""
-
-    def write(content: str | None) -> None:
-        if content is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = content
-
-    return ProcessSetting(lambda: os.environ.get(name), write, value)
-
-
-def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> Block:
+def ignored_warnings(message: str = "", category: Any = Warning) -> Block:
     """Return a block that ignores warnings whose text begins with a regular expression, in all threads.
 
     ``warnings.catch_warnings`` restores the list of all filters, and so would undo what other threads did meanwhile.
@@ -140,7 +107,7 @@ def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> Bl
 
 
 @cache
-def _filter(message: str, category: type[Warning]) -> ProcessSetting:
+def _filter(message: str, category: Any) -> ProcessSetting:
     marked = f"(?#panther){message}"  # so that the user's filters differ
     entry = ("ignore", re.compile(marked, re.IGNORECASE), category, None, 0)
 

@@ -55,7 +55,7 @@ def preserved_generators(gpus: Iterable[int] = ()) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for setting in (_CPU_GENERATORS, *map(_gpu_generator, gpus)):
-            if not stack.enter_context(setting.held()).is_outermost:
+            if not stack.enter_context(setting.held()):
                 stack.callback(setting.write, setting.read())
         yield
 

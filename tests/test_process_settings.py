@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import panther as pr
-from panther._process_settings import ProcessSetting, environment_variable, ignored_warnings
+from panther._process_settings import ProcessSetting, ignored_warnings
 from panther._random_state import deterministic_algorithms, preserved_generators
 from panther._torch import compiler_stance, without_fake_log
 from panther.compression.calibration.runner import _EAGER, _SLOW_PATH
 from panther.errors import PerformanceWarning
 from panther.linalg.operand import full_precision
 
-_VARIABLE = environment_variable("PANTHER_TEST_VARIABLE", "1")
+
+def end(block):
+    """Return the function that ends a block."""
+    return lambda: block.__exit__(None, None, None)
 
 
 def _precisions():
@@ -40,8 +43,11 @@ _SETTINGS = {
     "deterministic": (deterministic_algorithms, _deterministic_modes, (True, False)),
     "stance": (_EAGER.held, compiler_stance, ("force_eager", False, None)),
     "fast path": (_SLOW_PATH.held, torch.backends.mha.get_fastpath_enabled, False),
-    "variable": (_VARIABLE.held, lambda: os.environ.get("PANTHER_TEST_VARIABLE"), "1"),
-    "log": (without_fake_log, lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled, True),
+    "log of fake tensors": (
+        without_fake_log,
+        lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled,
+        True,
+    ),
     "warnings": (lambda: ignored_warnings(category=PerformanceWarning), _filter_is_set, True),
 }
 
@@ -70,9 +76,9 @@ def test_of_two_blocks_the_last_to_end_restores_the_users_value(name, threads):
     first, second = make(), make()
     one(first.__enter__)
     two(second.__enter__)
-    one(first.__exit__)
+    one(end(first))
     assert read() == value
-    two(second.__exit__)
+    two(end(second))
     assert read() == before
     with make(), make():  # blocks of one thread in each other
         assert read() == value
@@ -91,9 +97,9 @@ def test_generators_have_their_states_again_after_two_blocks(threads):
     draw()
     two(second.__enter__)
     draw()
-    one(lambda: first.__exit__(None, None, None))
+    one(end(first))
     draw()
-    two(lambda: second.__exit__(None, None, None))
+    two(end(second))
     with preserved_generators():
         assert draw() == expected
     with preserved_generators():
@@ -113,8 +119,8 @@ def test_what_a_user_sets_meanwhile_stays_and_the_next_block_has_its_own_value(t
     medium = _precisions()
     two(second.__enter__)
     assert _precisions() == ("ieee", "ieee")
-    one(first.__exit__)
-    two(second.__exit__)
+    one(end(first))
+    two(end(second))
     assert _precisions() == medium != ("ieee", "ieee")
     with full_precision():
         torch.set_float32_matmul_precision("high")
@@ -129,10 +135,10 @@ def test_a_filter_of_warnings_goes_with_the_last_block_and_leaves_the_users_filt
         one(first.__enter__)
         two(second.__enter__)
         warnings.filterwarnings("always", "a filter of the user")
-        one(first.__exit__)
+        one(end(first))
         warnings.warn("ignored", PerformanceWarning, stacklevel=1)
         warnings.warn("of another kind", UserWarning, stacklevel=1)
-        two(second.__exit__)
+        two(end(second))
         warnings.warn("afterwards", PerformanceWarning, stacklevel=1)
         assert not _filter_is_set()
         assert any(entry[1] is not None and entry[1].pattern == "a filter of the user" for entry in warnings.filters)
@@ -153,7 +159,7 @@ def test_a_suspended_setting_does_not_change_until_the_end_of_the_suspension(thr
     waiting.start()
     assert values[-1] == "user"
     assert waiting.is_alive()
-    one(lambda: suspension.__exit__(None, None, None))
+    one(end(suspension))
     waiting.join(20)
     assert values[-1] == "run"
     with setting.suspended():  # other threads need the value
@@ -161,10 +167,10 @@ def test_a_suspended_setting_does_not_change_until_the_end_of_the_suspension(thr
     later = setting.suspended()
     one(later.__enter__)
     assert values[-1] == "run"
-    one(lambda: later.__exit__(None, None, None))
-    one(first.__exit__)
+    one(end(later))
+    one(end(first))
     assert values[-1] == "run"
-    second.__exit__()
+    end(second)()
     assert values[-1] == "user"
 
 
@@ -173,7 +179,8 @@ def test_a_suspended_setting_does_not_change_until_the_end_of_the_suspension(thr
 def test_a_forked_process_has_the_users_value_although_a_block_of_a_thread_was_open(threads):
     values = ["user"]
     setting = ProcessSetting(lambda: values[-1], values.append, "run")
-    threads[0](setting.held().__enter__)
+    block = setting.held()
+    threads[0](block.__enter__)
     process = os.fork()
     if not process:
         os._exit(values[-1] != "user")

@@ -11,14 +11,12 @@ __all__ = [
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther._process_settings import ProcessSetting
 from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
@@ -213,18 +211,14 @@ def _lines(path: Path) -> list[str]:
 @contextmanager
 def quietly(failure: str) -> Iterator[None]:
     """Keep transformers from printing bars and tables; turn its errors into a sentence that begins with ``failure``."""
-    with _log_settings()[0].held(), _log_settings()[1].held(), explained(failure):
-        yield
-
-
-@cache
-def _log_settings() -> tuple[ProcessSetting, ProcessSetting]:
     logging = require_extra("transformers", "transformers").utils.logging
-
-    def show_bars(is_shown: bool) -> None:
-        (logging.enable_progress_bar if is_shown else logging.disable_progress_bar)()
-
-    return (
-        ProcessSetting(logging.get_verbosity, logging.set_verbosity, logging.ERROR),
-        ProcessSetting(logging.is_progress_bar_enabled, show_bars, False),
-    )
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with explained(failure):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from math import inf, isfinite
@@ -227,12 +227,12 @@ class Runner:
         # A compiled model would be compiled again for every layer that is replaced temporarily. If torch._dynamo is not
         # loaded, nothing is compiled; loading it here would take a second and 40 MB.
         eager = _EAGER.held() if is_dynamo_loaded() else nullcontext()
-        slow_path = _SLOW_PATH.held()
+        paths = ExitStack()
         is_restored = False
 
         def restore() -> None:
             nonlocal is_restored
-            slow_path.__exit__()
+            paths.close()
             for parameter in trained:
                 parameter.requires_grad_(True)
             state.restore()
@@ -243,7 +243,7 @@ class Runner:
             try:
                 self._state, self.seed = state, seed
                 self._seed_generators(seed)
-                slow_path.__enter__()
+                paths.enter_context(_SLOW_PATH.held())
                 model.eval()
                 for parameter in trained:
                     parameter.requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from panther._process_settings import environment_variable
+from panther._process_settings import ProcessSetting
 from panther.compression.streaming.spool import freed_blocks_returned
 from panther.errors import CompressionError
 from panther.files.tensors import MAPPED, mapped_copy
@@ -21,7 +21,12 @@ _SMALLEST_BYTES = 1 << 16  # vectors are smaller, and a process may hold 65,530 
 # With this variable transformers converts in this thread, and each weight when the one before is in the model. By
 # default threads convert weights before they are needed, in memory and outside of this thread's modes. A version of
 # transformers that does not know the variable still does so: the values are equal, and more memory is taken.
-_ONE_WEIGHT_AT_A_TIME = environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1")
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+_ONE_WEIGHT_AT_A_TIME = ProcessSetting(
+    lambda: os.environ.get(_SEQUENTIAL),
+    lambda value: os.environ.pop(_SEQUENTIAL, None) if value is None else os.environ.update({_SEQUENTIAL: value}),
+    "1",
+)
 
 
 def mapped_from_pretrained(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> Any:
