@@ -7,9 +7,14 @@ from torch import nn
 from panther.compression.calibration.targets import select_targets
 from panther.compression.forms import inherit_flags
 from panther.compression.forms.low_rank import convert_low_rank
-from panther.compression.forms.metric import fit_weight, leading_components
+from panther.compression.forms.metric import factor, leading_components, metric_of, wide_dtype
 from panther.compression.moments import Moments
 from panther.nn import LowRankConv2d, LowRankLinear
+
+
+def fit_weight(target, moments, most, drift=None):
+    metric = metric_of(target, moments, drift)
+    return factor(metric.source, metric, most=most, seed=0, dtype=wide_dtype(target))
 
 
 def moment(n, rows, seed, groups=1, shift=0.0):
@@ -43,7 +48,7 @@ def test_linear_is_the_best_in_the_metric(bias, rank):
     (target,) = select_targets(model).targets
     A, mean, _ = moment(24, 400, 1, shift=0.5)
     G, _, _ = moment(20, 400, 2)
-    found = fit_weight(target, Moments(A, mean, G, 400), most=12, seed=0)
+    found = fit_weight(target, Moments(A, mean, G, 400), 12)
     W = model[0].weight.detach()[None]
     metric = A - mean[:, :, None] * mean[:, None, :] if bias else A
     layer = next(iter(convert_low_rank(target, found, rank, 0).values()))
@@ -69,7 +74,7 @@ def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
     (target,) = select_targets(model).targets
     A, mean, _ = moment(target.inner, 500, 1, groups)
     G, _, _ = moment(target.outer, 500, 2, groups)
-    found = fit_weight(target, Moments(A, mean, G, 500), most=4, seed=0)
+    found = fit_weight(target, Moments(A, mean, G, 500), 4)
     layer = next(iter(convert_low_rank(target, found, 4, 0).values()))
     W = target.matrices()
     D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
@@ -81,7 +86,7 @@ def test_without_statistics_it_is_the_truncated_svd():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40))
     (target,) = select_targets(model).targets
-    layer = next(iter(convert_low_rank(target, fit_weight(target, None, most=10, seed=0), 10, 0).values()))
+    layer = next(iter(convert_low_rank(target, fit_weight(target, None, 10), 10, 0).values()))
     expected = LowRankLinear.from_linear(model[0], 10)
     torch.testing.assert_close(layer.weight, expected.weight, rtol=1e-4, atol=1e-5)
 
@@ -99,8 +104,8 @@ def test_fitted_to_drifted_inputs():
     exact = (model[0](x[0]).detach() + model[0](z[0]).detach()) / 2
     errors = {}
     for name, found in (
-        ("old", fit_weight(target, own, most=6, seed=0)),
-        ("new", fit_weight(target, own, most=6, seed=0, drift=drift)),
+        ("old", fit_weight(target, own, 6)),
+        ("new", fit_weight(target, own, 6, drift)),
     ):
         layer = next(iter(convert_low_rank(target, found, 6, 0).values()))
         errors[name] = (layer(z[0]) - exact).square().mean().item()
@@ -121,9 +126,9 @@ def test_dead_inputs_and_a_zero_weight():
     x = torch.randn(300, 3, dtype=torch.float64) @ torch.randn(3, 20, dtype=torch.float64)
     x[:, 10:] = 0
     own = Moments((x.T @ x / 300)[None], x.mean(0)[None], torch.zeros(1, 20, 20, dtype=torch.float64), 300)
-    layer = next(iter(convert_low_rank(first, fit_weight(first, own, most=6, seed=0), 6, 0).values()))
+    layer = next(iter(convert_low_rank(first, fit_weight(first, own, 6), 6, 0).values()))
     assert (layer(x.float()) - model[0](x.float())).abs().max() < 1e-4  # rank 3 is all there is
-    zero = next(iter(convert_low_rank(second, fit_weight(second, own, most=6, seed=0), 6, 0).values()))
+    zero = next(iter(convert_low_rank(second, fit_weight(second, own, 6), 6, 0).values()))
     torch.testing.assert_close(zero(x.float()), model[1](x.float()))
     zero(x.float()).square().sum().backward()
     assert zero.down.grad.any()  # unused components can learn
@@ -136,7 +141,7 @@ def test_flags_dtype_and_memory_format(dtype):
     model[0].eval()
     new = {}
     for target in select_targets(model).targets:
-        new |= convert_low_rank(target, fit_weight(target, None, most=4, seed=0), 4, 0)
+        new |= convert_low_rank(target, fit_weight(target, None, 4), 4, 0)
     inherit_flags(new)
     conv, linear = (new[module] for module in model)
     assert {parameter.dtype for layer in new.values() for parameter in layer.parameters()} == {dtype}
@@ -158,6 +163,6 @@ def test_large_weights_take_the_randomized_svd():
     most = leading_components(target, 530, 0.1 * 530)
     assert most == 2 * int(0.1 * 530)
     assert leading_components(target, 530, 530.0) == 530
-    layer = next(iter(convert_low_rank(target, fit_weight(target, None, most=most, seed=0), most, 0).values()))
+    layer = next(iter(convert_low_rank(target, fit_weight(target, None, most), most, 0).values()))
     error = (layer.weight.detach() - model[0].weight).norm() / sigma[most:].norm()
     assert 0.999 < error < 1.002

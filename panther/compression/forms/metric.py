@@ -6,7 +6,7 @@ weighted norm). Where a layer has a bias, A is the covariance of its inputs and 
 their mean, which is the best bias for every W.
 """
 
-__all__ = ["RIDGE", "Fit", "Metric", "factor", "fit_weight", "leading_components", "metric_of", "wide_dtype"]
+__all__ = ["RIDGE", "Fit", "Metric", "factor", "leading_components", "metric_of", "wide_dtype"]
 
 from dataclasses import dataclass
 
@@ -121,12 +121,6 @@ def metric_of(target: Target, moments: Moments | None, drift: Moments | None = N
         source = torch.cholesky_solve((W @ cross).mT, L).mT
     R = None if moments.G is None else _root(moments.G, ridge).mT
     return Metric(source, L, R, (mean, (W @ target_mean[..., None])[..., 0]) if biased else None)
-
-
-def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Moments | None = None) -> Fit:
-    """Split a target's weight into ``most`` components in the metric of :func:`metric_of`."""
-    metric = metric_of(target, moments, drift)
-    return factor(metric.source, metric, most=most, seed=seed, dtype=wide_dtype(target))
 
 
 def factor(

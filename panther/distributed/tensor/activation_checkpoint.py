@@ -5,7 +5,7 @@ of a sketched layer, x [S1 | U2], are few, and computing them takes half of the 
 communication (Z. Wang et al., "BOOST", 2025, arXiv:2512.12131, use the same scheme with low-rank layers).
 """
 
-__all__ = ["CHECKPOINTED", "checkpoint_blocks_", "inner_product_policy"]
+__all__ = ["checkpoint_blocks_", "inner_product_policy"]
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -26,9 +26,6 @@ from panther.distributed.tensor._linear import (
 )
 from panther.errors import ConfigError
 from panther.nn import LowRankLinear, SKLinear
-
-CHECKPOINTED = ("selective", "full")
-"""Kinds of activation checkpointing."""
 
 _PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torch.ops.aten.bmm.default: 1}
 """Matrix products, with the position of their right factor."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from panther.compression.calibration.targets import Selector
 from panther.compression.linearization.survey import is_attention
 from panther.errors import ConfigError
 
@@ -134,6 +133,3 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
-
-
-Key = Selector | Group
