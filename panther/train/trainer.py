@@ -46,7 +46,7 @@ from panther.train.loading.loader_workers import workers_needed
 from panther.train.meter import Meter
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
-from panther.train.optimization.parameter_groups import ParameterGroups
+from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
 from panther.train.optimization.trainable import LossParameters, TrainableSet, average_gradients, list_names
 from panther.train.resuming import SAVED_ATTRIBUTES, read_progress, resume_run
 from panther.train.run_directory import locked_directory
@@ -148,6 +148,7 @@ class Trainer:
         self._built_in: list[BuiltInCallback] = []
         self._meter = Meter()
         self._has_stepped = False  # in this process
+        self._is_resumed = False  # whether a checkpoint was loaded and the callbacks have not started since then
         self._pending: Any = None  # the checkpoint that is being written
         self._validated_at = -1
         self._saved_at: tuple[int, ...] = ()
@@ -299,7 +300,7 @@ class Trainer:
         saved = read_progress(path, loaded.extra)
         if self._groups.add_saved(loaded.optimizer_groups or [], saved.peak_rates):
             checkpoint.load(path, self.model, self.optimizer)  # again, with the states of the added groups
-        self.step, self.history = loaded.step, saved.history
+        self.step, self.history, self._is_resumed = loaded.step, saved.history, True
         self._meter.sums = saved.loss_sums
         self._meter.elapsed_s, self._meter.device_seconds = saved.elapsed_s, saved.device_seconds
         if restored := self._trainable.restore(saved.trainable):
@@ -360,7 +361,9 @@ class Trainer:
         self.total_steps = config.max_steps or (windows_per_epoch and windows_per_epoch * int(epochs))
         if self.total_steps is None and config.schedule in ("linear", "cosine"):
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
-        self._notify("on_start")
+        with saved_settings_stay(self.optimizer.param_groups if self._is_resumed else []):
+            self._notify("on_start")
+        self._is_resumed = False
         self._votes = StopVotes(self.callbacks, self.stop)
         self.stop = self._ends = self._votes.ends
         self._checked_at = self.step

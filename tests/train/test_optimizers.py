@@ -7,11 +7,12 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import nn
+from torch.utils.data import TensorDataset
 from whole_batches import STRATEGIES, At, assert_equal, build, plain, train, weights
 
 from panther.errors import ConfigError
 from panther.optim import MuonAdamW, SketchedAdamW, sketched_param_groups
-from panther.train import Callback
+from panther.train import Callback, TrainConfig, Trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -417,3 +418,67 @@ def test_what_a_strategy_cannot_reproduce_is_refused(name):
 
     for messages in on_ranks(run, 2):
         assert all(part in text for (part, _), text in zip(changing_models(), messages, strict=True))
+
+
+class Rates(Callback):
+    """A scheduler that is made in on_start, as on the page about training; it notes the rates of all groups."""
+
+    saved = None
+
+    def __init__(self, make):
+        self.make, self.rates = make, []
+
+    def note(self, trainer):
+        keys = ("lr", "momentum")
+        self.rates.append([float(group[key]) for group in trainer.optimizer.param_groups for key in keys])
+
+    def on_start(self, trainer):
+        self.scheduler = self.make(trainer.optimizer)
+        if self.saved is not None:
+            self.scheduler.load_state_dict(self.saved)
+        self.note(trainer)
+
+    def on_step(self, trainer, loss):
+        self.scheduler.step()
+        self.note(trainer)
+
+    def state_dict(self):
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state):
+        self.saved = state
+
+
+L = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "ExponentialLR": lambda o: L.ExponentialLR(o, 0.5),
+    "LinearLR": lambda o: L.LinearLR(o, 0.1, total_iters=7),
+    "LambdaLR": lambda o: L.LambdaLR(o, lambda i: min(1, i / 3) * max(0, 1 - i / 20)),
+    "SequentialLR": lambda o: L.SequentialLR(o, [L.LinearLR(o, total_iters=3), L.CosineAnnealingLR(o, 10)], [3]),
+    "ChainedScheduler": lambda o: L.ChainedScheduler([L.ConstantLR(o, 0.1, 4), L.ExponentialLR(o, 0.9)]),
+    "OneCycleLR": lambda o: L.OneCycleLR(o, 0.3, total_steps=12),
+    "CyclicLR": lambda o: L.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "CosineAnnealingWarmRestarts": lambda o: L.CosineAnnealingWarmRestarts(o, 4),
+    "PolynomialLR": lambda o: L.PolynomialLR(o, 9, 2.0),
+}
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_on_start_makes_resumes_with_the_rates_of_a_whole_run(name, rate, tmp_path):
+    def sgd(model):
+        groups = [{"params": [p], "lr": rate / (1 + i)} for i, p in enumerate(model.parameters())]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def rates_of(folder, steps):
+        callback, model = Rates(SCHEDULERS[name]), nn.Linear(4, 3)
+        config = TrainConfig(max_steps=steps, batch_size=4, schedule="callback", checkpoint_dir=str(folder))
+        data = TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))
+        Trainer(model, sgd(model), nn.CrossEntropyLoss(), config, [callback]).fit(data)
+        return torch.tensor(callback.rates, dtype=torch.float64)
+
+    expected = rates_of(tmp_path / "whole", 9)
+    rates_of(tmp_path / "parts", 5)
+    begin = isinstance(rate, torch.Tensor)  # the rate is restored after on_start, which notes the first one
+    resumed = rates_of(tmp_path / "parts", 9)
+    torch.testing.assert_close(resumed[begin:], expected[5 + begin :], rtol=1e-6, atol=0)

@@ -1,17 +1,50 @@
 """The parameter groups of a run's optimizer: their learning rates in each step, and parameters that join later."""
 
-__all__ = ["ParameterGroups"]
+__all__ = ["ParameterGroups", "saved_settings_stay"]
 
-from collections.abc import Sequence
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
 from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
 from panther.train.optimization.trainable import TrainableSet, list_names
+
+
+class _SavedGroup(dict[str, Any]):
+    """The group of an optimizer whose settings were loaded: schedulers of torch do not change them."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self or sys._getframe(1).f_globals.get("__name__") != lr_scheduler.__name__:
+            super().__setitem__(key, value)
+
+
+@contextmanager
+def saved_settings_stay(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Let schedulers that are made within the block leave the settings of groups as a checkpoint had them.
+
+    The constructor of a scheduler sets the rates of the first step, and its ``load_state_dict``, which callbacks call
+    next, does not set the rates that were saved. Rates that are tensors, which schedulers write in place, are restored.
+    """
+    loaded, rates = groups[:], [copy.deepcopy(group["lr"]) for group in groups]
+    groups[:] = map(_SavedGroup, groups)
+    try:
+        yield
+    finally:
+        for group, present, rate in zip(loaded, groups, rates, strict=False):
+            group.clear()
+            group.update(present)
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+        groups[: len(loaded)] = loaded
 
 
 class ParameterGroups:
