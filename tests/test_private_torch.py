@@ -33,7 +33,10 @@ OTHER_LIBRARIES = {
     "multiprocessing": {"_inheriting"},
     "os": {"_exit"},
     "sys": {"_current_frames", "_getframe"},
-    "peft": {"_check_target_module_exists", "_hf_hook", "_prepare_adapter_config", "_maybe_include_all_linear_layers", "_register_custom_module"},
+    "peft": {
+        "_check_target_module_exists", "_hf_hook", "_prepare_adapter_config", "_maybe_include_all_linear_layers",
+        "_register_custom_module",
+    },
     "transformers": {
         "_apply_gate", "_attn_implementation", "_auto_class", "_attn_implementation_internal", "_hf_peft_config_loaded",
         "_init_weights", "_is_expert_parallel", "_keys_to_ignore_on_load_unexpected", "_name_or_path", "_tp_plan",
