@@ -443,10 +443,16 @@ def has_forward_of_convolution(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
     """Return whether a module has forward or backward hooks, optionally ignoring forward pre-hooks.
 
-    torch has no public function that returns hooks.
+    The hooks that transformers leaves on modules after a forward that returned hidden states do not count. torch has no
+    public function that returns hooks.
     """
-    hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
-    return any(hooks if beside_forward_pre else [*hooks, module._forward_pre_hooks])
+    tables = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
+    if not beside_forward_pre:
+        tables.append(module._forward_pre_hooks)
+    capturing = "transformers.utils.output_capturing"
+    return any(
+        table and any(getattr(hook, "__module__", None) != capturing for hook in table.values()) for table in tables
+    )
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

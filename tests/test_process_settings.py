@@ -16,6 +16,7 @@ from panther._process_settings import ProcessSetting, ignored_warnings
 from panther._random_state import deterministic_algorithms, preserved_generators
 from panther._torch import compiler_stance, without_fake_log
 from panther.compression.calibration.runner import _EAGER, _SLOW_PATH
+from panther.compression.streaming import spool
 from panther.errors import PerformanceWarning
 from panther.linalg.operand import full_precision
 
@@ -43,6 +44,7 @@ _SETTINGS = {
     "deterministic": (deterministic_algorithms, _deterministic_modes, (True, False)),
     "stance": (_EAGER.held, compiler_stance, ("force_eager", False, None)),
     "fast path": (_SLOW_PATH.held, torch.backends.mha.get_fastpath_enabled, False),
+    "heap limit": (spool.freed_blocks_returned, lambda: spool._heap_limit[0], 2**20),
     "log of fake tensors": (
         without_fake_log,
         lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled,

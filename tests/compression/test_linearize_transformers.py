@@ -175,6 +175,15 @@ def test_maps_are_learned_from_texts_that_are_padded_before(family):
     assert errors[1] == pytest.approx(errors[0], rel=1e-3)
 
 
+def test_a_model_that_returned_its_hidden_states_is_converted_like_one_that_never_ran():
+    """transformers leaves hooks on attention modules, which were refused as hooks of the user."""
+    models = [fresh("llama"), fresh("llama")]
+    models[1](**batches("llama")[0], output_hidden_states=True)
+    reports = [pr.linearize_(model, calibration=batches("llama"), **OPTIONS | {"steps": 1}) for model in models]
+    assert len(reports[0].layers) == len(reports[1].layers) == 2
+    assert torch.equal(*(output(model, batches("llama")[1]) for model in models))
+
+
 def test_some_layers_stay_exact():
     model, data = fresh("llama"), batches("llama")
     report = pr.linearize_(model, data, exclude="*layers.0*", **OPTIONS)

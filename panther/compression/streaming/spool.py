@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from panther._process_settings import Block, ProcessSetting
 from panther._torch import storage_key
 from panther.compression.streaming.values import Decoder, Encoder
 from panther.errors import CompressionError, FormatError
@@ -289,20 +290,26 @@ def check_free(folders: Sequence[DiskNeeds]) -> None:
         )
 
 
-@contextmanager
-def freed_blocks_returned() -> Iterator[None]:
+# glibc does not tell its limit, and its own one ends up here in a process that has freed large blocks.
+_heap_limit = [_LARGEST_HEAP_BYTES]
+
+
+def _set_heap_limit(num_bytes: int) -> None:
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, num_bytes)
+    _heap_limit[0] = num_bytes
+
+
+_RETURNED = ProcessSetting(lambda: _heap_limit[0], _set_heap_limit, _LARGE_BYTES)
+
+
+def freed_blocks_returned() -> Block:
     """Give large blocks back to the system as they are freed, within the block, where the C library is glibc.
 
     Its heap keeps freed blocks of up to 32 MB otherwise, and can be several times as large as what is in it.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    try:
-        if set_option is not None:
-            set_option(_MMAP_THRESHOLD, _LARGE_BYTES)
-        yield
-    finally:
-        if set_option is not None:  # where glibc's own limit ends up in a process that has freed large blocks
-            set_option(_MMAP_THRESHOLD, _LARGEST_HEAP_BYTES)
+    return _RETURNED.held()
 
 
 def _file_name(name: str) -> str:
