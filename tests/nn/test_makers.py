@@ -132,7 +132,7 @@ def test_layers_of_torch_that_are_subclasses_are_taken():
     assert (LowRankLinear.from_linear(layer, 40).weight - layer.weight).norm() < 1e-4
     eighth = nn.Linear(48, 40)
     eighth.weight = nn.Parameter(eighth.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match="has a weight of type Tensor, torch.float8_e4m3fn: compress a plain"):
+    with pytest.raises(ValueError, match=r"has a weight of type Tensor, torch\.float8_e4m3fn: compress a plain"):
         LowRankLinear.from_linear(eighth, 4)
     lazy = nn.LazyConv2d(16, 3)
     with pytest.raises(ValueError, match="has no weight yet"):
