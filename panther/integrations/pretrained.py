@@ -82,7 +82,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"
     transformers: Any = require_extra("transformers", "transformers")
     check_flag("expand", expand)
-    folder = Path(dir)
+    folder = Path(dir, kwargs.pop("subfolder", None) or "")
     if not folder.is_dir():
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
     manifest = saved_manifest(folder)
@@ -176,7 +176,8 @@ def _check_scales(
         is_used = name not in unexpected and name.rpartition(".")[0] not in compressed
         if place.dtype not in _SCALED or not is_used or (present is not None and present.dtype is place.dtype):
             continue
-        scale = next((each for each in unexpected if each.startswith(name.removesuffix(".weight"))), None)
+        layer = name.removesuffix(".weight").removeprefix(prefix)
+        scale = next((each for each in unexpected if f".{layer}" in f".{each}" or "scale" in each), None)
         if scale is not None or not (has_quantizer or place.dtype.is_floating_point):
             raise FormatError(
                 f"{name!r} in {folder} is {place.dtype}, and its scales{f' {scale!r}' if scale else ''} would not be "

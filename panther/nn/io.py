@@ -389,7 +389,9 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
         manifest["checksums"] = None
     keys = ("weights", "modules", "aliases", "checksums")
     weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
-    for name in (weights, *(manifest.get("files") or ())):
+    if not isinstance(files := manifest.get("files", []), list):
+        raise FormatError(f"{path}: 'files' must be a list of names")
+    for name in (weights, *files):
         check_plain_name(name, path)
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")

@@ -207,7 +207,12 @@ def check_loaded(model: nn.Module, info: Mapping[str, Iterable[str]]) -> None:
                 f"of a {type(model).__name__}: load the folder in the class that was saved, by "
                 "pr.from_pretrained(folder), and take a part from that model"
             )
-    compressed = {name.rpartition(".")[0] for name in info["unexpected_keys"] if name.rpartition(".")[2] in MARKS}
+    unexpected = set(info["unexpected_keys"])
+    compressed = {
+        layer
+        for layer, _, key in (name.rpartition(".") for name in unexpected)
+        if key in MARKS and (key != "scales" or f"{layer}.record" in unexpected)  # GPTQ and AWQ have scales, too
+    }
     endings = {end: layer for layer in compressed for end in _endings(layer)}
     for missing_name in sorted(missing_names):
         name = missing_name.removesuffix(".weight")
@@ -219,8 +224,8 @@ def _unnamed(layer: str) -> FormatError:
     return FormatError(
         f"the weights files hold {layer!r} as a compressed layer of Panther, and the config that was used does not "
         "name it, so that it would be filled with random numbers: load the folder by pr.from_pretrained(folder), in "
-        "the class that was saved and without config=, and take a part from that model; if config.json has lost its "
-        "entry 'quantization_config', save the model again"
+        "the class that was saved and without config=, and take a part from that model; if config.json has no entry "
+        "'quantization_config', save the model again by its save_pretrained or pr.save_compressed, which write it"
     )
 
 
