@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import panther as pr
 from panther.errors import FormatError
+from panther.files.records import record_checksum
 from panther.nn.base import CompressedModule
 
 transformers = pytest.importorskip("transformers")
@@ -401,6 +403,8 @@ def scaled(folder, dtype, scale_name):
         (torch.float8_e4m3fn, lambda name: name + "_scale_inv"),  # DeepSeek
         (torch.float8_e4m3fn, lambda name: name.removesuffix("weight") + "scale_weight"),  # ComfyUI
         (torch.float8_e5m2, lambda name: name.removesuffix("weight") + "input.amax"),
+        (torch.float8_e4m3fn, lambda name: "scaled_fp8." + name),
+        (torch.float8_e4m3fn, lambda name: "quant." + name.removeprefix("model.").removesuffix("weight") + "s"),
         (torch.int8, lambda name: name + "_scale"),
         (torch.int8, lambda name: name.removesuffix("weight") + "SCB"),  # bitsandbytes
         (torch.int8, lambda name: "all.scales.of." + name),
@@ -501,3 +505,143 @@ def test_layers_that_a_model_shares_by_a_pattern_are_saved_once(tmp_path):
     names = [name for name in load_file(tmp_path / "model/model.safetensors") if "shared_transformer" in name]
     assert {name.partition(".shared")[0] for name in names} == {"model.layers.1"}
     assert_saved_and_loaded(loaded, tokens(), tmp_path / "again", pr.from_pretrained)
+
+
+@pytest.mark.parametrize("kind", ["two models of one config", "a model and its part"])
+def test_threads_save_models_that_share_configs(kind, tmp_path):
+    """People save checkpoints in the background. Each folder had the record of one of the models, at random."""
+    if kind == "two models of one config":
+        config = bert().config
+        models = [compressed(transformers.BertModel(config).eval(), form) for form in ("int8", "low_rank")]
+        inputs = tokens()
+    else:
+        whole = compressed(clip())
+        models, inputs = [whole, whole.vision_model], images()
+    second = threading.Thread(target=models[1].save_pretrained, args=(tmp_path / "second",))
+
+    def save_the_second(*args):
+        if not second.ident:
+            second.start()
+            second.join(0.2)
+
+    models[0].register_state_dict_pre_hook(save_the_second)
+    models[0].save_pretrained(tmp_path / "first")
+    second.join()
+    for name, model in zip(("first", "second"), models, strict=True):
+        loaded, part = type(model).from_pretrained(tmp_path / name).eval(), model
+        if kind == "a model and its part" and name == "first":
+            loaded, part = loaded.vision_model, model.vision_model
+        assert torch.equal(output(loaded, inputs), output(part, inputs))
+        assert not any(entries_of(model))
+
+
+def test_a_folder_in_a_folder_is_checked_itself(tmp_path):
+    """As pipelines of diffusers are laid out. The files of the outer folder were checked in place of the inner ones."""
+    outer, model = save(bert("BertForMaskedLM"), tmp_path), compressed(bert())
+    pr.save_compressed(model, outer / "encoder")
+    loaded = pr.from_pretrained(outer, subfolder="encoder")
+    assert type(loaded) is transformers.BertModel
+    assert torch.equal(output(loaded, tokens()), output(model, tokens()))
+    state = load_file(outer / "encoder/model.safetensors")
+    state["pooler.dense.bias"] += 1
+    (outer / "encoder/panther.json").rename(outer / "panther.json")
+    with pytest.raises(FormatError, match=r"encoder/panther\.json is lost"):
+        pr.from_pretrained(outer, subfolder="encoder")
+    scaled(outer / "decoder", torch.float8_e4m3fn, lambda name: name + "_scale")
+    with pytest.raises(FormatError, match=r"decoder is torch\.float8_e4m3fn, and its scales .* would not be applied"):
+        pr.from_pretrained(outer, subfolder="decoder")
+
+
+@pytest.mark.parametrize("kind", ["inside of a PeftModel", "on a part", "deleted"])
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_adapters_in_a_model_are_not_saved_as_layers_of_it(kind, tmp_path):
+    """The folder could not be opened. Dense models get random layers from such folders."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    make = clip if kind == "on a part" else llama
+    models = [compressed(make()), compressed(make())]
+    for model in models:
+        if kind == "inside of a PeftModel":
+            peft.get_peft_model(model, adapters)
+        else:
+            (model.vision_model if kind == "on a part" else model).add_adapter(adapters)
+        if kind == "deleted":
+            model.delete_adapter("default")
+    with pytest.raises(
+        FormatError, match=r"layers have adapters of PEFT \(first '.*self_attn\.q_proj'\), which from_p"
+    ):
+        models[0].save_pretrained(tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    pr.save_compressed(models[0], tmp_path)
+    with pytest.raises(FormatError, match=r"holds no config\.json, .* call pr\.load_compressed"):
+        pr.from_pretrained(tmp_path)
+    pr.load_compressed(tmp_path, models[1])
+    inputs = (images(), tokens()) if kind == "on a part" else (tokens(),)
+    parts = [model.vision_model if kind == "on a part" else model for model in models]
+    assert torch.equal(output(parts[1], inputs[0]), output(parts[0], inputs[0]))
+
+
+def with_trained_scales(model):
+    torch.manual_seed(1)
+    for module in model.modules():
+        if hasattr(module, "train_scales_"):
+            module.train_scales_()
+            torch.nn.init.normal_(module.scale_logs, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_trained_scales_continue_from_a_checkpoint(is_tied, tmp_path):
+    """A run of the Trainer that continued began with rounded scales, and learned less than one that did not stop."""
+    model = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied)))
+    logs = {name: value for name, value in model.named_parameters() if name.endswith("scale_logs")}
+    loaded = type(model).from_pretrained(save(model, tmp_path))
+    assert torch.equal(output(loaded.eval(), tokens()), output(model, tokens()))
+    assert logs
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in logs.items())
+    restored = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied)))
+    restored.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)  # as the Trainer does
+    assert all(torch.equal(restored.get_parameter(name), value) for name, value in logs.items())
+    expected = output(model, tokens())
+    torch.testing.assert_close(output(loaded.dequantize(), tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_gptq_are_not_called_layers_of_panther(tmp_path):
+    """They have scales, too; a user was told to open the folder in a way that fails alike."""
+    folder = save(llama(), tmp_path)
+    state = load_file(folder / "model.safetensors")
+    for name in [name for name in state if "proj" in name]:
+        del state[name]
+        layer = name.removesuffix("weight")
+        state |= {layer + "qweight": torch.zeros(4, 32, dtype=torch.int32), layer + "scales": torch.ones(1, 32)}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"does not fit the LlamaForCausalLM .* missing model\.layers\.0\.mlp"):
+        pr.from_pretrained(folder)
+
+
+def test_a_model_without_generation_config_is_saved(tmp_path):
+    model = compressed(llama())
+    model.generation_config = None
+    loaded = pr.from_pretrained(pr.save_compressed(model, tmp_path))
+    assert torch.equal(output(loaded, tokens()), output(model, tokens()))
+
+
+@pytest.mark.parametrize("files", [5, True, "generation_config.json", {"a": 1}])
+def test_further_files_of_a_manifest_are_a_list(files, tmp_path):
+    manifest = json.loads((pr.save_compressed(compressed(bert()), tmp_path) / "panther.json").read_text())
+    manifest = {key: value for key, value in manifest.items() if key != "checksum"} | {"files": files}
+    (tmp_path / "panther.json").write_text(json.dumps(manifest | {"checksum": record_checksum(manifest)}))
+    for load in (pr.from_pretrained, lambda folder: pr.load_compressed(folder, bert())):
+        with pytest.raises(FormatError, match=r"panther\.json: 'files' must be a list of names"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("parts", [5, "x", [5], [{"modules": {}}], [{"modules": {"layer": 5}}], {"modules": {}}])
+def test_parts_of_a_damaged_config(parts, tmp_path):
+    folder = save(compressed(bert()), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["parts"] = parts
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in (transformers.AutoModel.from_pretrained, pr.from_pretrained):
+        with pytest.raises(FormatError, match="is damaged, 'modules' must name each layer"):
+            load(folder)

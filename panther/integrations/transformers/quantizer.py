@@ -100,9 +100,11 @@ class PantherConfig(_configs.QuantizationConfigMixin):
                 f"the model's quantization_config has version {version!r} and this Panther reads 1 to "
                 f"{CONFIG_VERSION}: use the Panther that wrote it ({panther_version}), or a newer one"
             )
-        records = [modules, *(part.get("modules") if isinstance(part, Mapping) else None for part in parts)]
+        entries = parts if isinstance(parts, Sequence) else [None]
+        parts_records = [part.get("modules") if isinstance(part, Mapping) else None for part in entries]
         if modules is not None and not all(
-            isinstance(each, Mapping) and all(isinstance(spec, Mapping) for spec in each.values()) for each in records
+            isinstance(each, Mapping) and all(isinstance(spec, Mapping) for spec in each.values())
+            for each in [modules, *(records or None for records in parts_records)]
         ):
             raise FormatError(
                 "the model's quantization_config is damaged, 'modules' must name each layer with its class and "
@@ -272,7 +274,8 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             return None, {}
         set_quantization_config_(model)
         declare_ties_(model, transformers.PreTrainedModel)  # the scales of one layer of a pair may be trained now
-        state = inference_state(model) if self.state is None else dict(self.state)
+        # A run of the Trainer continues from these files, so factors of scales that are trained are not rounded.
+        state = inference_state(model, keep_logs=True) if self.state is None else dict(self.state)
         addresses = set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
         copies: dict[str, Tensor] = {}
@@ -303,7 +306,11 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             if isinstance(module, CompressedModule):
                 put_layer(model, name, _dense(module).to(dtype))
         layers_replaced(model)
-        model.tie_weights()  # type: ignore[operator]
+        weights: Any = model.state_dict()
+        ties: Any = model.all_tied_weights_keys
+        # Weights differ if the scales of an embedding and its head were trained separately.
+        if all(torch.equal(weights[target], weights[source]) for target, source in ties.items()):
+            model.tie_weights()  # type: ignore[operator]
         return model
 
     def is_serializable(self) -> bool:

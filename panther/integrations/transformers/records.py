@@ -8,6 +8,7 @@ config, because transformers may load it alone from the folder.
 __all__ = ["layers_replaced", "model_files", "saving"]
 
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ from panther.nn.specs import config_entry, module_specs
 
 transformers: Any = require_extra("transformers", "transformers")
 _dynamic_modules: Any = require_extra("transformers.dynamic_module_utils", "transformers")
+
+# Models share configs with their parts and with other models, and different threads may save these models.
+_one_save = threading.RLock()
 
 
 def layers_replaced(model: Any) -> None:
@@ -49,6 +53,11 @@ def saving(
         FormatError: If ``from_pretrained`` could not build the model again.
         SketchMismatchError: If a seed is damaged.
     """
+    with _one_save:
+        yield from _described(model, specs, state)
+
+
+def _described(model: Any, specs: Mapping[str, Any] | None, state: Mapping[str, Tensor] | None) -> Iterator[None]:
     if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved, without a config
         yield
         return
@@ -59,6 +68,12 @@ def saving(
             "pr.from_pretrained(folder, expand=True)"
         )
     specs = module_specs(model) if specs is None else specs
+    if specs and (adapters := _adapters_in(model)):
+        raise FormatError(
+            f"{len(adapters)} of the layers have adapters of PEFT (first {adapters[0]!r}), which from_pretrained does "
+            "not build: save the adapters by save_pretrained of the PeftModel, or of the part with adapters, and the "
+            "model before it gets them, or after unload() of the PeftModel"
+        )
     quantizer = present = getattr(model, "hf_quantizer", None)
     if specs and not isinstance(quantizer, PantherQuantizer | None):
         raise FormatError(
@@ -83,6 +98,15 @@ def saving(
             # The quantizer of a model that was loaded keeps the entry up to date.
             if present is None or config is not model.config or not is_ours(values["quantization_config"]):
                 _set(config, values)
+
+
+def _adapters_in(model: Any) -> list[str]:
+    """Return the names of the modules of PEFT in a model, which stand around layers of the model."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+    ]
 
 
 def _settings(model: Any, specs: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
@@ -145,8 +169,8 @@ def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
     These are config.json, generation_config.json of a model that generates, and the code of a model that was loaded
     with ``trust_remote_code=True``.
     """
-    if not isinstance(getattr(model, "hf_quantizer", None), PantherQuantizer | None):
-        return {}  # config.json describes the layers of a different method
+    if not isinstance(getattr(model, "hf_quantizer", None), PantherQuantizer | None) or _adapters_in(model):
+        return {}  # config.json describes the layers of a different method, or names no adapters
     config, entry = model.config, config_entry(specs) if specs else None
     with saving(model, specs), tempfile.TemporaryDirectory() as folder:
         previous_values = dict(vars(config))
@@ -160,7 +184,7 @@ def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
                 config.auto_map = dict(getattr(config, "auto_map", None) or {})
                 _dynamic_modules.custom_object_save(model, folder, config=config)
             config.save_pretrained(folder)
-            if model.can_generate():
+            if model.can_generate() and model.generation_config is not None:
                 model.generation_config.save_pretrained(folder)
         finally:
             vars(config).clear()

@@ -357,12 +357,12 @@ def form_in(record: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def inference_state(model: nn.Module) -> dict[str, Any]:
+def inference_state(model: nn.Module, *, keep_logs: bool = False) -> dict[str, Any]:
     """Return the state_dict of a model with the scales of quantized layers as files hold them.
 
-    Trained factors are multiplied in, and records have no checksum. Scales that other code cast to a wider dtype, for
-    example parameters named in transformers' ``_keep_in_fp32_modules``, are cast back. Scales that this would change
-    stay in the wider dtype, and ``module_specs`` refuses them.
+    Trained factors are multiplied in, unless ``keep_logs`` is True, and records have no checksum. Scales that other
+    code cast to a wider dtype, for example parameters named in transformers' ``_keep_in_fp32_modules``, are cast back.
+    Scales that this would change stay in the wider dtype, and ``module_specs`` refuses them.
     """
     state: dict[str, Any] = {plain_name(name): value for name, value in model.state_dict().items()}
     folded: dict[tuple[int, int], Tensor] = {}
@@ -378,7 +378,7 @@ def inference_state(model: nn.Module) -> dict[str, Any]:
             key = prefix + name
             if scales is None or key not in state:
                 continue
-            if logs is not None:
+            if logs is not None and not keep_logs:
                 state.pop(prefix + logs_name, None)
                 scales = folded.setdefault((id(scales), id(logs)), fold_scales(scales, logs))
                 state[key] = scales
