@@ -68,7 +68,8 @@ def _wrap(models: ModuleType) -> None:
         if "panther.nn.base" not in sys.modules and not _is_recorded(model):
             return save(model, *args, **kwargs)  # no layer is compressed, and the adapter needs not be imported
         state = kwargs.get("state_dict", args[2] if len(args) > 2 else None)  # folder, is_main_process, state_dict
-        with _adapter().saving(model, state=state):
+        folder = kwargs.get("save_directory", args[0] if args else None)
+        with _adapter().saving(model, folder, state=state):
             return save(model, *args, **kwargs)
 
     @functools.wraps(load)

@@ -418,6 +418,8 @@ def saved_manifest(folder: Path) -> dict[str, Any] | None:
     if os.path.lexists(folder / INFERENCE_MANIFEST):
         manifest = inference_manifest(folder)
         weights = weights_path(folder, manifest)
+    if manifest is not None and not weights.exists() and (folder / f"{_WEIGHTS}.index.json").is_file():
+        return None  # the weights were saved again, in shards
     metadata = stored_metadata(weights)
     if manifest is None and metadata and _MARK in metadata:
         raise FormatError(

@@ -296,12 +296,25 @@ def test_a_manifest_of_an_older_save_is_not_applied(save_newer, tmp_path, caplog
     model = compressed(llama(tie_word_embeddings=False))
     model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if save_newer == "in shards" else {}))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(output(loaded, tokens()), output(model, tokens()))
+    assert torch.equal(output(pr.from_pretrained(tmp_path), tokens()), output(model, tokens()))
     if save_newer == "save_pretrained":
-        assert torch.equal(output(loaded, tokens()), output(model, tokens()))
-        assert torch.equal(output(pr.from_pretrained(tmp_path), tokens()), output(model, tokens()))
         assert "is of an older save, whose weights were replaced: it is ignored" in caplog.text
     with pytest.raises(FormatError):
         pr.load_compressed(tmp_path, llama(tie_word_embeddings=False))
+
+
+def test_shards_replace_the_weights_of_an_older_save(tmp_path):
+    """transformers leaves weights in one file beside new shards, and reads them."""
+    save(compressed(llama()), tmp_path)
+    model = compressed(llama(hidden_size=64))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    for load in (transformers.AutoModelForCausalLM.from_pretrained, pr.from_pretrained):
+        assert torch.equal(output(load(tmp_path).eval(), tokens()), output(model, tokens()))
+    save(model, tmp_path)
+    model.save_pretrained(tmp_path, variant="other", max_shard_size="20KB")  # beside the weights
+    assert (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("replacement", [None, "folder", "FIFO", "link"])

@@ -7,6 +7,7 @@ config, because transformers may load it alone from the folder.
 
 __all__ = ["layers_replaced", "model_files", "saving"]
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from panther._torch import plain_name
 from panther.errors import FormatError, require_extra
 from panther.integrations.transformers.quantizer import PantherConfig, PantherQuantizer, is_ours
+from panther.nn.base import CompressedModule
 from panther.nn.linears import plain_pairs
 from panther.nn.quantized.conversions import keep_expert_names_
 from panther.nn.quantized.ties import declare_ties_
@@ -40,12 +42,17 @@ def layers_replaced(model: Any) -> None:
 
 @contextmanager
 def saving(
-    model: Any, specs: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None
+    model: Any,
+    folder: str | os.PathLike[str] | None = None,
+    specs: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
     """Make the configs of a model describe its layers, and give it a quantizer, while it is saved.
 
     Args:
         model: A PreTrainedModel.
+        folder: Where ``save_pretrained`` saves it. Weights in one file of an older save are removed if the new ones are
+            shards, because transformers would read the one file; it removes older shards itself.
         specs: The records of its compressed layers; None for the layers that it has.
         state: The tensors that are saved, from a caller that gathered them; None for the model's own.
 
@@ -53,8 +60,21 @@ def saving(
         FormatError: If ``from_pretrained`` could not build the model again.
         SketchMismatchError: If a seed is damaged.
     """
+    single, index = (Path(folder or ".") / name for name in ("model.safetensors", "model.safetensors.index.json"))
+    previous = [_modified(path) for path in (single, index)]
     with _one_save:
         yield from _described(model, specs, state)
+    is_sharded = folder is not None and _modified(index) not in (None, previous[1])
+    if (
+        is_sharded
+        and _modified(single) == previous[0]
+        and any(isinstance(x, CompressedModule) for x in model.modules())
+    ):
+        single.unlink(missing_ok=True)
+
+
+def _modified(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def _described(model: Any, specs: Mapping[str, Any] | None, state: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -172,7 +192,7 @@ def model_files(model: Any, specs: Mapping[str, Any]) -> dict[str, bytes]:
     if not isinstance(getattr(model, "hf_quantizer", None), PantherQuantizer | None) or _adapters_in(model):
         return {}  # config.json describes the layers of a different method, or names no adapters
     config, entry = model.config, config_entry(specs) if specs else None
-    with saving(model, specs), tempfile.TemporaryDirectory() as folder:
+    with saving(model, specs=specs), tempfile.TemporaryDirectory() as folder:
         previous_values = dict(vars(config))
         try:
             if entry is not None or is_ours(getattr(config, "quantization_config", None)):
