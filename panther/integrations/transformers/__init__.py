@@ -18,6 +18,9 @@ from panther.integrations.transformers.quantizer import (
     resize_token_embeddings_,
     set_quantization_config_,
 )
+
+# For the import hook and the commands.
+from panther.integrations.transformers.quantizer import put_compressed_ as put_compressed_
 from panther.integrations.transformers.records import layers_replaced as layers_replaced
 from panther.integrations.transformers.records import model_files as model_files
 from panther.integrations.transformers.records import saving as saving
