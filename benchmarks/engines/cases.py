@@ -75,9 +75,9 @@ def _quantized(
     layer = pr.nn.QuantizedLinear(INPUTS, OUTPUTS, bits, group_size=group_size, **options)
     if bits is not None:  # A new layer has the middle codes for zero, and a correction of zero.
         if not symmetric:
-            layer.zeros.random_(2**bits)
+            layer.zeros = layer.zeros.clone().random_(2**bits)  # a layer refuses writes in place
         if layer.low_rank:
-            layer.left.random_(-127, 128)
+            layer.left = layer.left.clone().random_(-127, 128)
     return layer
 
 

@@ -232,7 +232,7 @@ def test_another_config_is_refused_whatever_is_imported_first(imports, tmp_path)
     base, folder = save(bert(), tmp_path / "base"), save(compressed(bert()), tmp_path / "folder")
     code = f"import sys\n{imports.partition(',')[0]}\nfrom transformers import BertModel, BertConfig\n{imports}\n" + (
         "try: BertModel.from_pretrained(sys.argv[1], config=BertConfig.from_pretrained(sys.argv[2]))\n"
-        "except panther.FormatError as error: print('refused', error)"
+        "except panther.errors.FormatError as error: print('refused', error)"
     )
     assert "refused" in waits.run([sys.executable, "-c", code, str(folder), str(base)], check=True).stdout
 
