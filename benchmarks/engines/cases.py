@@ -185,6 +185,8 @@ def write(name: str, engine: str, folder: Path) -> Path:
         _write_torchao(model, out)
     else:
         target = {"linears": "linears", "onnxruntime": "onnx"}.get(engine, "torch")
+        if target == "linears":  # which needs no sample
+            arguments = arguments[:2]
         _export([str(small), "--to", target, "--out", str(out), *arguments])
     _write_record(folder, name, engine, x, y)
     return folder
