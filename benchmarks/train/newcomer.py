@@ -61,12 +61,12 @@ def _readme_script() -> str:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     network = next(block for block in blocks if "def network" in block)
     trained = next(block for block in blocks if "Trainer(" in block)
-    before_loop, _, _ = network.partition("for _ in range")
     # The loop of the comparison has 128 random samples, and so has this script: reading digits would count too.
-    before_data, _, after_data = before_loop.partition("digits = ")
-    model = after_data[after_data.index("model = ") :]
+    before_data, _, after_data = network.partition("digits = ")
+    model = after_data.partition("\nmodel = train(")[2].partition(")\n")[0]
     before_data = re.sub(r"^from sklearn.*\n", "", before_data, flags=re.MULTILINE)
-    return f"{before_data}x, target = torch.randn(128, 64), torch.randint(10, (128,))\n{model}{trained}"
+    data = "x, target = torch.randn(128, 64), torch.randint(10, (128,))"
+    return f"{before_data}{data}\nmodel = {model}\n{trained}"
 
 
 README_SCRIPT = _readme_script()

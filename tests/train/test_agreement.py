@@ -127,7 +127,7 @@ DIFFERENCES = {
     ),
     "optimizer's partial": (
         lambda: {"optimizer": functools.partial(torch.optim.SGD, lr=by_rank(0.1, 0.2))},
-        "the optimizer is partial(SGD, lr=0.1) on rank 0 and partial(SGD, lr=0.2) on rank 1",
+        "the optimizer is partial(function=SGD, args=[], lr=0.1) on rank 0 and partial(function=SGD, args=[], lr=0.2)",
     ),
     "optimizer's groups": (
         lambda: {"optimizer": grouped(by_rank(0.0, 0.1))},
@@ -150,7 +150,7 @@ DIFFERENCES = {
         "weight=torch.float32 (3,) with the digest",
     ),
     "loss's own attribute": (lambda: {"loss_fn": Sharpened(by_rank(1, 2))}, "power=2"),
-    "enclosed number": (lambda: {"loss_fn": smooth(by_rank(1, 2))}, "power=1 on rank 0"),
+    "enclosed number": (lambda: {"loss_fn": smooth(by_rank(1, 2))}, "power=1) on rank 0"),
     "code of a function": (lambda: {"loss_fn": changed_code(get_rank())}, "with the digest"),
     "metrics": (lambda: {"metrics": by_rank(None, {"zero": lambda output, target: 0.0})}, "metrics={} on rank 0 and"),
     "callback with a state": (
