@@ -27,7 +27,8 @@ INTERNAL = {
         "install_command",
         "require_extra",
     },
-    "panther.integrations.import_hook": {"register_with_transformers"},  # called by panther itself
+    "panther.integrations.import_hook": {"MARKS", "register_with_transformers"},  # used by panther itself
+    "panther.integrations.pretrained": {"read_config", "without_hub_kernels"},
     "panther.integrations.transformers": {"PantherQuantizer"},
     "panther.integrations.peft": {"CompressedLoraModel"},
 }
