@@ -85,9 +85,9 @@ def weight_refusal(module: nn.Module) -> str | None:
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in parameters_of(module):
-        held = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
-        if held and not any(name.startswith("weight_") for name in parameters_of(module)):
-            return f"has a weight that is {held}: register it as an nn.Parameter first"
+        place = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
+        if place and not any(name.startswith("weight_") for name in parameters_of(module)):
+            return f"has a weight that is {place}: register it as an nn.Parameter first"
         return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
     weight = parameters_of(module)["weight"]
     if weight is None or is_lazy(weight):

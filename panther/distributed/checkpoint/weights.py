@@ -115,8 +115,8 @@ def stored_weights(folder: Path) -> StoredWeights:
     if (folder / ".metadata").is_file():
         files = _DCPReader(folder)
         return StoredWeights(folder, files, {}, {name: name for name in files.read_metadata().state_dict_metadata})
-    if (saved := saved_manifest(folder)) is not None:
-        return _inference_weights(folder, saved)
+    if (inference := saved_manifest(folder)) is not None:
+        return _inference_weights(folder, inference)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} holds no weights: give a folder with safetensors, a checkpoint of "

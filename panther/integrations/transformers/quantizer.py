@@ -1,13 +1,8 @@
-"""Compressed models in transformers: ``save_pretrained``, ``from_pretrained`` and everything that builds on them.
-
-``import panther`` registers the quantization method "panther", and this module is imported when transformers uses it. A
-folder that ``save_pretrained`` writes holds transformers' own config.json and sharded safetensors; config.json says
-which layers are compressed, and ``AutoModel*.from_pretrained`` builds them, in any process that has imported Panther.
-"""
+"""The quantizer "panther" of transformers, which builds compressed layers on loading and returns tensors on saving."""
 
 __all__ = [
-    "CompressCallback", "PantherConfig", "PantherQuantizer", "resize_token_embeddings_", "set_quantization_config_",
-    "write_model_card",
+    "CompressCallback", "PantherConfig", "PantherQuantizer", "is_ours", "put_compressed_", "resize_token_embeddings_",
+    "set_quantization_config_",
 ]  # fmt: skip
 
 import re
@@ -23,7 +18,6 @@ from panther._torch import buffers_of
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
-from panther.integrations.transformers.model_card import write_model_card
 from panther.integrations.transformers.saved_weights import (
     SavedWeights,
     leave_out_zeros_,
