@@ -1,6 +1,6 @@
 """What optimizers that contain AdamW have in common: the checks of their groups, and AdamW's step."""
 
-__all__ = ["CheckedGroups", "check_adamw_settings", "step_adamw"]
+__all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"]
 
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
+_WIDE_STATES = ("exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
 # Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
 _ABSENT_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -49,6 +50,17 @@ class CheckedGroups(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`; moments are float32 or wider, where torch has the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved_group["params"], strict=True):
+                dtype = moment_dtype(p)
+                saved, state = state_dict["state"].get(index, {}), self.state.get(p, {})
+                for key in _WIDE_STATES:
+                    if key in saved and state[key].dtype != dtype:
+                        state[key] = saved[key].to(state[key].device, dtype, copy=True)
+
     def _refuse_capture(self) -> None:
         """Raise RuntimeError in the capture of a CUDA graph, which would replay the present count of steps."""
         if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
@@ -78,8 +90,15 @@ def check_adamw_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be in [0, 1), not {group['betas']}")
 
 
+def moment_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's moments: its own one, or float32 for half precision."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableMapping[Any, Any]) -> None:
     """Change parameters that have gradients by AdamW, with the settings of their group.
+
+    Parameters of half precision are changed in float32, one after the other, and rounded once.
 
     Args:
         group: The settings.
@@ -90,17 +109,21 @@ def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableM
         if not states[p]:
             states[p] |= {
                 "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
+                "exp_avg": torch.zeros_like(p, dtype=moment_dtype(p)),
+                "exp_avg_sq": torch.zeros_like(p, dtype=moment_dtype(p)),
             }
-    if parameters:
+    half = [p for p in parameters if p.dtype != moment_dtype(p)]
+    for batch in ([p for p in parameters if p.dtype == moment_dtype(p)], *([p] for p in half)):
+        if not batch:
+            continue
+        wide = [p.to(moment_dtype(p)) for p in batch]
         adamw(
-            parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]
-            [states[p]["exp_avg"] for p in parameters],
-            [states[p]["exp_avg_sq"] for p in parameters],
+            wide,
+            [p.grad.to(moment_dtype(p)) for p in batch],  # type: ignore[union-attr]
+            [states[p]["exp_avg"] for p in batch],
+            [states[p]["exp_avg_sq"] for p in batch],
             [],
-            [states[p]["step"] for p in parameters],
+            [states[p]["step"] for p in batch],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -109,3 +132,6 @@ def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableM
             eps=group["eps"],
             maximize=False,
         )
+        for p, changed in zip(batch, wide, strict=True):
+            if changed is not p:
+                p.copy_(changed)

@@ -12,7 +12,6 @@ from torch import Tensor
 from panther.errors import ConfigError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.sketched_checks import (
-    SKETCHED_STATES,
     check_group_settings,
     check_parameter,
     check_sketch,
@@ -290,14 +289,6 @@ class SketchedAdamW(CheckedGroups):
                 check_state(*self.entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
         super().load_state_dict(state_dict)
         self._has_agreed = False  # the groups may have other seeds now
-        for (number, place), index in zip(entries, indices, strict=True):
-            p = self.param_groups[number]["params"][place]
-            for key in SKETCHED_STATES:
-                saved = state_dict["state"].get(index, {}).get(key)
-                # A model of another dtype may have saved the state.
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                if saved is not None and self.state[p][key].dtype != dtype:
-                    self.state[p][key] = saved.to(self.state[p][key].device, dtype, copy=True)
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
         if not is_sketched(parameter, group):
