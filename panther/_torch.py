@@ -27,7 +27,6 @@ __all__ = [
     "checkpoint_wrapped_",
     "children_of",
     "compiler_stance",
-    "copy_without_values",
     "default_store",
     "default_timeout_set",
     "disable_dispatch_modes",
@@ -285,24 +284,6 @@ def put_parameters(module: nn.Module, tensors: dict[str, Any]) -> None:
     The public fallback is ``torch.func.functional_call``, which calls a module as a whole.
     """
     module.__dict__["_parameters"] = tensors
-
-
-def copy_without_values(module: nn.Module) -> nn.Module:
-    """Return shallow copies of a module and its children, whose parameters are zeros that take no memory.
-
-    They are on the CPU in float32: on the meta device, a mean imports modules of torch for seconds. What the forward of
-    the copy assigns to attributes does not change the module. ``copy.copy`` would share the dictionaries of parameters,
-    buffers and children, and ``copy.deepcopy`` would copy what hooks refer to.
-    """
-    copy: nn.Module = module.__new__(type(module))
-    parameters = {
-        name: None if parameter is None else nn.Parameter(torch.zeros((), device="cpu").expand(parameter.shape))
-        for name, parameter in module._parameters.items()
-    }
-    children = {name: None if child is None else copy_without_values(child) for name, child in module._modules.items()}
-    copies = {"_parameters": parameters, "_buffers": dict(module._buffers), "_modules": children}
-    copy.__dict__.update({**vars(module), **copies})
-    return copy
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

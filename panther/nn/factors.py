@@ -71,12 +71,12 @@ def check_dense(dense: Any, kind: type[nn.Module], maker: str) -> None:
 
 
 def overrides_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a subclass may compute something else than its base; a convolution may also pad its input."""
+    """Return whether a subclass may compute something else than its base."""
     subclass: Any = type(module)
     if issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        from panther.nn.conv.padding import only_pads  # here, because the package of convolutions imports this module
+        from panther.nn.conv.padded import only_convolves  # here, because panther.nn.conv imports this module
 
-        return subclass.__call__ is not kind.__call__ or not only_pads(module)
+        return subclass.__call__ is not kind.__call__ or not only_convolves(module)
     return subclass.__call__ is not kind.__call__ or subclass.forward is not kind.forward
 
 

@@ -414,7 +414,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
         approximated in rank ``rank / groups``.
 
         Args:
-            conv: The layer to approximate. A subclass that only pads its input gives a layer with this padding.
+            conv: The layer to approximate.
             rank: As in the constructor.
             seed: Seed of the randomized SVD and of unused components.
 

@@ -22,7 +22,7 @@ from panther._torch import children_of, has_packed_weights, put_child, storage_k
 from panther.compression.calibration.sentence_transformers import PLAIN, plain_modules
 from panther.errors import CompressionError
 from panther.nn.base import CompressedModule
-from panther.nn.conv.padding import only_pads, padding_of
+from panther.nn.conv.padded import only_convolves
 from panther.nn.factors import settings_refusal, weight_refusal
 from panther.nn.quantized.stacked import StackedExperts, is_experts, stacked_names
 
@@ -226,7 +226,7 @@ def geometry_of(module: nn.Module) -> tuple[Any, ...]:
     """Return all that says how a convolution unfolds its input; of other layers an empty tuple."""
     if not isinstance(module, nn.Conv2d):
         return ()
-    sizes = (module.kernel_size, module.stride, padding_of(module), module.dilation)
+    sizes = (module.kernel_size, module.stride, module.padding, module.dilation)
     # As text, because subclasses may have lists.
     return *map(str, sizes), module.groups, module.padding_mode
 
@@ -429,9 +429,11 @@ def _refusal(
         and not is_named_type
     ):
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
-    if isinstance(module, nn.Conv2d) and not is_named_type and not only_pads(module):
+    # A subclass may pad its input in its forward, so that only its own type counts, and not that of its base.
+    own_types = [kind for kind in included if isinstance(kind, type) and kind not in nn.Conv2d.__mro__]
+    if isinstance(module, nn.Conv2d) and not only_convolves(module) and not _is_named_type(module, own_types):
         return (
-            "is a subclass, whose forward may do more than pad the input and convolve: name its type in include= if it "
+            "is a subclass, whose forward may do more than convolve with its padding: name its type in include= if it "
             "does not"
         )
     if not any(is_selected(selector, names, holder) for selector in included):

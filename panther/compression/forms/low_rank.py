@@ -16,7 +16,6 @@ from panther.compression.forms.base import LOW_RANK, Form, FormSettings, Option,
 from panther.compression.forms.metric import Fit, leading_components, wide_dtype
 from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.nn import LowRankConv2d, LowRankLinear, SKConv2d, SKLinear
-from panther.nn.conv.padding import padding_of
 from panther.nn.conv.product import take_format_
 from panther.nn.factors import overrides_forward
 
@@ -122,7 +121,7 @@ def _layer(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> LowRank
     options: Any = {"bias": has_bias, "device": "meta", "dtype": weight.dtype}
     if isinstance(module, nn.Conv2d):
         conv = LowRankConv2d(
-            module.in_channels, module.out_channels, module.kernel_size, module.stride, padding_of(module),
+            module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding,
             module.dilation, module.groups, padding_mode=module.padding_mode, rank=rank * module.groups, **options,
         ).to_empty(device=weight.device)  # fmt: skip
         conv.set_factors_(left, right, seed)

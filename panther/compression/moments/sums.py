@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
 from panther.linalg.operand import driver
-from panther.nn.conv.padding import pad_input, padding_of
+from panther.nn.conv.padding import pad_input
 
 _CHUNK = 2**22  # entries of unfolded input at a time
 # Rows of a block. In float32, the rounding error of a sum of this many squares is below the one of the products.
@@ -180,9 +180,7 @@ def input_rows(module: nn.Module, x: Tensor, groups: int) -> Iterator[Tensor]:
         yield x[None]
         return
     x = x if x.dim() == 4 else x[None]  # Conv2d also takes a single image without a batch dimension
-    x, padding = pad_input(
-        x, module.kernel_size, module.stride, padding_of(module), module.dilation, module.padding_mode
-    )
+    x, padding = pad_input(x, module.kernel_size, module.stride, module.padding, module.dilation, module.padding_mode)
     per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
     for part in x.split(max(1, _CHUNK // per_sample)):
         columns = F.unfold(

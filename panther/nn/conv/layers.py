@@ -118,8 +118,7 @@ class _SKConv(ConvGeometry, SketchedModule):
         rows.
 
         Args:
-            conv: The layer to approximate, with the same number of dimensions. It is not changed. A subclass that only
-                pads its input gives a layer with this padding.
+            conv: The layer to approximate, with the same number of dimensions. It is not changed.
             *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
             num_terms: As in the constructor.
             low_rank: As in the constructor.

@@ -1,11 +1,12 @@
 """Dense convolutions with the paddings of compressed convolutions that torch.nn does not have."""
 
-__all__ = ["PaddedConv1d", "PaddedConv2d", "PaddedConv3d", "dense_conv"]
+__all__ = ["PaddedConv1d", "PaddedConv2d", "PaddedConv3d", "dense_conv", "only_convolves"]
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from panther._torch import has_forward_of_convolution
 from panther.nn.conv.padding import CONVOLUTIONS, is_plain, pad_input
 from panther.nn.sketch_sizes import check_padding
 
@@ -13,7 +14,7 @@ from panther.nn.sketch_sizes import check_padding
 class _PaddedConv:
     """A convolution of torch.nn that takes ``padding="same_upper"`` or a pair (before, after) for each dimension.
 
-    Compressed layers of subclasses that pad their input become such a layer where they become dense again.
+    Compressed layers with such a padding become this layer where they become dense again.
     """
 
     def __init__(self, *args: Any, padding: Any = 0, **options: Any) -> None:
@@ -58,3 +59,8 @@ def dense_conv(dim: int, *args: Any, padding: Any = 0, **options: Any) -> Any:
     takes = padding in words if isinstance(padding, str) else isinstance(padding, int) or is_plain(tuple(padding))
     classes: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if takes else (PaddedConv1d, PaddedConv2d, PaddedConv3d)
     return classes[dim - 1](*args, padding=padding, **options)
+
+
+def only_convolves(conv: nn.Module) -> bool:
+    """Return whether a convolution has the forward of torch.nn or of this module, and not that of a subclass."""
+    return has_forward_of_convolution(conv) or getattr(type(conv), "forward", None) is _PaddedConv.forward

@@ -144,8 +144,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         As :meth:`QuantizedLinear.from_linear` for the unfolded weight.
 
         Args:
-            conv: The layer to approximate. It is not changed. A subclass that only pads its input gives a layer with
-                this padding.
+            conv: The layer to approximate. It is not changed.
             bits: As in the constructor.
             group_size: As in the constructor.
             low_rank: As in the constructor, at most the smaller size of the unfolded weight.
