@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 _WIDE_STATES = ("exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
 # Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
 _ABSENT_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable")
+# Keys that change no step: of torch's groups, of its schedulers, and labels that schedulers of other libraries read.
+_PASSIVE_KEYS = {
+    *("params", "param_names", "foreach", "fused", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"),
+    *("swa_lr", "name", "lr_scale"),
+}
 
 
 class CheckedGroups(torch.optim.Optimizer):
@@ -73,7 +78,15 @@ class CheckedGroups(torch.optim.Optimizer):
 
     def _check_group(self, number: int) -> None:
         """Raise an error if the group of this number cannot be used."""
-        check_adamw_settings(self.param_groups[number])
+        group = self.param_groups[number]
+        check_adamw_settings(group)
+        unknown = group.keys() - self.defaults.keys() - _PASSIVE_KEYS - set(_ABSENT_SETTINGS)
+        if unknown:
+            key = min(unknown)
+            raise ValueError(
+                f"a group has {key}={group[key]!r}, which {type(self).__name__} does not read: leave it out, or add "
+                "labels for other code to optimizer.param_groups"
+            )
 
 
 def check_adamw_settings(group: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ class MuonAdamW(CheckedGroups):
         super()._check_group(number)
         _check_matrices(self.param_groups[number])
 
+    @torch.compiler.disable  # the step takes locks and compares ranks, which a graph cannot hold
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of the closure, or None without a closure.

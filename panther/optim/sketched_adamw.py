@@ -61,7 +61,8 @@ class SketchedAdamW(CheckedGroups):
         betas: Decay rates of the moments.
         eps: Term of the denominator.
         weight_decay: Weight decay.
-        seed: Seed of the projections, equal on all ranks; None draws one from torch's default generator.
+        seed: Seed of the projections, equal on all ranks; None is 0, so that replicas are equal whatever their
+            generators are.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -111,7 +112,9 @@ class SketchedAdamW(CheckedGroups):
         seed: int | None = None,
     ) -> None:
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
-        super().__init__(params, settings | {"weight_decay": weight_decay, "seed": check_seed(seed)})
+        super().__init__(
+            params, settings | {"weight_decay": weight_decay, "seed": check_seed(0 if seed is None else seed)}
+        )
         self.period_signs = PeriodSigns()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,10 +122,10 @@ class SketchedAdamW(CheckedGroups):
         self.period_signs = PeriodSigns()  # copies and unpickled optimizers are not made by __init__
 
     def _check_group(self, number: int) -> None:
-        super()._check_group(number)
         group = self.param_groups[number]
-        group["seed"] = check_seed(group["seed"])
         check_group_settings(group)
+        super()._check_group(number)
+        group["seed"] = check_seed(0 if group["seed"] is None else group["seed"])
         for index in range(len(self.param_groups[number]["params"])):
             check_sketch(*self.entry(number, index))
 
@@ -201,6 +204,7 @@ class SketchedAdamW(CheckedGroups):
         # an AssertionError about missing gradients.
         return self.steps_in_backward
 
+    @torch.compiler.disable  # signs depend on counts and on names, which a graph would hold as constants
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of the closure, or None without a closure.

@@ -20,14 +20,26 @@ from panther.errors import CheckpointError, ShapeError, check_size
 from panther.optim.sketched_update import UPDATES
 
 SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# Under these names wrappers hold a module: DistributedDataParallel, DataParallel and AveragedModel, torch.compile,
+# activation checkpointing, the older FSDP, and Lightning Fabric.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+_OTHER_SETTINGS = {
+    "update_proj_gap": "period= takes its value",
+    "scale": "updates have the size of Adam's at the same lr, so leave it out",
+    "scale_type": "update='channel' or 'tensor' takes its value",
+    "proj": "projections have random signs, so leave it out",
+    "proj_type": "projections act on the shorter side, so leave it out",
+}
+"""What to do with settings of GaLore and APOLLO."""
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers of modules add."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name
+    """Return the name of a parameter without the parts that wrappers add, and without modules that are named so.
+
+    A model may have an attribute ``module`` of its own. Every layout has its name, whatever wraps the model there, so
+    the name loses this part in every layout.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
@@ -36,7 +48,10 @@ def is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def check_group_settings(group: Mapping[str, Any]) -> None:
-    """Raise an error if a setting of a group is out of range."""
+    """Raise an error if a setting of a group is out of range, or belongs to GaLore or APOLLO."""
+    for key, advice in _OTHER_SETTINGS.items():
+        if key in group:
+            raise ValueError(f"a group has {key}={group[key]!r}, and SketchedAdamW has no such setting: {advice}")
     if group["update"] not in UPDATES:
         raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
     check_size("period", group["period"], least=1)

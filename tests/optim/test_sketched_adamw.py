@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from panther.errors import ShapeError
-from panther.optim import SketchedAdamW, sketched_param_groups
+from panther.optim import MuonAdamW, SketchedAdamW, sketched_param_groups
 from panther.optim.sketched_update import UPDATES
 
 SETTINGS = {"lr": 0.01, "rank": 3, "period": 2, "betas": (0.8, 0.9), "weight_decay": 0.1, "seed": 5}
@@ -119,16 +120,62 @@ def test_the_order_of_named_parameters_does_not_matter():
     assert all(map(torch.equal, *results))
 
 
-def test_wrappers_do_not_change_the_projections():
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "its part": lambda model: nn.ModuleDict({name: checkpoint_wrapper(part) for name, part in model.named_children()}),
+    "several": lambda model: nn.DataParallel(torch.compile(checkpoint_wrapper(model), backend="eager")),
+}
+
+
+@pytest.mark.parametrize("attribute", ["layers", "module", "_orig_mod"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_do_not_change_the_projections(wrapper, attribute):
+    """The names of a model differ from those of its wrapper, and a model may have an attribute `module` itself."""
     results = []
-    for prefix in ("", "module.", "_orig_mod."):
-        ((name, p),) = parameters([(6, 5)])
-        p.grad = torch.ones_like(p)
-        optimizer = SketchedAdamW([(prefix + name, p)], **SETTINGS)
+    for wrap in (lambda model: model, WRAPPERS[wrapper]):
+        torch.manual_seed(0)
+        model = nn.Module()
+        setattr(model, attribute, nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5)))
+        named = list(wrap(model).named_parameters())
+        optimizer = SketchedAdamW(named, **SETTINGS)
+        for _, p in named:
+            p.grad = torch.ones_like(p)
         optimizer.step()
-        results.append(optimizer.state[p]["sketch_avg"])
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+        results.append([p.detach() for _, p in named])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("make", [SketchedAdamW, MuonAdamW])
+def test_a_compiled_step_is_the_step(make):
+    """pytorch#120814 and torchtune#2718; three widths gave an internal error."""
+    results = []
+    for compiled in (False, True):
+        named = parameters([(16, 32), (32, 32), (32, 4), (4,)])
+        if make is SketchedAdamW:
+            optimizer = make(named, **SETTINGS)
+        else:
+            optimizer = make([p for _, p in named[:3]], orthogonalize=True)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            for _, p in named:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number), dtype=p.dtype)
+            step()
+        results.append([p.detach() for _, p in named])
+    for pair in zip(*results, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_the_seed_does_not_depend_on_generators():
+    seeds = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "seed": None}]
+        seeds += [group["seed"] for group in SketchedAdamW(groups, rank=2).param_groups]
+        assert torch.initial_seed() == seed
+    assert seeds == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -288,12 +288,20 @@ def test_settings_of_groups_are_checked():
         ({"seed": 0.5}, TypeError, "seed must be an integer or None"),
         ({"maximize": True}, ValueError, "maximize=True, and this optimizer has no such setting"),
         ({"amsgrad": True}, ValueError, "amsgrad=True"),
+        ({"update_proj_gap": 50}, ValueError, "update_proj_gap=50, and SketchedAdamW has no such setting: period="),
+        ({"scale": 0.25}, ValueError, r"scale=0\.25, .* updates have the size"),
+        ({"scale_type": "tensor"}, ValueError, "scale_type='tensor', .* update="),
+        ({"proj": "random"}, ValueError, "proj='random', .* random signs"),
+        ({"proj_type": "std"}, ValueError, "proj_type='std', .* shorter side"),
+        ({"cautious": True}, ValueError, "a group has cautious=True, which SketchedAdamW does not read"),
         ({"lr": torch.ones(2)}, ValueError, r"a tensor of one element, not of shape \(2,\)"),
     ]:
         with pytest.raises(error, match=message):
             SketchedAdamW([{"params": list(layer.named_parameters()), **settings}], **SETTINGS)
-    drawn = SketchedAdamW([{"params": list(layer.named_parameters()), "seed": None}], **SETTINGS)
-    assert isinstance(drawn.param_groups[0]["seed"], int)
+    with pytest.raises(ValueError, match="cautious=True, which MuonAdamW does not read"):
+        MuonAdamW([{"params": [layer.weight], "cautious": True}])
+    labels = {"initial_lr": 0.1, "name": "decoder", "lr_scale": 0.5, "foreach": None, "amsgrad": False}
+    SketchedAdamW([{"params": [layer.weight], **labels}], **SETTINGS)
 
 
 def test_complex_matrices_get_adamw():
