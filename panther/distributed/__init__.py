@@ -11,22 +11,23 @@ if TYPE_CHECKING:
     from .advisor.plan import ParallelismPlan, plan_parallelism
     from .advisor.statistics.model_stats import ModelStats
     from .advisor.training_run import TrainingRun
-    from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
+    from .comm.bandwidth import CommunicationProfile, DeviceUtilization, profile_communication_overhead
     from .comm.collectives import ReduceOp, all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
-    from .comm.utilization import DeviceUtilization
     from .context.parallelize import ContextParallelReport, context_parallel
     from .data.accumulation import no_sync
     from .data.strategies import data_parallel
-    from .guide.advanced_trainer import AdvancedDistributedTrainer
     from .guide.hybrid import HybridParallelTrainer
-    from .guide.metrics import DistributedMetricsCollector
-    from .guide.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
-    from .guide.sketched_model import DistributedSketchedModel
-    from .guide.strategies import choose_parallelism_strategy
-    from .guide.tensor_parallel import TensorParallelModel, TensorParallelSKLinear
+    from .guide.layers import (
+        DistributedSketchedModel,
+        PipelineParallelSketchedModel,
+        TensorParallelModel,
+        TensorParallelSKLinear,
+    )
+    from .guide.metrics import DistributedMetricsCollector, choose_parallelism_strategy
+    from .guide.trainers import AdvancedDistributedTrainer, MicrobatchPipelineTrainer
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
     from .launcher.script import DistributedLauncher, launch_distributed_training
@@ -46,22 +47,23 @@ _MODULES = {
     "advisor.statistics.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
     "advisor.training_run": ("TrainingRun",),
-    "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
+    "comm.bandwidth": ("CommunicationProfile", "DeviceUtilization", "profile_communication_overhead"),
     "comm.collectives": ("ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
-    "comm.utilization": ("DeviceUtilization",),
     "context.parallelize": ("ContextParallelReport", "context_parallel"),
     "data.accumulation": ("no_sync",),
     "data.strategies": ("data_parallel",),
-    "guide.advanced_trainer": ("AdvancedDistributedTrainer",),
     "guide.hybrid": ("HybridParallelTrainer",),
-    "guide.metrics": ("DistributedMetricsCollector",),
-    "guide.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
-    "guide.sketched_model": ("DistributedSketchedModel",),
-    "guide.strategies": ("choose_parallelism_strategy",),
-    "guide.tensor_parallel": ("TensorParallelModel", "TensorParallelSKLinear"),
+    "guide.layers": (
+        "DistributedSketchedModel",
+        "PipelineParallelSketchedModel",
+        "TensorParallelModel",
+        "TensorParallelSKLinear",
+    ),
+    "guide.metrics": ("DistributedMetricsCollector", "choose_parallelism_strategy"),
+    "guide.trainers": ("AdvancedDistributedTrainer", "MicrobatchPipelineTrainer"),
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
     "launcher.script": ("DistributedLauncher", "launch_distributed_training"),

@@ -21,7 +21,7 @@ from panther.tuning.goal import Figures, Goal, check_unchanged
 from panther.tuning.plan import Plan, call_model_fn, copy_model, copy_or_call_again
 from panther.tuning.result import Trial, TuneResult, pareto_front
 from panther.tuning.runners import run_trials
-from panther.tuning.space.combined import CombinedSpace, heal_specs
+from panther.tuning.space.layers import CombinedSpace, heal_specs
 from panther.tuning.space.lines import AUTO, Line, parse_lines, used_forms
 from panther.tuning.study.storage import describe_search, open_study
 from panther.tuning.study.study import Study

@@ -6,7 +6,7 @@ from fake import fake_group
 from torch import nn
 
 from panther.distributed import make_mesh, tensor_parallel
-from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
+from panther.distributed.tensor._transformers import is_elementwise, reason_against_pair
 
 pytestmark = pytest.mark.distributed
 UNKNOWN = "{} is not known to be elementwise between its layers: use an nn.Sequential or a _tp_plan"

@@ -15,7 +15,7 @@ import waits
 from ranks import on_ranks
 
 from panther.distributed import CommunicationCounter, DeviceUtilization, DistributedMetricsCollector
-from panther.distributed.comm import utilization
+from panther.distributed.comm import bandwidth
 from panther.errors import DistributedError, MissingExtraError, install_command
 
 pytestmark = pytest.mark.distributed
@@ -145,8 +145,8 @@ def test_each_device_has_a_utilization_of_its_own():
 
 def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
     clock = {"elapsed": 0.0, "computed": 0.0}
-    monkeypatch.setattr(utilization.time, "perf_counter", lambda: clock["elapsed"])
-    monkeypatch.setattr(utilization.time, "process_time", lambda: clock["computed"])
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: clock["elapsed"])
+    monkeypatch.setattr(bandwidth.time, "process_time", lambda: clock["computed"])
     with DeviceUtilization() as measured:
         clock.update(elapsed=8.0, computed=2.0 * torch.get_num_threads())
     assert measured.value == 0.25
@@ -159,9 +159,9 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
         clock.update(elapsed=12.0)
     assert measured.value == 0.0  # since it was restarted
 
-    info = utilization.get_distributed_info()
+    info = bandwidth.get_distributed_info()
     fake = dataclasses.replace(info, device=torch.device("cuda", 1))
-    monkeypatch.setattr(utilization, "get_distributed_info", lambda: fake)
+    monkeypatch.setattr(bandwidth, "get_distributed_info", lambda: fake)
     samples, taken = iter([90, 10, 30, 80]), threading.Event()
 
     def sample(device):

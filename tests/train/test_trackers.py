@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from panther.distributed import get_rank
-from panther.distributed.comm import utilization
+from panther.distributed.comm import bandwidth
 from panther.errors import MissingExtraError, TrainingError, install_command
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.trackers import _JsonLines
@@ -278,7 +278,7 @@ def test_records_have_the_utilization_of_every_rank(tmp_path, monkeypatch):
         share = 0.25 * (1 + get_rank())
         elapsed, computed = itertools.count(), itertools.count(step=share * torch.get_num_threads())
         clocks = SimpleNamespace(perf_counter=lambda: next(elapsed), process_time=lambda: next(computed))
-        monkeypatch.setattr(utilization, "time", clocks)
+        monkeypatch.setattr(bandwidth, "time", clocks)
         return list(train(tmp_path, utilization=True, strategy="ddp", max_steps=6).history)
 
     first, second = on_ranks(run, fresh=True)
@@ -297,7 +297,7 @@ def test_a_rank_that_cannot_measure_its_utilization_is_said_on_every_rank(tmp_pa
             raise MissingExtraError("nvidia-ml-py is not installed")
 
         if get_rank() == 1:
-            monkeypatch.setattr(utilization.DeviceUtilization, "__enter__", missing)
+            monkeypatch.setattr(bandwidth.DeviceUtilization, "__enter__", missing)
         with pytest.raises(MissingExtraError) as caught:
             train(tmp_path, utilization=True, strategy="ddp")
         return str(caught.value)

@@ -29,8 +29,7 @@ from panther.distributed.comm.ranks import ranks_of, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
 from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
 from panther.distributed.data.comm_hooks import check_hook, register_hook, register_replica_hook
-from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward
-from panther.distributed.data.view_outputs import own_outputs_
+from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward, own_outputs_
 from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
 from panther.distributed.sync.replicas import built, check_same_model, send_model
 from panther.distributed.sync.sketches import send_sketches, sketch_ids

@@ -18,7 +18,7 @@ from panther.distributed.comm.agreement import agree
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.ranks import transport
-from panther.distributed.guide.layer_configs import check_configs
+from panther.distributed.guide.layers import check_configs
 from panther.distributed.parallelize.build import parallelize
 from panther.distributed.parallelize.config import ParallelismConfig
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of

@@ -21,7 +21,6 @@ from panther._torch import children_of, is_view, tree_map_only
 from panther.distributed.comm.mesh import get_distributed_info, groups_of
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._export import trace_stages
-from panther.distributed.pipeline._sequential_blocks import Children, begin_inside
 from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.distributed.pipeline.balance import (
     Blocks,
@@ -30,6 +29,7 @@ from panther.distributed.pipeline.balance import (
     sizes_in_parameters,
     stages_of_rank,
 )
+from panther.distributed.pipeline.sketched_halves import Children, begin_inside
 from panther.distributed.pipeline.stage_modules import from_source_
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size

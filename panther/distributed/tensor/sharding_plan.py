@@ -19,8 +19,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from panther._torch import parameters_of
 from panther.distributed.tensor._attention import heads_refusal
-from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
-from panther.distributed.tensor._transformers import Block, declared_blocks, is_linear, known_attention
+from panther.distributed.tensor._transformers import (
+    Block,
+    declared_blocks,
+    is_elementwise,
+    is_linear,
+    known_attention,
+    reason_against_pair,
+)
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
 from panther.nn import LowRankConv2d, RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
@@ -34,7 +40,7 @@ _ONE_INPUT = (
 )  # fmt: skip
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention")
 # Feed-forward blocks by the names of their layers: the widening layers, which are sharded column-wise, and the
-# narrowing layer. `_elementwise.py` lists the classes that have only elementwise functions between these layers.
+# narrowing layer. `_transformers.py` lists the classes that have only elementwise functions between these layers.
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
     (("fc1",), "fc2"),  # BART, CLIP, OPT, ViT, Whisper

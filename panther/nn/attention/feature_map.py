@@ -51,7 +51,7 @@ class FeatureMap(nn.Module):
     iscausal: bool = False
     SRPE: nn.Module | None
     shards: Any = None
-    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.shards.SequenceShards`."""
+    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.parallelize.SequenceShards`."""
     Wq: nn.Parameter
     Wk: nn.Parameter
     _default_kernel: bool

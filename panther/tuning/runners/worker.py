@@ -1,20 +1,29 @@
-"""A worker of a search: it runs one trial after another, step by step, with a copy of the model and of the data.
+"""A worker of a search, and workers that are processes of this machine.
+
+A worker runs one trial after another, step by step, with a copy of the model and of the data.
 
 The search calls ``begin`` with a trial's number and plan, and ``proceed`` with whether the trial should end after a
 partial metric. The answers are ``("partial", step, figures)``, ``("outcome", outcome)`` and ``("error", exception)``;
 the search reads ``("died",)`` if the worker died.
 """
 
-__all__ = ["Message", "Start", "TrialServer", "Worker", "deserialize", "serialize", "serve"]
+__all__ = ["Message", "Start", "TrialServer", "Worker", "deserialize", "local_processes", "serialize", "serve"]
 
 import importlib
+import json
 import mmap
+import multiprocessing
+import os
 import pickle
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Protocol, Self
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any, Protocol, Self
 
 import torch
 
@@ -123,7 +132,7 @@ class TrialServer:
 
 
 def serve() -> None:
-    """Answer the calls that come through a socket, in a process of :mod:`.processes`, until None comes."""
+    """Answer the calls that come through a socket, in a process of :func:`local_processes`, until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The search ends its processes.
     descriptor, work, threads = map(int, sys.argv[-3:])
     connection = Connection(descriptor)
@@ -141,3 +150,64 @@ def serve() -> None:
             connection.send(getattr(server, method)(*values))
     except (EOFError, ConnectionError):  # The search has ended or was killed.
         pass
+
+
+# The process has the search path of this process, so that it imports the same modules.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from panther.tuning.runners.worker import serve; serve()"
+)  # fmt: skip
+_END_S = 10.0  # seconds after which a process that should end is killed
+
+
+@contextmanager
+def local_processes(work: bytes, count: int) -> Iterator[tuple[Start, int]]:
+    """Yield a function that starts a worker, and the number of workers, which share torch's threads."""
+    threads = max(1, torch.get_num_threads() // count)
+    with tempfile.TemporaryFile(prefix="panther-tune-") as file:  # It has no name, so that a kill leaves no file.
+        file.write(work)
+        file.flush()
+        yield partial(_Process, file, threads), count
+
+
+class _Process:
+    """A worker: a process and its connection."""
+
+    def __init__(self, work: IO[bytes], threads: int) -> None:
+        self.connection, other = multiprocessing.Pipe()
+        files = [other.fileno(), work.fileno()]
+        arguments = [json.dumps(sys.path), *map(str, files), str(threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen([sys.executable, "-c", _START, *arguments], pass_fds=files, env=environment)
+        other.close()
+
+    def call(self, method: str, *values: Any) -> None:
+        """Send a call. If the process died, :meth:`receive` returns this."""
+        with suppress(ConnectionError):
+            self.connection.send((method, values))
+
+    def receive(self) -> Message:
+        """Return the answer of the last call, or ``("died",)``."""
+        try:
+            message: Message = self.connection.recv()
+        except (EOFError, ConnectionError):
+            return ("died",)
+        return message
+
+    def end(self, at_once: bool) -> str:
+        """End the process, and return how it ended."""
+        with suppress(ConnectionError):
+            self.connection.send(None)
+        self.connection.close()
+        try:
+            code = self.process.wait(0.1 if at_once else _END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait(_END_S)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    @classmethod
+    def wait(cls, workers: Sequence[Self]) -> list[Self]:
+        """Wait until processes have answered or died, and return them."""
+        by_connection = {id(worker.connection): worker for worker in workers}
+        return [by_connection[id(connection)] for connection in wait([worker.connection for worker in workers])]

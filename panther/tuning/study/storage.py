@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from panther._descriptions import describe_function
 from panther.compression.calibration.descriptions import checksum, described_batches, shortened
 from panther.errors import ConfigError, require_extra
+from panther.nn.sketch_record import plain_state
 from panther.tuning.config import TuneConfig
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.samplers import make_pruner, quiet
@@ -133,7 +134,7 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
 def describe_search(config: TuneConfig, model: nn.Module, space: str, /, **entries: str) -> dict[str, str]:
     """Describe the properties of a search that must not change when its study is resumed."""
     goal = config.goal
-    tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    tensors = [(name, value) for name, value in plain_state(model).items() if isinstance(value, Tensor)]
     description = {
         "objective": goal.name,
         "constraint": " and ".join(constraint.text for constraint in goal.constraints) or "none",

@@ -1,6 +1,6 @@
-"""The distributed guide's trainer: one epoch of data-parallel training on ranks with different numbers of batches."""
+"""The guide's trainers on one axis: an epoch with data parallelism, and the microbatches of a batch in one process."""
 
-__all__ = ["AdvancedDistributedTrainer"]
+__all__ = ["AdvancedDistributedTrainer", "MicrobatchPipelineTrainer"]
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,8 +15,9 @@ from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.data.strategies import data_parallel
+from panther.distributed.pipeline.losses import check_reduction
 from panther.distributed.sync.sketches import verify_sketches
-from panther.errors import DistributedError, ShapeError
+from panther.errors import DistributedError, ShapeError, check_size
 
 
 class AdvancedDistributedTrainer:
@@ -142,3 +143,80 @@ class AdvancedDistributedTrainer:
         with watched("train_epoch"):
             dist.all_reduce(ends, dist.ReduceOp.MAX)
         return has_length and bool(ends[0] == -ends[1])
+
+
+class MicrobatchPipelineTrainer:
+    """Train on the microbatches of a batch, with the gradients of the unsplit batch.
+
+    Args:
+        model: Any module, for example a :class:`PipelineParallelSketchedModel`.
+        num_microbatches: Number of microbatches; a batch of fewer samples has fewer.
+
+    Raises:
+        ShapeError: If ``num_microbatches`` is not positive.
+
+    Example:
+        >>> model = nn.Linear(8, 2)
+        >>> trainer = MicrobatchPipelineTrainer(model, num_microbatches=4)
+        >>> x, y = torch.randn(10, 8), torch.randint(2, (10,))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss = trainer.forward_backward_pipeline(
+        ...     x, y, nn.CrossEntropyLoss(), optimizer
+        ... )
+    """
+
+    def __init__(self, model: nn.Module, num_microbatches: int = 4) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+        self.model = model
+        self.num_microbatches = check_size("num_microbatches", num_microbatches, least=1)
+
+    def forward_backward_pipeline(
+        self,
+        batch_data: Tensor,  # (samples, ...)
+        batch_targets: Tensor,  # (samples, ...)
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> float:
+        """Do one step of the optimizer on all samples; earlier gradients are cleared.
+
+        The sizes of microbatches differ by at most one sample. If ``criterion`` takes the mean (by its ``reduction``,
+        or because it has none), the loss of each microbatch is weighted by its samples; if it takes the sum, losses are
+        added. Loss and gradients are therefore equal to the loss and gradients of the unsplit batch. Exceptions are
+        means that are not over samples (``ignore_index``, class weights), and BatchNorm, which computes the statistics
+        of a microbatch.
+
+        Returns:
+            The loss of the batch.
+
+        Raises:
+            ShapeError: If there are no samples, or a different number of targets.
+            TypeError: If the batch does not consist of tensors, or the criterion is not a function.
+            ValueError: If the criterion has a different reduction.
+        """
+        for name, part in (("batch_data", batch_data), ("batch_targets", batch_targets)):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} must be a tensor, not {type(part).__name__}")
+        samples = len(batch_data)
+        if samples == 0 or len(batch_targets) != samples:
+            raise ShapeError(
+                f"the batch must have samples and a target for each, and has {samples} and {len(batch_targets)}"
+            )
+        reduction = check_reduction(criterion, "criterion")
+        # More microbatches than samples would leave some of them empty.
+        count = min(self.num_microbatches, samples)
+        optimizer.zero_grad()
+        total = 0.0
+        for data, targets in zip(batch_data.tensor_split(count), batch_targets.tensor_split(count), strict=True):
+            output = self.model(data)
+            loss = criterion(output, targets.to(output.device))
+            if loss.dim():
+                raise ValueError(
+                    f"the criterion returned a tensor of shape {tuple(loss.shape)}: it must reduce to one number"
+                )
+            if reduction == "mean":
+                loss = loss * (len(data) / samples)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        return total
