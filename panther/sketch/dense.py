@@ -48,21 +48,6 @@ class GaussianSketch(_DenseSketch):
     Entries are computed in float64 and rounded; two devices may differ by one unit in the last place. The reference is
     W. B. Johnson and J. Lindenstrauss, 1984, doi:10.1090/conm/026/737400.
 
-    Args:
-        d: Sketch size, the number of rows.
-        m: Number of columns, the dimension that is sketched.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        device: Where products take place; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is negative or above 2^31 - 1.
-        DTypeError: If ``dtype`` is not one of those.
-        TypeError: If a size, the seed or the stream is not an integer.
-        ValueError: If ``seed`` or ``stream`` is outside its range.
-
     Cost: ``d m / 4`` Philox calls to draw, ``2 d m n`` flops to apply to an (m, n) matrix.
 
     Example:
@@ -80,21 +65,6 @@ class UniformSketch(_DenseSketch):
     r"""Independent entries, uniform in :math:`\pm\sqrt{3/d}` (in :math:`\pm 1` with ``scale=False``).
 
     The argument of D. Achlioptas, 2003, doi:10.1016/S0022-0000(03)00025-4, holds for these entries too.
-
-    Args:
-        d: Sketch size, the number of rows.
-        m: Number of columns, the dimension that is sketched.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        device: Where products take place; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is negative or above 2^31 - 1.
-        DTypeError: If ``dtype`` is not one of those.
-        TypeError: If a size, the seed or the stream is not an integer.
-        ValueError: If ``seed`` or ``stream`` is outside its range.
 
     Cost: ``d m / 4`` Philox calls to draw, ``2 d m n`` flops to apply to an (m, n) matrix.
 
@@ -115,21 +85,6 @@ class SignSketch(_DenseSketch):
     r"""Independent random signs, :math:`S_{ij} = \pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``).
 
     The reference is D. Achlioptas, "Database-friendly random projections", 2003, doi:10.1016/S0022-0000(03)00025-4.
-
-    Args:
-        d: Sketch size, the number of rows.
-        m: Number of columns, the dimension that is sketched.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        device: Where products take place; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is negative or above 2^31 - 1.
-        DTypeError: If ``dtype`` is not one of those.
-        TypeError: If a size, the seed or the stream is not an integer.
-        ValueError: If ``seed`` or ``stream`` is outside its range.
 
     Cost: ``d m / 128`` Philox calls to draw, ``2 d m n`` flops to apply to an (m, n) matrix.
 

@@ -4,6 +4,7 @@ __all__ = ["SketchingOperator", "TransposedSketch", "check_storage"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from inspect import cleandoc, getdoc
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -42,12 +43,12 @@ class SketchingOperator(ABC):
         seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
         stream: Independent matrices of one seed differ in their stream.
         scale: Whether to scale to an isometry in expectation.
-        dtype: Floating dtype; None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
         device: Where products take place; None is torch's default.
 
     Raises:
         ShapeError: If a size is negative or above 2^31 - 1.
-        DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
+        DTypeError: If ``dtype`` is not one of those.
         TypeError: If a size, the seed or the stream is not an integer.
         ValueError: If ``seed`` or ``stream`` is outside its range.
     """
@@ -57,6 +58,11 @@ class SketchingOperator(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         explain_keywords_of_class(cls)
+        shared = getdoc(SketchingOperator)
+        # A class without an ``__init__`` of its own has the arguments of this one; option -OO removes docstrings.
+        if shared and cls.__doc__ and "__init__" not in vars(cls):
+            arguments = shared[shared.index("Args:") :]
+            cls.__doc__ = cleandoc(cls.__doc__).replace("\nCost:", f"\n{arguments}\n\nCost:", 1)
 
     def __init__(
         self,

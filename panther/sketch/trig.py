@@ -25,21 +25,6 @@ class SRHT(SketchingOperator):
     (:math:`\pm 1` with ``scale=False``); for d = N the sketch is an isometry. Some sets of n columns, such as the first
     n columns of the identity, need d of the order of n log n.
 
-    Args:
-        d: Sketch size, the number of rows.
-        m: Number of columns, the dimension that is sketched.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        device: Where products take place; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is negative or above 2^31 - 1.
-        DTypeError: If ``dtype`` is not one of those.
-        TypeError: If a size, the seed or the stream is not an integer.
-        ValueError: If ``seed`` or ``stream`` is outside its range.
-
     Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; to apply to an (m, n) matrix, ``8 N log2(N) n``
     flops in products with small Hadamard matrices, or ``N log2(N) n`` by the kernel of
     :func:`~panther.kernels.hadamard_transform` on a GPU, and three times N n numbers of memory. Half precision is
