@@ -6,12 +6,13 @@ import argparse
 import logging
 import os
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import panther as pr
 from panther.cli._arguments import add_option, check_folder, note, positive, positive_float, seed, whole_number
-from panther.cli._ranks import joined_ranks, num_ranks, share_of_batches
 from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
@@ -19,11 +20,13 @@ from panther.integrations.folders.beside import check_beside, copy_beside
 from panther.integrations.folders.sentence_transformers import loader_of, model_folder
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import nn
 
 _log = logging.getLogger(__name__)
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
+_UNIT = 5  # one of five batches is held out for checks
 
 
 def add_parser(commands: Any) -> None:
@@ -148,8 +151,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
         check_beside(Path(args.model), Path(args.out))
     if args.stream:
         _check_streamed(args)
-    elif num_ranks() > 1:
-        raise PantherError(f"one process compresses a model in memory, and {num_ranks()} are started: add --stream")
+    elif _num_ranks() > 1:
+        raise PantherError(f"one process compresses a model in memory, and {_num_ranks()} are started: add --stream")
     if not is_folder and not names_function(args.model):
         raise PantherError(
             f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
@@ -275,9 +278,9 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
         warnings.showwarning = lambda message, *_, **__: note(message)
         try:
             if args.stream:
-                with joined_ranks() as group:
+                with _joined_ranks() as group:
                     if group is not None:
-                        calibration = share_of_batches(calibration, group.rank(), group.size())
+                        calibration = _share_of_batches(calibration, group.rank(), group.size())
                     options |= {"budget": args.budget, "calibration": calibration, "scratch_dir": args.scratch}
                     options |= {"blocks": args.blocks, "max_disk_bytes": args.max_disk_bytes}
                     return pr.compress_folder(args.model, args.out, group=group, **options)
@@ -305,3 +308,43 @@ def _fraction(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text} must be at most 1, which keeps everything")
     return value
+
+
+def _num_ranks() -> int:
+    """Return the number of ranks that torchrun or ``panther launch`` has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@contextmanager
+def _joined_ranks() -> "Iterator[dist.ProcessGroup | None]":
+    """Yield the group of all ranks, or None if there is one process."""
+    if _num_ranks() == 1:
+        yield None
+        return
+    import torch.distributed as dist
+
+    from panther.distributed import init, shutdown
+
+    init()
+    try:
+        yield dist.group.WORLD
+    finally:
+        shutdown()
+
+
+def _share_of_batches(batches: Any, rank: int, count: int) -> Sequence[Any]:
+    """Return the batches of a rank, in fives, so that the ranks hold out the batches that one process does.
+
+    Raises:
+        PantherError: If there are too few.
+    """
+    batches = list(batches)
+    fives = [batches[start : start + _UNIT] for start in range(0, len(batches), _UNIT)]
+    if len(fives) > 1 and len(fives[-1]) < _UNIT:
+        fives[-2:] = [[*fives[-2], *fives[-1]]]
+    if len(fives) < count:
+        raise PantherError(
+            f"{len(batches)} batches are too few for {count} ranks, because each rank needs {_UNIT}: start fewer "
+            "ranks, or make smaller batches"
+        )
+    return [batch for five in fives[rank * len(fives) // count : (rank + 1) * len(fives) // count] for batch in five]

@@ -15,12 +15,21 @@ from torch import nn
 
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
-from panther.compression.calibration.targets import Survey, replace_modules, select_targets
+from panther.compression.calibration.targets import Survey, Target, replace_modules, select_targets
 from panther.compression.config import CompressConfig
 from panther.compression.fitting import fit_targets
-from panther.compression.forms import DENSE, LOW_RANK, Fits, Options, Replacement
+from panther.compression.forms import (
+    DENSE,
+    LOW_RANK,
+    Choice,
+    Fits,
+    Option,
+    Options,
+    Replacement,
+    form_named,
+    total_loss,
+)
 from panther.compression.forms.conversion import convert_all, convert_in_sequence
-from panther.compression.selection.adapter_rank import with_one_rank
 from panther.compression.selection.allocation import (
     CHOOSERS,
     Allocation,
@@ -33,6 +42,8 @@ from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
 from panther.compression.selection.timing import Timing, seconds, time_layers
 from panther.compression.selection.trials import Trials
+
+_SHARE_WITHOUT_LIMIT = 0.25  # of the dense weights' bytes: 8 bits of 32
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class Prepared:
     def allocate(self, limit: float) -> Allocation:
         """Return the choice within another limit, in units of the cost."""
         kind = _kind_of_choice(self.survey)
-        fits = with_one_rank(self.fits, CHOOSERS[kind], limit, self.cost)
+        fits = _with_one_rank(self.fits, CHOOSERS[kind], limit, self.cost)
         trials = Trials(self.runner, self.survey, fits, self.seed)
         return allocate_forms(trials, fits, kind, limit, None, self.cost)
 
@@ -139,7 +150,7 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
     )
 
     def allocation_of(fits: Fits) -> Allocation:
-        fits = with_one_rank(fits, CHOOSERS[allocate], limit)
+        fits = _with_one_rank(fits, CHOOSERS[allocate], limit)
         if timing is not None and speed_target is not None:
             return choose_in_time(runner, survey, fits, timing, allocate, speed_target, seed)
         trials = Trials(runner, survey, fits, seed)
@@ -232,3 +243,51 @@ def _fit_with_care(
         )  # fmt: skip
 
     return fit_and_allocate(fit_with_ridge, allocation_of)
+
+
+def _with_one_rank(
+    fits: Fits, choose: Callable[[Options, float, Cost], Choice], limit: float | None, cost: Cost = BYTES
+) -> Fits:
+    """Return the fits with corrections of one rank only: the rank with which the choice has the smallest loss.
+
+    Readers take the corrections as an adapter, which is padded to its largest rank. An option's bytes are then those of
+    the files, because no factor is padded, except for factors of weights that are too small for the rank, whose padding
+    is counted. Without corrections, or without a reader, the fits are returned.
+
+    Args:
+        fits: The fits, with their options.
+        choose: Chooses an option of each weight within a limit, as ``choose_global`` does.
+        limit: The limit, in units of ``cost``; None compares ranks at a quarter of the dense weights' bytes.
+        cost: What the limit is of.
+    """
+    ranks = sorted({option.rank for options in fits.options.values() for option in options if option.rank})
+    if fits.settings.reader is None or not ranks:
+        return fits
+    if limit is None:
+        limit, cost = _SHARE_WITHOUT_LIMIT * sum(target.dense_bytes for target in fits.options), BYTES
+    candidates = [_options_of_rank(fits, rank) for rank in ranks]
+
+    def loss(options: Options) -> tuple[float, float]:
+        choice = choose(options, limit, cost)
+        return total_loss(choice), sum((option.error or 0.0) ** 2 for option in choice.values())
+
+    return replace(fits, options=min(candidates, key=loss))
+
+
+def _options_of_rank(fits: Fits, rank: int) -> Options:
+    """Return the options without corrections, and of each form with corrections the option of the largest fit rank."""
+    options: dict[Target, list[Option]] = {}
+    for target, target_options in fits.options.items():
+        largest: dict[str, int] = {}
+        for option in target_options:
+            if option.rank is not None and option.rank <= rank:
+                largest[option.form] = max(option.rank, largest.get(option.form, 0))
+        options[target] = [
+            option
+            if option.rank is None
+            else replace(option, bytes=form_named(option.form).stored_bytes(target, rank, fits.settings))
+            for option in target_options
+            if option.rank is None or option.rank == largest.get(option.form)
+        ]
+        options[target].sort(key=lambda option: option.bytes)
+    return options

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from panther.cli import main
-from panther.cli.explain import _SYNONYMS, topics
-from panther.cli.explain._render import render
+from panther.cli.explain import _SYNONYMS, render, topics
 
 ROOT = Path(__file__).resolve().parents[2]
 CONCEPTS = ROOT / "docs/concepts"
