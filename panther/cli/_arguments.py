@@ -1,18 +1,9 @@
 """Options of several subcommands: how they are added, their types, and checks of their values before the work."""
 
 __all__ = [
-    "add_option",
-    "check_folder",
-    "disk_failure",
-    "non_negative",
-    "non_negative_float",
-    "note",
-    "note_if_wide",
-    "positive",
-    "positive_float",
-    "seed",
-    "whole_number",
-]
+    "add_option", "check_folder", "disk_failure", "non_negative", "non_negative_float", "note", "note_if_wide",
+    "positive", "positive_float", "seed", "whole_number",
+]  # fmt: skip
 
 import argparse
 import errno

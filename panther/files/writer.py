@@ -5,17 +5,9 @@ disk, one rename gives the draft the name of the file.
 """
 
 __all__ = [
-    "Draft",
-    "copy_file",
-    "hold_lock",
-    "new_file",
-    "remove_abandoned",
-    "sync_folder",
-    "take_lock",
-    "unlocked_file",
-    "write_json",
-    "write_text",
-]
+    "Draft", "copy_file", "hold_lock", "new_file", "remove_abandoned", "sync_folder", "take_lock", "unlocked_file",
+    "write_json", "write_text",
+]  # fmt: skip
 
 import json
 import os

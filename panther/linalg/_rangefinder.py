@@ -6,15 +6,9 @@ singular value decomposition", NeurIPS 2015, arXiv:1504.05477.
 """
 
 __all__ = [
-    "SearchOptions",
-    "check_n_iter",
-    "check_rank",
-    "check_tol",
-    "krylov_basis",
-    "krylov_blocks",
-    "rangefinder",
+    "SearchOptions", "check_n_iter", "check_rank", "check_tol", "krylov_basis", "krylov_blocks", "rangefinder",
     "sign_matrix",
-]
+]  # fmt: skip
 
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload

@@ -1,14 +1,8 @@
 """Checks and defaults of the sizes of sketched layers and of their spatial dimensions."""
 
 __all__ = [
-    "Padding",
-    "check_padding",
-    "default_low_rank",
-    "divisible",
-    "per_dim",
-    "terms_and_rank",
-    "warn_unless_smaller",
-]
+    "Padding", "check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank", "warn_unless_smaller",
+]  # fmt: skip
 
 import warnings
 from collections.abc import Sequence

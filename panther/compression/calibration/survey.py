@@ -1,13 +1,8 @@
 """Survey the layers: which are called, which share an input, and which affect the output."""
 
 __all__ = [
-    "Further",
-    "blocks_of",
-    "hooked",
-    "input_key",
-    "survey_targets",
-    "watched",
-]
+    "Further", "blocks_of", "hooked", "input_key", "survey_targets", "watched",
+]  # fmt: skip
 
 import warnings
 from collections import Counter

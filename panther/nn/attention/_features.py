@@ -17,16 +17,9 @@ neither overflow nor depend on other vectors.
 """
 
 __all__ = [
-    "check_inputs",
-    "is_causal_mask",
-    "key_exponent",
-    "optimal_shift",
-    "orthogonal_gaussian",
-    "positive_features",
-    "products",
-    "relu_features",
-    "taylor_features",
-]
+    "check_inputs", "is_causal_mask", "key_exponent", "optimal_shift", "orthogonal_gaussian", "positive_features",
+    "products", "relu_features", "taylor_features",
+]  # fmt: skip
 
 import math
 from typing import Any
