@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from panther.errors import CheckpointError
+
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
@@ -57,6 +59,14 @@ class CheckedGroups(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`; moments are float32 or wider, where torch has the parameter's dtype."""
+        sizes = [
+            [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+        ]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"the state has groups of {sizes[0]} parameters, and the optimizer has {sizes[1]}: make groups of the "
+                "same parameters; earlier versions made one group of parameters without groups, and gave it the setting"
+            )
         super().load_state_dict(state_dict)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for p, index in zip(group["params"], saved_group["params"], strict=True):

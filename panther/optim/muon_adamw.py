@@ -20,6 +20,7 @@ from panther.optim.matrix_updates import (
     orthogonalize_batch,
     run_overlapped,
 )
+from panther.optim.parameter_groups import split_groups
 
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
@@ -30,8 +31,11 @@ class MuonAdamW(CheckedGroups):
 
     With the momentum :math:`M \leftarrow \mu M + G`, such a matrix changes by :math:`-0.2\,\eta \sqrt{\max(m, n)}\;
     \mathrm{orthogonalize}(G + \mu M)`: entries as large as Adam's usually are at the learning rate :math:`\eta`. Weight
-    decay is decoupled in both. Make the groups by :func:`param_groups`. A parameter of three dimensions is a stack of
-    matrices, such as experts.
+    decay is decoupled in both. A parameter of three dimensions is a stack of matrices, such as experts.
+
+    Unless a group says ``orthogonalize``, hidden matrices are selected by their names and shapes. Embeddings, heads and
+    vectors get AdamW. Names tell more than the order (``model.named_parameters()``), and layers tell more than names:
+    :func:`param_groups` makes groups of a model, with the usual learning rates.
 
     Matrices may be sharded, by FSDP2, hybrid sharding, tensor parallelism, or several of these. They are not gathered,
     and the steps are the steps of one process to rounding; see :doc:`/howto/muon`.
@@ -43,13 +47,14 @@ class MuonAdamW(CheckedGroups):
         eps: Term of AdamW's denominator.
         weight_decay: Weight decay of both kinds of updates.
         momentum: Momentum of the orthogonalised updates.
-        orthogonalize: Whether groups without this key are orthogonalised.
+        orthogonalize: Whether groups without this key are orthogonalised. None selects hidden matrices, if no group has
+            the key. Groups that are added later get AdamW unless they have it.
         rank: Rank r of orthogonalised updates, for groups without this key; None is the full rank. Updates are then
             :math:`P Q^T` from one step of power iteration per step, and the momentum keeps what they leave out, as in
             Dion (arXiv:2504.05295).
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range, or if no group is orthogonalised.
         TypeError: If ``rank`` is not an integer.
         ShapeError: If an orthogonalised group has a parameter that is not a matrix, or a side is smaller than ``rank``.
         DTypeError: If an orthogonalised group has a complex parameter.
@@ -86,11 +91,21 @@ class MuonAdamW(CheckedGroups):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        orthogonalize: bool = False,
+        orthogonalize: bool | None = None,
         rank: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"momentum": momentum, "orthogonalize": orthogonalize, "rank": rank})
+        self.selects_matrices = orthogonalize is None
+        if self.selects_matrices:
+            params = split_groups(params, "orthogonalize", (True, False), max(2, rank or 0), {2, 3})
+        defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "rank": rank}
+        super().__init__(params, defaults)
+        trained = sum(len(group["params"]) for group in self.param_groups)
+        if trained and not any(group["orthogonalize"] for group in self.param_groups):
+            raise ValueError(
+                f"none of the {trained} parameters would be orthogonalised, because none is a hidden matrix: set "
+                '"orthogonalize": True in the group of its matrices, or use torch.optim.AdamW'
+            )
 
     def _check_group(self, number: int) -> None:
         super()._check_group(number)

@@ -1,16 +1,28 @@
-"""Parameter groups: which matrices of a model get orthogonalised updates, and which have sketched moments."""
+"""Parameter groups: which matrices of a model are hidden, and get orthogonalised updates or sketched moments."""
 
-__all__ = ["param_groups", "sketched_param_groups"]
+__all__ = ["param_groups", "sketched_param_groups", "split_groups"]
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from panther.nn.base import CompressedModule
 
 # Layers with tensors of three dimensions that are not stacks of matrices: convolutions, bilinear and sketched kernels.
 _WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModule)
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+# Parts of names of tables, norms and biases, and of the states of state-space models (A_log).
+_NOT_HIDDEN = re.compile(
+    r"embed|(^|[._])emb|(^|\.)(wte|wpe|shared)\.|(token|table|vocab)s?(\.weight)?$|norm(?!al)|bias|_log$", re.IGNORECASE
+)
+_HEAD = re.compile(r"(^|\.)((?!multi_)(\w+_)?head|classifier|score|logits|qa_outputs)(\.|$)", re.IGNORECASE)
+_VOCABULARY = 10_000  # A longer table, eight times as long as wide, has the tokens of a vocabulary.
+_BY_NUMBER = re.compile(r"^$|(^|\.)\d+\.weight$")  # a name that does not say what the layer is
+
+_Entry = tuple[str, Tensor]
+"""The name of a parameter, which may be empty, and the parameter."""
 
 
 def param_groups(
@@ -21,11 +33,11 @@ def param_groups(
     weight_decay: float = 0.1,
     include: Callable[[str, nn.Module], bool] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a model's trained parameters in groups for :class:`MuonAdamW`.
+    """Return a model's trained parameters in groups with names for :class:`MuonAdamW`.
 
-    The groups are: the matrices of the included layers, and their stacks of experts (experts, m, n), which are
-    orthogonalised; other tensors of two and more
-    dimensions (embeddings, dense layers); and vectors (biases, norms), without weight decay.
+    The groups are: the factors of sketched and low-rank layers, and the other hidden matrices and stacks of experts
+    (experts, m, n), which are both orthogonalised; other tensors of two and more dimensions (embeddings, heads,
+    convolutions); and vectors (biases, norms), without weight decay.
 
     Args:
         model: The model.
@@ -33,11 +45,13 @@ def param_groups(
         factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``.
         weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
             decay as fast as the rest.
-        include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None selects
-            the sketched and the low-rank layers. Do not include embeddings and the last layer of a model.
+        include: Whether the matrices of a layer are hidden, from its name and the layer itself. None selects all
+            matrices with two rows and columns, except for those of embeddings, of layers that share a weight with
+            them, of norms, of the last ``nn.Linear``, and of parameters whose name is that of an embedding or a head.
 
     Returns:
-        The groups that are not empty; a shared parameter is in the first of its groups.
+        The groups that are not empty, with parameters in pairs of a name and a tensor; a shared parameter is in the
+        first of its groups.
 
     Example:
         >>> import torch, panther as pr
@@ -47,40 +61,29 @@ def param_groups(
         ...     torch.nn.Linear(256, 10),
         ... )
         >>> [
-        ...     (group["orthogonalize"], len(group["params"]))
+        ...     (group["orthogonalize"], [name for name, _ in group["params"]])
         ...     for group in param_groups(model)
         ... ]
-        [(True, 2), (False, 1), (False, 2)]
+        [(True, ['0.S1', '0.S2']), (False, ['2.weight']), (False, ['0.bias', '2.bias'])]
     """
     factor_lr = 4 * lr if factor_lr is None else factor_lr
-    if include is None:
-        include = _has_factors
-    orthogonalized = {
-        p
-        for name, layer in model.named_modules()
-        if include(name, layer)
-        for p in layer.parameters(recurse=False)
-        if p.is_floating_point() and (p.ndim == 2 or (p.ndim == 3 and not isinstance(layer, _WITH_OTHER_STACKS)))
-    }
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p not in orthogonalized and p.ndim > 1]
-    rest = {"lr": lr, "orthogonalize": False}
     decay = weight_decay * lr / factor_lr if factor_lr else weight_decay
+    factors = {
+        p
+        for layer in model.modules()
+        if isinstance(layer, CompressedModule) and layer.factor_names
+        for p in layer.parameters(recurse=False)
+    }
+    hidden, rest, vectors = _split(model, include, 2 if include is None else 1, {2, 3})
+    muon = {"lr": factor_lr, "orthogonalize": True, "weight_decay": decay}
+    # Two groups, so that checkpoints in which dense matrices had AdamW's moments can be loaded.
     groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trainable if p in orthogonalized],
-            "lr": factor_lr,
-            "orthogonalize": True,
-            "weight_decay": decay,
-        },
-        {"params": matrices, **rest, "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], **rest, "weight_decay": 0.0},
+        {"params": [entry for entry in hidden if entry[1] in factors], **muon},
+        {"params": [entry for entry in hidden if entry[1] not in factors], **muon},
+        {"params": rest, "lr": lr, "orthogonalize": False, "weight_decay": weight_decay},
+        {"params": vectors, "lr": lr, "orthogonalize": False, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _has_factors(name: str, layer: nn.Module) -> bool:
-    return isinstance(layer, CompressedModule) and layer.factor_names != ()
 
 
 def sketched_param_groups(
@@ -93,17 +96,17 @@ def sketched_param_groups(
 ) -> list[dict[str, Any]]:
     """Return a model's trained parameters in groups with names for :class:`SketchedAdamW`.
 
-    The groups are: the matrices of the included layers whose shorter side is longer than ``rank``; other tensors of
-    two and more dimensions (embeddings, heads, convolutions), which get AdamW; and vectors (biases, norms), which get
-    AdamW without weight decay.
+    The groups are: the hidden matrices, as in :func:`param_groups`, whose shorter side is longer than ``rank``; other
+    tensors of two and more dimensions, which get AdamW; and vectors (biases, norms), which get AdamW without weight
+    decay.
 
     Args:
         model: The model.
         rank: Rows of the projections.
         lr: Learning rate of all groups.
         weight_decay: Weight decay of all parameters except for vectors.
-        include: Whether the moments of a layer's matrices are sketches, from its name and the layer itself; None
-            selects all layers but embeddings, the layers that share a weight with them, and the last ``nn.Linear``.
+        include: Whether the matrices of a layer are hidden, from its name and the layer itself; None selects the
+            matrices that it selects in :func:`param_groups`.
 
     Returns:
         The groups that are not empty, with parameters in pairs of a name and a tensor.
@@ -121,26 +124,90 @@ def sketched_param_groups(
         ... ]
         [(4, ['0.weight']), (None, ['2.weight']), (None, ['0.bias', '2.bias'])]
     """
-    layers = dict(model.named_modules())
-    tables = {layer.weight for layer in layers.values() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}
-    last = next((layer for layer in reversed(layers.values()) if isinstance(layer, nn.Linear)), None)
-    sketched = {
-        p
-        for name, layer in layers.items()
-        if (layer is not last if include is None else include(name, layer))
-        for p in layer.parameters(recurse=False)
-        if p.ndim == 2 and min(p.shape) > rank and (include is not None or p not in tables)
-    }
-    if include is None and last is not None:
-        sketched.discard(last.weight)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden, rest, vectors = _split(model, include, rank + 1, {2})
     groups: list[dict[str, Any]] = [
-        {"params": [(name, p) for name, p in trained if p in sketched], "rank": rank, "weight_decay": weight_decay},
-        {
-            "params": [(name, p) for name, p in trained if p not in sketched and p.ndim > 1],
-            "rank": None,
-            "weight_decay": weight_decay,
-        },
-        {"params": [(name, p) for name, p in trained if p.ndim < 2], "rank": None, "weight_decay": 0.0},
+        {"params": hidden, "rank": rank, "weight_decay": weight_decay},
+        {"params": rest, "rank": None, "weight_decay": weight_decay},
+        {"params": vectors, "rank": None, "weight_decay": 0.0},
     ]
     return [group | {"lr": lr} for group in groups if group["params"]]
+
+
+def split_groups(
+    params: Iterable[Any], setting: str, values: tuple[Any, Any], shortest_side: int, dims: set[int]
+) -> list[dict[str, Any]]:
+    """Return groups in which a setting has one value for hidden matrices, and another value for other parameters.
+
+    The last matrix is a head unless a name tells the head, and the first one is an embedding if neither its name nor a
+    bias after it tells a layer. A single matrix is hidden.
+
+    Args:
+        params: The argument of an optimizer: parameters, pairs of a name and a parameter, or groups of them.
+        setting: The key of the setting. Groups are returned as they are if one of them has it.
+        values: The value for hidden matrices, and the other value.
+        shortest_side: The number of rows and columns that a hidden matrix has at least.
+        dims: The numbers of dimensions of hidden matrices; 3 adds stacks whose name has the word "expert".
+    """
+    groups: list[Any] = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    if any(setting in group or isinstance(group["params"], set) for group in groups):
+        return groups  # torch refuses sets, which have no order
+    lists = [[group["params"]] if isinstance(group["params"], Tensor) else list(group["params"]) for group in groups]
+    entries = [_named(entry) for members in lists for entry in members]
+    matrices = [(place, *entry) for place, entry in enumerate(entries) if entry[1].ndim == 2]
+    excluded = {p for name, p in entries if p.ndim == 3 and "expert" not in name}
+    if len(matrices) > 1:
+        place, name, first = matrices[0]
+        if _BY_NUMBER.search(name) and entries[place + 1][1].shape != first.shape[:1]:
+            excluded.add(first)
+        if not any(_HEAD.search(name) for name, _ in entries):
+            excluded.add(matrices[-1][-1])
+    hidden = {p for name, p in entries if p not in excluded and _fits(p, shortest_side, dims) and _is_hidden(name, p)}
+    return [
+        {**group, "params": part, setting: values[not is_hidden]}
+        for group, members in zip(groups, lists, strict=True)
+        for is_hidden in (True, False)
+        if (part := [entry for entry in members if (_named(entry)[1] in hidden) is is_hidden])
+        or not (members or is_hidden)
+    ]
+
+
+def _named(entry: Any) -> _Entry:
+    return entry if isinstance(entry, tuple) else ("", entry)
+
+
+def _split(
+    model: nn.Module, include: Callable[[str, nn.Module], bool] | None, shortest_side: int, dims: set[int]
+) -> tuple[list[_Entry], list[_Entry], list[_Entry]]:
+    """Return the trained parameters of a model with their names: hidden matrices, other tensors, and vectors."""
+    layers = dict(model.named_modules())
+    last = next((layer for layer in reversed(layers.values()) if isinstance(layer, nn.Linear)), None)
+    tables: set[Tensor] = set()
+    hidden: set[Tensor] = set()
+    for name, layer in layers.items():
+        tensors = list(layer.parameters(recurse=False))
+        if isinstance(layer, _WITH_OTHER_STACKS):
+            tensors = [p for p in tensors if p.ndim != 3]
+        is_table = layer is last or isinstance(layer, _TABLES) or getattr(layer, "factor_names", None) == ()
+        if include is None and is_table:
+            tables.update(tensors)
+        elif include is None or include(name, layer):
+            hidden.update(p for p in tensors if _fits(p, shortest_side, dims))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = {p for name, p in trained if p in hidden - tables and (include is not None or _is_hidden(name, p))}
+    return (
+        [entry for entry in trained if entry[1] in hidden],
+        [entry for entry in trained if entry[1] not in hidden and entry[1].ndim > 1],
+        [entry for entry in trained if entry[1].ndim < 2],
+    )
+
+
+def _fits(p: Tensor, shortest_side: int, dims: set[int]) -> bool:
+    return p.ndim in dims and p.is_floating_point() and min(p.shape[-2:]) >= shortest_side
+
+
+def _is_hidden(name: str, p: Tensor) -> bool:
+    """Return whether neither the name nor the shape of a matrix is that of an embedding, a norm or a head."""
+    is_table = p.shape[0] == 1 if p.ndim == 3 else p.shape[:1] > (max(_VOCABULARY, 8 * p.shape[-1]),)
+    return not (is_table or _NOT_HIDDEN.search(name) or _HEAD.search(name))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from panther.errors import ConfigError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
+from panther.optim.parameter_groups import split_groups
 from panther.optim.sketched_checks import (
     check_group_settings,
     check_parameter,
@@ -55,7 +56,8 @@ class SketchedAdamW(CheckedGroups):
         params: Named parameters, parameters, or groups of them. With names (``model.named_parameters()``), the
             projections do not depend on the order of the parameters, which pipelines change.
         lr: Learning rate.
-        rank: Rows of P, at most the shorter side of each matrix; None for AdamW.
+        rank: Rows of P; None for AdamW. Unless a group has its own rank, hidden matrices with a longer shorter side are
+            selected by their names and shapes, and embeddings, heads and smaller matrices get AdamW.
         update: ``"channel"``, ``"tensor"`` or ``"projected"``.
         period: Steps after which P changes. The moments stay.
         betas: Decay rates of the moments.
@@ -103,7 +105,7 @@ class SketchedAdamW(CheckedGroups):
         params: Iterable[Any],
         lr: float = 1e-3,
         *,
-        rank: int | None,
+        rank: int | None = 32,
         update: str = "channel",
         period: int = 200,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -111,6 +113,8 @@ class SketchedAdamW(CheckedGroups):
         weight_decay: float = 0.01,
         seed: int | None = None,
     ) -> None:
+        if rank is not None:
+            params = split_groups(params, "rank", (rank, None), rank + 1, {2})
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
         super().__init__(
             params, settings | {"weight_decay": weight_decay, "seed": check_seed(0 if seed is None else seed)}

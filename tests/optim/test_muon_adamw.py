@@ -55,12 +55,14 @@ def test_a_matrix_of_zeros_stays_zero():
 
 def test_groups_without_orthogonalised_updates_are_adamw():
     model = network()
+    model[0].requires_grad_(False)
     twin = copy.deepcopy(model)
     settings = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
-    take_steps(model, MuonAdamW(model.parameters(), **settings))
-    take_steps(twin, torch.optim.AdamW(twin.parameters(), **settings))
+    groups = [{"params": model[0].S1, "orthogonalize": True}, {"params": list(model[1:].parameters())}]
+    take_steps(model, MuonAdamW(groups, **settings))
+    take_steps(twin, torch.optim.AdamW(twin[1:].parameters(), **settings))
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_orthogonalised_updates_are_those_of_muon():
@@ -80,18 +82,22 @@ def test_orthogonalised_updates_are_those_of_muon():
         assert torch.linalg.norm(one - other) < 0.05 * torch.linalg.norm(other - before)
 
 
+def shapes(group):
+    return [tuple(p.shape) for _, p in group["params"]]
+
+
 def test_param_groups_know_factors_matrices_and_vectors():
-    model = nn.Sequential(nn.Embedding(7, 96), network())
-    model[1][0].bias.requires_grad_(False)
-    factors, others, vectors = param_groups(model, lr=1e-3, weight_decay=0.1)
-    assert [tuple(p.shape) for p in factors["params"]] == [(96, 4), (4, 64), (64, 4), (4, 96)]
-    assert [tuple(p.shape) for p in others["params"]] == [(7, 96), (5, 96)]
-    assert all(p.ndim == 1 for p in vectors["params"])
-    assert len(vectors["params"]) == 2
-    assert [group["weight_decay"] for group in (factors, others, vectors)] == [0.1 / 4, 0.1, 0.0]
-    assert [group["lr"] for group in (factors, others, vectors)] == [4e-3, 1e-3, 1e-3]
-    dense = param_groups(model, include=lambda name, layer: isinstance(layer, nn.Linear), factor_lr=2e-3)
-    assert [tuple(p.shape) for p in dense[0]["params"]] == [(5, 96)]
+    model = nn.Sequential(nn.Embedding(7, 96), nn.Linear(96, 96), network())
+    model[2][0].bias.requires_grad_(False)
+    groups = factors, dense, others, vectors = param_groups(model, lr=1e-3, weight_decay=0.1)
+    assert shapes(factors) == [(96, 4), (4, 64), (64, 4), (4, 96)]
+    assert shapes(dense) == [(96, 96)]
+    assert shapes(others) == [(7, 96), (5, 96)]
+    assert shapes(vectors) == [(96,), (96,), (5,)]
+    assert [group["weight_decay"] for group in groups] == [0.1 / 4, 0.1 / 4, 0.1, 0.0]
+    assert [group["lr"] for group in groups] == [4e-3, 4e-3, 1e-3, 1e-3]
+    dense = param_groups(model[2], include=lambda name, layer: isinstance(layer, nn.Linear), factor_lr=2e-3)
+    assert shapes(dense[0]) == [(5, 96)]
     assert dense[0]["weight_decay"] == 0.05
     assert [group["orthogonalize"] for group in param_groups(nn.Linear(3, 2))] == [False, False]
 
@@ -104,8 +110,8 @@ def test_param_groups_take_stacks_of_experts_but_no_kernels():
 
     model = nn.Sequential(Experts(), nn.Conv1d(4, 4, 3), nn.Bilinear(2, 2, 2))
     matrices, others, _ = param_groups(model, include=lambda name, layer: True)
-    assert [tuple(p.shape) for p in matrices["params"]] == [(3, 6, 4)]
-    assert [tuple(p.shape) for p in others["params"]] == [(4, 4, 3), (2, 2, 2)]
+    assert shapes(matrices) == [(3, 6, 4)]
+    assert shapes(others) == [(4, 4, 3), (2, 2, 2)]
 
 
 def test_the_state_is_half_of_adamws_and_can_be_saved():
@@ -138,12 +144,12 @@ def test_a_parameter_without_a_gradient_stays_and_a_closure_is_called():
         ({"betas": (0.9, 1.0)}, ValueError, r"betas must be in \[0, 1\)"),
         ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\)"),
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0"),
-        ({"orthogonalize": True}, ShapeError, r"shape \(2,\).*param_groups"),
+        ({"orthogonalize": True}, ShapeError, r"shape \(4,\).*param_groups"),
     ],
 )
 def test_settings_that_cannot_be(settings, error, words):
     with pytest.raises(error, match=words):
-        MuonAdamW(nn.Linear(3, 2).parameters(), **settings)
+        MuonAdamW(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).parameters(), **settings)
 
 
 def test_complex_matrices_are_refused():

@@ -35,7 +35,7 @@ def projections(optimizer, name, shape, step):
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (3, 40)])
 def test_updates_follow_the_formulas(kind, shape):
     ((name, p),) = parameters([shape])
-    optimizer = SketchedAdamW([(name, p)], update=kind, **SETTINGS)
+    optimizer = SketchedAdamW([{"params": [(name, p)], "rank": 3}], update=kind, **SETTINGS)
     generator = torch.Generator().manual_seed(1)
     W = p.detach().clone()
     tall = (lambda x: x) if shape[0] >= shape[1] else (lambda x: x.mT)
@@ -191,7 +191,7 @@ def test_a_state_that_is_loaded_continues_bit_for_bit(dtype, kind):
     shapes = [(6, 5), (5, 9), (7,), (0, 4), (4, 1)]
     named = parameters(shapes, dtype)
     settings = SETTINGS | {"rank": 1, "update": kind}
-    optimizer = SketchedAdamW(named, **settings)
+    optimizer = SketchedAdamW([{"params": named, "rank": 1}], **settings)
     steps(named, optimizer, range(3))
     wide = torch.promote_types(dtype, torch.float32)
     assert optimizer.state[named[0][1]]["sketch_avg"].dtype == wide
@@ -200,7 +200,7 @@ def test_a_state_that_is_loaded_continues_bit_for_bit(dtype, kind):
         [(name, nn.Parameter(p.detach().clone())) for name, p in named],
     )
     steps(named, optimizer, range(3, 6))
-    again = SketchedAdamW(copies, **(settings | {"seed": 99}))
+    again = SketchedAdamW([{"params": copies, "rank": 1}], **(settings | {"seed": 99}))
     again.load_state_dict(saved)
     steps(copies, again, range(3, 6))
     for (_, p), (_, q) in zip(named, copies, strict=True):
@@ -219,7 +219,7 @@ def test_signs_are_drawn_once_a_period_and_kept_as_bits(monkeypatch):
     signs = sketched_update.signs
     monkeypatch.setattr(sketched_update, "signs", draw)
     entries = parameters([(70, 40), (40, 70)], torch.float32)
-    optimizer = SketchedAdamW(entries, update="projected", **SETTINGS)
+    optimizer = SketchedAdamW([{"params": entries, "rank": 3}], update="projected", **SETTINGS)
     for _ in range(5):
         for _, p in entries:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
@@ -238,7 +238,7 @@ def test_gradients_of_zero_change_nothing_but_the_decay():
         ((name, p),) = parameters([(6, 5)])
         before = p.detach().clone()
         p.grad = torch.zeros_like(p)
-        optimizer = SketchedAdamW([(name, p)], update=kind, **SETTINGS)
+        optimizer = SketchedAdamW([{"params": [(name, p)], "rank": 3}], update=kind, **SETTINGS)
         optimizer.step()
         torch.testing.assert_close(p.detach(), before * (1 - 0.01 * 0.1))
         p.grad = torch.ones_like(p)
@@ -258,9 +258,10 @@ def test_bad_input_is_refused_before_anything_changes():
         ({"betas": (1.0, 0.9)}, ValueError, "betas must be in"),
         ({"seed": -1}, ValueError, "seed=-1 must be in"),
     ]:
+        settings = SETTINGS | settings
         with pytest.raises(error, match=message):
-            SketchedAdamW(named, **(SETTINGS | settings))
-    optimizer = SketchedAdamW(named, **SETTINGS)
+            SketchedAdamW([{"params": named, "rank": settings["rank"]}], **settings)
+    optimizer = SketchedAdamW([{"params": named, "rank": 3}], **SETTINGS)
     for _, p in named:
         p.grad = torch.ones_like(p)
     optimizer.step()

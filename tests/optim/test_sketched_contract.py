@@ -170,14 +170,14 @@ def test_steps_in_half_precision_are_those_of_float32_to_rounding(dtype, update)
 def test_matrices_of_one_row_have_rank_one(shape, update):
     p = nn.Parameter(torch.ones(shape))
     settings = SETTINGS | {"rank": 1, "update": update, "weight_decay": 0.0, "period": 9}
-    optimizer = SketchedAdamW([("weight", p)], **settings)
+    optimizer = SketchedAdamW([{"params": [("weight", p)], "rank": 1}], **settings)
     for _ in range(3):
         p.grad = torch.ones(shape)
         optimizer.step()
     # P is a sign, so that the step is that of Adam, whose quotient is 1 for equal gradients.
     torch.testing.assert_close(p.detach(), torch.full(shape, 1 - 3 * 0.02))
     with pytest.raises(ShapeError, match=r"rank=2 is above the shorter side of weight"):
-        SketchedAdamW([("weight", p)], **SETTINGS)
+        SketchedAdamW([{"params": [("weight", p)], "rank": 2}], **SETTINGS)
 
 
 def test_strides_of_parameters_and_gradients_do_not_matter():
@@ -210,7 +210,7 @@ def test_a_gradient_with_nan_changes_no_other_parameter(update):
 
 
 OTHER_STATES = {
-    "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), r"the state of 0\.weight has no 'rank'"),
+    "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), r"groups of \[4\] parameters, .* has \[1, 3\]"),
     "Muon": (lambda model: MuonAdamW(model.parameters()), r"the state of 0\.weight has no 'update'"),
     "moments of AdamW": (lambda model: make(model, rank=None), r"the state of 0\.weight has no 'sketch_avg'"),
     "moments of another rank": (
