@@ -17,6 +17,7 @@ from panther.compression.config import SIZES, CompressConfig
 from panther.errors import ConfigError
 from panther.nn import LowRankConv2d, LowRankLinear
 from panther.nn.base import CompressedModule, SketchedModule
+from panther.nn.sketch_record import plain_state
 
 _log = logging.getLogger("panther.integrations")
 
@@ -73,7 +74,7 @@ def _several() -> bool:
 
 def _sizes(model: nn.Module) -> dict[str, Any]:
     layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
-    size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    size = sum(tensor.nbytes for layer in layers for tensor in plain_state(layer).values())
     ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
     ranks += [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankConv2d)]
     sizes: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}

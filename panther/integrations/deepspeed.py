@@ -33,6 +33,7 @@ from panther.files import read_json, read_text, write_json
 from panther.files.reader import check_plain_name
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.integrations._extensions import check_locks, private_folder
+from panther.nn.sketch_record import plain_state
 from panther.train import TrainConfig
 
 deepspeed: Any = require_extra("deepspeed", "deepspeed")
@@ -155,7 +156,7 @@ def save_checkpoint(
     stage = engine.zero_optimization_stage()
     # Universal checkpoints hold only parameters, so that buffers are saved as client state.
     buffers = {
-        name: value for name, value in engine.module.state_dict().items() if name not in _parameters(engine.module)
+        name: value for name, value in plain_state(engine.module).items() if name not in _parameters(engine.module)
     }
     state = {**(client_state or {}), _ENTRY: {"buffers": buffers, "stage": stage}}
     with _translated_errors(CheckpointError), watched("save_checkpoint"):
@@ -323,7 +324,7 @@ def _saved_stage(directory: Path, tag: str) -> int | None:
 
 def _restore_buffers(module: nn.Module, saved: dict[str, Any]) -> None:
     """Restore the saved values of buffers and sketches; DeepSpeed loads the parameters."""
-    buffers = {name: value for name, value in module.state_dict().items() if name not in _parameters(module)}
+    buffers = {name: value for name, value in plain_state(module).items() if name not in _parameters(module)}
     if buffers.keys() != saved.keys():
         name = sorted(buffers.keys() ^ saved.keys())[0]
         where = "model" if name in buffers else "checkpoint"

@@ -35,7 +35,15 @@ from panther._torch import (
 from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
 from panther.nn.factors import inherit_settings
-from panther.nn.sketch_record import has_values, is_rounded, make_record, read_record
+from panther.nn.sketch_record import (
+    RECORD_MARK,
+    has_values,
+    is_rounded,
+    make_record,
+    mark_fault,
+    read_record,
+    record_mark,
+)
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
@@ -128,6 +136,7 @@ class CompressedModule(nn.Module):
         super().__init__()
         put_forward_pre_hooks(self, _UncalledHooks())
         self.register_forward_pre_hook(keep_own_forward)
+        self.register_buffer(RECORD_MARK, None)  # Tools that look up the names of a state_dict find this one.
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check_settable(name)
@@ -204,8 +213,16 @@ class CompressedModule(nn.Module):
             # Tensors without values, shards, and tensors inside of vmap or a trace cannot be compared.
             plain = all(type(tensor) is Tensor and has_values(tensor) for tensor in tensors)
             if plain and not torch.jit.is_tracing() and not any(map(is_transformed, tensors)):
+                self._take_mark()
                 self.follow_writes(writes)
                 self._checked = self._writes()
+
+    def _take_mark(self) -> None:
+        """Compare the mark, and remove it, if a tool has set each tensor of a state_dict by its name."""
+        if self.checked_names and (mark := buffers_of(self).get(RECORD_MARK)) is not None:
+            if fault := mark_fault(mark, buffers_of(self)[self.checked_names[-1]]):
+                raise SketchMismatchError(fault)
+            buffers_of(self)[RECORD_MARK] = None
 
     def _writes(self) -> list[tuple[int, int]]:
         """Return the identity and the number of writes of each checked buffer; inference tensors count no writes."""
@@ -229,11 +246,19 @@ class CompressedModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save, unless the checked buffers do not belong together: the error names the layer."""
         try:
+            self._take_mark()
             self.check_record()
         except SketchMismatchError as error:
             if self._checked is not None:  # Otherwise the values are still being loaded.
                 raise SketchMismatchError(f"layer {prefix[:-1]!r}: {error}" if prefix else str(error)) from None
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.checked_names and (mark := record_mark(destination.get(prefix + self.checked_names[-1]))) is not None:
+            destination[prefix + RECORD_MARK] = mark
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load; :meth:`_fits` has compared the mark, which earlier versions did not save."""
+        state_dict = {name: value for name, value in state_dict.items() if name != prefix + RECORD_MARK}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn``, which moves or casts the values of checked buffers, and does not change them."""
@@ -250,6 +275,9 @@ class CompressedModule(nn.Module):
         if strange:
             error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
             return False
+        mark = state.pop(RECORD_MARK, None)
+        if mark is not None and self.checked_names and (fault := mark_fault(mark, state.get(self.checked_names[-1]))):
+            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
         missing = [prefix + name for name in expected if name not in state]
         unexpected = [
             prefix + name for name in state if name not in expected and name.partition(".")[0] not in children_of(self)

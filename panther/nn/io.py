@@ -46,6 +46,7 @@ from panther.nn.module_state import ModuleState
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
+from panther.nn.sketch_record import plain_state
 from panther.nn.specs import (
     SYMMETRIC,
     is_symmetric_record,
@@ -261,7 +262,7 @@ def _load_into(
         absent = optional_names(model) - state.keys()
         model_state = {
             key: value
-            for key, value in model.state_dict().items()
+            for key, value in plain_state(model).items()
             if key not in absent and built.keys().isdisjoint(module_names_of(key))
         }
         check_recorded(state.keys(), model, folder)

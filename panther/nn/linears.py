@@ -29,6 +29,7 @@ from panther.nn.quantized import (
 )
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import StackedExperts, put_layer
+from panther.nn.sketch_record import plain_state
 
 _CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
 _TABLES = (QuantizedEmbedding, QuantizedEmbeddingBag)
@@ -336,4 +337,4 @@ def _described(module: nn.Module) -> str:
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in module.state_dict().values())
+    return sum(tensor.nbytes for tensor in plain_state(module).values())

@@ -1,13 +1,18 @@
 """The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, stream version, checksum."""
 
-__all__ = ["has_values", "integers_checksum", "is_rounded", "make_record", "read_integers", "read_record"]
+__all__ = [
+    "RECORD_MARK", "has_values", "integers_checksum", "is_rounded", "make_record", "mark_fault", "plain_state",
+    "read_integers", "read_record", "record_mark", "without_marks",
+]  # fmt: skip
 
+import hashlib
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther._torch import FakeTensor
 from panther.errors import SketchMismatchError
@@ -15,6 +20,13 @@ from panther.files.tensors import bytes_of
 from panther.sketch import STREAM_VERSION
 
 _FITTED = -1
+
+RECORD_MARK = "record_mark"
+"""Name of four floating numbers in a ``state_dict()``, which stand for the record, a tensor of integers.
+
+An average of the floating tensors of two models that keeps the integers of one of them averages these numbers too, and
+no longer fits the record. Files of Panther do not contain them, because no tensor of a file is averaged alone.
+"""
 
 
 def make_record(seed: int | None, num_terms: int) -> list[int]:
@@ -83,3 +95,39 @@ def integers_checksum(tensors: Iterable[Tensor | None]) -> int | None:
                 return None
             checksum = zlib.crc32(bytes_of(tensor), checksum)
     return checksum % (2**23 - 1) + 1
+
+
+def record_mark(record: Any) -> Tensor | None:
+    """Return the mark of a record, multiples of 1/128 in [1, 2); None if the record has no values or is a shard.
+
+    A cast to bfloat16 or float16 does not round these numbers.
+    """
+    if type(record) is not Tensor or not has_values(record):
+        return None
+    # Not a CRC, which is the same for all records that end with their own CRC.
+    digest = hashlib.blake2b(bytes_of(record), digest_size=4).digest()
+    return torch.tensor([1 + byte % 128 / 128 for byte in digest], device=record.device)
+
+
+def mark_fault(mark: Any, record: Any) -> str | None:
+    """Return why a mark does not belong to a record; None if it does, or if one of them has no values."""
+    expected = record_mark(record)
+    if expected is None or type(mark) is not Tensor or not has_values(mark):
+        return None
+    # Numbers of two marks differ by 1/128 or more, and an average of many equal numbers is rounded.
+    if mark.shape == expected.shape and bool(((mark.double().cpu() - expected.cpu()).abs() < 2**-9).all()):
+        return None
+    return (
+        "the floating tensors do not belong to the seed or the integers beside them, as after an average of the "
+        "floating tensors of two models: average models that share seeds and integers"
+    )
+
+
+def plain_state(module: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+    """Return the ``state_dict()`` of a module without marks, as files have it."""
+    return without_marks(module.state_dict(keep_vars=keep_vars))
+
+
+def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a ``state_dict()`` that are not marks."""
+    return {name: value for name, value in state.items() if name.rpartition(".")[2] != RECORD_MARK}

@@ -40,6 +40,7 @@ from panther.nn.quantized import (
 from panther.nn.quantized.linear import check_activations
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import stacked_layers
+from panther.nn.sketch_record import plain_state
 
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _CLASSES: dict[str, type[Any]] = {
@@ -148,7 +149,7 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
     for name, spec in specs.items():
         if "alias_of" in spec:
             stored, first_stored = entries[name], entries[spec["alias_of"]]
-            names = built[name].state_dict().keys() - ({"zeros"} if is_symmetric_record(spec) else set())
+            names = plain_state(built[name]).keys() - ({"zeros"} if is_symmetric_record(spec) else set())
             if stored.keys() != names or any(first_stored.get(key) is not stored[key] for key in names):
                 raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, but their weights differ")
     return built
@@ -303,7 +304,7 @@ def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None
             f"module {name!r} has scales in {module.scales_dtype()}, and a file would change them to bfloat16: "
             "call hold_scales_(torch.bfloat16) first"
         )
-    extra = sorted(module.state_dict().keys() ^ saved_names)
+    extra = sorted(plain_state(module).keys() ^ saved_names)
     if extra:
         raise FormatError(
             f"module {name!r} is saved as its {', '.join(sorted(saved_names))}, but its state_dict differs by "

@@ -5,14 +5,25 @@ import itertools
 import pickle
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from compressed_layers import LAYERS
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import panther as pr
 from panther.errors import SketchMismatchError
-from panther.nn import QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import (
+    InterpolativeLinear,
+    QuantizedEmbedding,
+    QuantizedEmbeddingBag,
+    QuantizedExperts,
+    QuantizedLinear,
+    SKConv2d,
+    SKLinear,
+)
 
 TOKENS = torch.tensor([[1, 5, 7], [0, 2, 9]])
 
@@ -217,15 +228,98 @@ def test_states_with_damaged_codes_are_refused_by_name():
                 nn.Sequential(QuantizedLinear(64, 48)).load_state_dict(state, strict=strict)
 
 
+INTEGERS = QUANTIZED | SKETCHED | {"interpolative": (maker(InterpolativeLinear, 64, 48, 5), torch.ones(3, 64))}
+
+
+def cast_floats(state, dtype):
+    return {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in state.items()}
+
+
+@every(INTEGERS)
+@pytest.mark.parametrize("weight", [0.1, 0.5])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_soups_of_floating_tensors_are_refused(make, x, weight, dtype):
+    """People average the floating tensors of two runs and keep the integers of one of them."""
+    model, (one, two) = nn.Sequential(make(2)), [nn.Sequential(make(seed)).state_dict() for seed in (0, 1)]
+    expected = model(x)
+    soup = {k: (1 - weight) * v + weight * two[k] if v.is_floating_point() else v for k, v in one.items()}
+    for strict in (True, False):
+        with pytest.raises(SketchMismatchError, match="layer '0': the floating tensors do not belong to the seed or"):
+            model.load_state_dict(cast_floats(soup, dtype), strict=strict)
+        assert torch.equal(model(x), expected)
+    model.load_state_dict(cast_floats(one, dtype))
+
+
+@every(INTEGERS)
+def test_averages_of_one_run_have_its_mark(make, x):
+    model = nn.Sequential(make(0))
+    state = mean = copy.deepcopy(model.state_dict())
+    for _ in range(1000):
+        mean = {k: 0.99 * v + 0.01 * state[k] if v.is_floating_point() else v for k, v in mean.items()}
+    expected = model(x)
+    model.load_state_dict(mean)
+    assert torch.allclose(model(x), expected, rtol=0.1, atol=0.1)
+    del state["0.record_mark"]
+    model.load_state_dict(state)  # as earlier versions saved it
+    assert torch.equal(model(x), expected)
+
+
+def by_names(model, state, tmp_path):
+    """Set each tensor of a state in the module that it names, as accelerate's set_module_tensor_to_device does."""
+    for name, value in state.items():
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensors = module._parameters if key in module._parameters else module._buffers
+        assert key in tensors
+        tensors[key] = nn.Parameter(value) if key in module._parameters else value
+
+
+@every(INTEGERS)
+def test_soups_that_are_set_by_name_are_refused(make, x, tmp_path):
+    model, (one, two) = nn.Sequential(make(2)), [nn.Sequential(make(seed)).state_dict() for seed in (0, 1)]
+    by_names(model, {k: (v + two[k]) / 2 if v.is_floating_point() else v for k, v in one.items()}, tmp_path)
+    for use in (model, lambda x: torch.func.functional_call(model, model.state_dict(), (x,))):
+        with pytest.raises(SketchMismatchError, match="the floating tensors do not belong to the seed or"):
+            use(x)
+
+
+def by_torch_checkpoint(model, state, tmp_path):
+    set_model_state_dict(model, get_model_state_dict(model))
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    target = model.state_dict()
+    dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    model.load_state_dict(target)
+
+
+def by_safetensors(model, state, tmp_path):
+    source = copy.deepcopy(model)
+    source.load_state_dict(state)
+    safetensors.torch.save_model(source, tmp_path / "model.safetensors")
+    safetensors.torch.load_model(model, tmp_path / "model.safetensors")
+
+
+@every(INTEGERS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("load", [by_names, by_torch_checkpoint, by_safetensors])
+def test_other_loaders_find_the_mark(make, x, load, tmp_path):
+    model, source = nn.Sequential(make(1)), nn.Sequential(make(0))
+    model(x)
+    load(model, source.state_dict(), tmp_path)
+    assert torch.equal(model(x), source(x))
+    assert torch.allclose(torch.func.functional_call(model, source.state_dict(), (x,)), source(x), rtol=1e-4, atol=1e-5)
+    assert model.state_dict().keys() == source.state_dict().keys()
+
+
 def test_states_of_earlier_versions_have_no_checksum():
     source, layer = LAYERS["int3+low_rank"].layer(0), LAYERS["int3+low_rank"].layer(1)
     x, state = LAYERS["int3+low_rank"].x(3), source.state_dict()
     state["record"] = torch.tensor([3, 30, 2], dtype=torch.int32)
+    del state["record_mark"]
     layer.load_state_dict(state)
     assert torch.equal(layer(x), source(x))
     assert torch.equal(layer.record, source.record)
     layer = LAYERS["int3+low_rank"].layer(1)
-    copy_all(layer.state_dict().values(), [state[name] for name in layer.state_dict()])
+    copy_all(layer.state_dict().values(), [state.get(name, torch.zeros(())) for name in layer.state_dict()])
     assert torch.equal(layer(x), source(x))
 
 

@@ -19,6 +19,7 @@ from panther.compression.selection.convex_hull import BYTES, Cost, choose_global
 from panther.compression.selection.timing import SLOWER, Timing
 from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError
+from panther.nn.sketch_record import plain_state
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
 # Slower forms are used only if they divide the error, or the bytes, by this factor.
@@ -184,7 +185,7 @@ def model_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     Tensors whose dtype is narrower than ``dtype`` keep theirs.
     """
     storage_bytes: dict[Any, int] = {}
-    for tensor in model.state_dict().values():
+    for tensor in plain_state(model).values():
         if isinstance(tensor, Tensor) and not is_lazy(tensor):
             key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
             itemsize = tensor.element_size()

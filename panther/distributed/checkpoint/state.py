@@ -30,6 +30,7 @@ from panther.distributed.checkpoint.storage import empty
 from panther.distributed.pipeline.stage_modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
+from panther.nn.sketch_record import plain_state
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch inserts these into names
 
@@ -60,7 +61,7 @@ def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
     """Return the entries of the state_dicts by their names in a checkpoint; tensors are not copied."""
     state: dict[str, Any] = {}
     for part in parts:
-        for name, value in part.state_dict().items():
+        for name, value in plain_state(part).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise CheckpointError(f"{name!r} is on the meta device and has no values: initialise the model first")
             state[plain(name)] = value

@@ -15,7 +15,7 @@ from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline.stage_modules import source_of
 from panther.errors import CheckpointError
 from panther.nn.base import SketchedModule
-from panther.nn.sketch_record import read_record
+from panther.nn.sketch_record import plain_state, read_record
 
 
 def with_layers_of(stored: StoredWeights, model: Any) -> Any:
@@ -32,7 +32,7 @@ def with_layers_of(stored: StoredWeights, model: Any) -> Any:
 
 def names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str]:
     """Return the name of each of this rank's values in a folder, or raise if the folder does not fit all ranks."""
-    state = {name: value for part in parts for name, value in part.state_dict().items()}
+    state = {name: value for part in parts for name, value in plain_state(part).items()}
     aliases = _aliases(parts)
     rank_names = gather_objects((set(state), stored.folder.name), None)
     of_all = set().union(*(names for names, _ in rank_names))  # the union, because a stage has only its own names
@@ -86,7 +86,7 @@ def read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str
     """Read the values of a part, module by module."""
     modules = {module_name(name): module for name, module in part.named_modules(remove_duplicate=False)}
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in part.state_dict(keep_vars=True).items():
+    for name, value in plain_state(part, keep_vars=True).items():
         owner, _, key = name.rpartition(".")
         entries.setdefault(owner, {})[key] = name, value
     filled: set[int] = set()

@@ -35,7 +35,7 @@ from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer, stacked_layers
 from panther.nn.quantized.state import STORED_SCALES, form_in, inference_state
 from panther.nn.quantized.ties import declare_ties_
-from panther.nn.sketch_record import read_record
+from panther.nn.sketch_record import read_record, without_marks
 from panther.nn.specs import (
     CONFIG_VERSION,
     QUANTIZATION_METHOD,
@@ -269,7 +269,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         set_quantization_config_(model)
         declare_ties_(model, transformers.PreTrainedModel)  # the scales of one layer of a pair may be trained now
         # A run of the Trainer continues from these files, so factors of scales that are trained are not rounded.
-        state = inference_state(model, keep_logs=True) if self.state is None else dict(self.state)
+        state = inference_state(model, keep_logs=True) if self.state is None else without_marks(self.state)
         addresses = set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
         copies: dict[str, Tensor] = {}

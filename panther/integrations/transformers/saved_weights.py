@@ -27,6 +27,7 @@ from panther.nn.io import saved_manifest, tensor_checksum
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 from panther.nn.quantized.ties import tied_layers
+from panther.nn.sketch_record import plain_state
 from panther.nn.specs import is_symmetric_record
 
 
@@ -64,7 +65,7 @@ class SavedWeights:
         return all(
             f"{name}.{key}" in self.aliases or self.shapes.get(f"{name}.{key}") == tuple(tensor.shape)
             for name, layer in layers.items()
-            for key, tensor in layer.state_dict().items()
+            for key, tensor in plain_state(layer).items()
         )
 
     def check(self, model: Any, specs: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class SavedWeights:
         tensors = {  # by identity, because tied layers share buffers, which the files hold once
             id(tensor): (name, key)
             for module, name in modules.items()
-            for key, tensor in module.state_dict(keep_vars=True).items()
+            for key, tensor in plain_state(module, keep_vars=True).items()
         }
         needed = Counter(
             key
@@ -107,7 +108,7 @@ class SavedWeights:
         for name, module in model.named_modules():
             if not isinstance(module, CompressedModule):
                 continue
-            for key in [*module.state_dict()]:
+            for key in plain_state(module):
                 alias = self._saved_name(model, f"{name}.{key}", self.aliases)
                 first = alias and next(iter(self._own_names(model, self.aliases[alias])), None)
                 if first:
