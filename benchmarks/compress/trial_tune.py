@@ -262,7 +262,7 @@ def _points(name: str, method: str, result: TuneResult, best: int) -> list[dict[
 def _layer_bytes(model: nn.Module, task: Task) -> int:
     """Return the bytes of the layers that may change, biases included."""
     from panther.compression.selection.allocation import model_bytes
-    from panther.tuning.space.selection import selected
+    from panther.tuning.space.lines import selected
 
     names = selected(task.model, task.layers)
     return sum(model_bytes(model.get_submodule(name)) for name in names)

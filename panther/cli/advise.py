@@ -162,7 +162,7 @@ def _text(plan: Any) -> str:
 
 def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
-    from panther.distributed.advisor.statistics.cache import default_folder
+    from panther.distributed.advisor.statistics.model_stats import default_folder
 
     options = {
         "mixed_precision": "bf16" if args.bf16 else None,

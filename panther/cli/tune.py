@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder")
     if args.plot is not None:
-        from panther.tuning.plots import check_plot
+        from panther.tuning.result import check_plot
 
         check_plot(args.plot)
     model = settings.get("model")

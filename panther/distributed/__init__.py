@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
     from .context.parallelize import ContextParallelReport, context_parallel
-    from .data.accumulation import no_sync
-    from .data.strategies import data_parallel
+    from .data.strategies import data_parallel, no_sync
     from .guide.hybrid import HybridParallelTrainer
     from .guide.layers import (
         DistributedSketchedModel,
@@ -53,8 +52,7 @@ _MODULES = {
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
     "context.parallelize": ("ContextParallelReport", "context_parallel"),
-    "data.accumulation": ("no_sync",),
-    "data.strategies": ("data_parallel",),
+    "data.strategies": ("data_parallel", "no_sync"),
     "guide.hybrid": ("HybridParallelTrainer",),
     "guide.layers": (
         "DistributedSketchedModel",

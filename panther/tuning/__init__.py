@@ -8,7 +8,7 @@ side by side, and ``result`` has the classes of the result.
 from ._tune import tune
 from .plan import Plan
 from .result import Trial, TuneResult
-from .space.selection import Group
+from .space.lines import Group
 from .space.values import Choice, Float, Int
 
 __all__ = ["Choice", "Float", "Group", "Int", "Plan", "Trial", "TuneResult", "tune"]

@@ -1,6 +1,6 @@
 """The result of a search: its trials, the best model and the Pareto front, as a table, JSON and a plot."""
 
-__all__ = ["Trial", "TuneResult", "pareto_front"]
+__all__ = ["Trial", "TuneResult", "check_plot", "pareto_front"]
 
 import math
 import os
@@ -12,16 +12,17 @@ from typing import Any, Self, get_type_hints
 
 from torch import nn
 
+from panther._process_settings import ignored_warnings
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther._version import __version__
 from panther.compression.report import CompressionReport
-from panther.errors import FormatError, MissingExtraError, TuningError
+from panther.errors import ConfigError, FormatError, MissingExtraError, TuningError, require_extra
 from panther.files import write_json
 from panther.files.records import from_plain, read_record, record_checksum
-from panther.tuning import plots
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.plan import Plan
+from panther.tuning.samplers import quiet
 
 _FORMAT, _VERSION = "panther.tune", 2  # Records of version 1 have no checksum, and these files always have one.
 _STATES = ("complete", "pruned", "failed")
@@ -244,7 +245,30 @@ class TuneResult:
             MissingExtraError: If Optuna or matplotlib is not installed.
             ConfigError: If matplotlib cannot write files with this suffix, or there is no such parameter.
         """
-        return plots.draw(self, x, Path(path))
+        path = Path(path)
+        check_plot(path)
+        pyplot: Any = require_extra("matplotlib.pyplot", "demo")
+        optuna: Any = require_extra("optuna", "tune")
+        if x not in (None, "trial", *self.distributions):
+            names = ", ".join(map(repr, ("trial", *self.distributions)))
+            raise ConfigError(f"x={x!r} is not a parameter of the search: use one of {names}")
+        by, scale, label = _horizontal_axis(self)
+        plots: Any = require_extra("optuna.visualization.matplotlib", "tune")
+        is_new: Any = optuna.exceptions.ExperimentalWarning
+        with quiet(), pyplot.rc_context(), ignored_warnings(category=is_new):  # Optuna changes matplotlib's style.
+            study = _study_of(self, by, scale)
+            if x is None:
+                axes = plots.plot_pareto_front(study, target_names=[label, "metric"])
+                for name, trial, marker in (("best", self.best, "*"), ("unchanged", self.unchanged, "s")):
+                    axes.plot(getattr(trial, by) / scale, trial.metric, marker, color="black", label=name)
+                axes.legend(frameon=False, fontsize=8)
+            elif x == "trial":
+                axes = plots.plot_optimization_history(study, target=_metric, target_name="metric")
+            else:
+                axes = plots.plot_slice(study, params=[x], target=_metric, target_name="metric")
+            axes.figure.savefig(path, bbox_inches="tight")
+            pyplot.close(axes.figure)
+        return path
 
 
 def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
@@ -277,3 +301,49 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raise unless matplotlib is installed and can write files with this suffix.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+        ConfigError: If it cannot write such files.
+    """
+    kinds = sorted(require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes())
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix not in kinds:
+        raise ConfigError(f"no plot can be written to {os.fspath(path)!r}: use one of the suffixes {', '.join(kinds)}")
+
+
+def _study_of(result: Any, by: str, scale: float) -> Any:
+    """Return a study with two directions, the objective and the metric, that has the complete trials of a result."""
+    import optuna
+
+    directions: list[Any] = ["minimize", "maximize" if result.higher_is_better else "minimize"]
+    distributions = {
+        name: optuna.distributions.json_to_distribution(text) for name, text in result.distributions.items()
+    }
+    study = optuna.create_study(directions=directions)
+    for trial in result.trials:
+        if trial.state == "complete":
+            frozen = optuna.trial.create_trial(
+                values=[getattr(trial, by) / scale, trial.metric],
+                params=dict(trial.params),
+                distributions={name: distributions[name] for name in trial.params},
+                constraints={"constraints": 0.0 if trial.feasible else 1.0},
+            )
+            study.add_trial(frozen)
+    return study
+
+
+def _metric(trial: Any) -> float:
+    metric: float = trial.values[1]
+    return metric
+
+
+def _horizontal_axis(result: Any) -> tuple[str, float, str]:
+    """Return the figure on the horizontal axis, its unit and its label."""
+    if result.objective in ("size", "metric"):
+        return "size", 1e6, "size in MB"
+    return ("latency", 1e-3, "latency in ms") if result.objective == "latency" else ("objective", 1.0, result.objective)

@@ -14,7 +14,7 @@ import waits
 from covering import half_of
 
 from panther.distributed import ModelStats
-from panther.distributed.advisor.statistics import cache as stats_cache
+from panther.distributed.advisor.statistics import model_stats as stats_cache
 from panther.distributed.advisor.statistics.measured import _loss_of_tokens, plain_transformer
 from panther.errors import ShapeError
 

@@ -18,7 +18,7 @@ from panther.distributed import (
     tensor_parallel,
 )
 from panther.distributed.comm.handshake import RankInfo, decide
-from panther.distributed.comm.nodes import forget_nodes, nodes_of, note_nodes, physical_memory
+from panther.distributed.comm.mesh import forget_nodes, nodes_of, note_nodes, physical_memory
 
 pytestmark = pytest.mark.distributed
 

@@ -16,11 +16,10 @@ import waits
 
 from panther.cli import main
 from panther.distributed.comm.store import Meeting, address_of
-from panther.distributed.preflight import check, node, pairs
+from panther.distributed.preflight import check, pairs
 from panther.distributed.preflight import report as report_module
-from panther.distributed.preflight.node import NodeInfo
 from panther.distributed.preflight.pairs import Measured, schedule
-from panther.distributed.preflight.report import Findings, judge
+from panther.distributed.preflight.report import Findings, NodeInfo, judge
 
 pytestmark = pytest.mark.distributed
 
@@ -84,7 +83,7 @@ def in_rank(victim, module, name, value):
 
 
 def test_another_version(tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(1, node, "__version__", "0.0.1")))
+    report = report_of(examine(tmp_path, 3, in_rank(1, report_module, "__version__", "0.0.1")))
     (fault,) = report.faults
     assert fault.startswith("Panther is ")
     assert fault.endswith(" on ranks 0, 2 and 0.0.1 on rank 1: install the same version everywhere")
@@ -104,7 +103,7 @@ def test_a_full_disk(tmp_path):
     def usage(path):
         return SimpleNamespace(free=5e8)
 
-    report = report_of(examine(tmp_path, 2, in_rank(1, node, "shutil", SimpleNamespace(disk_usage=usage))))
+    report = report_of(examine(tmp_path, 2, in_rank(1, report_module, "shutil", SimpleNamespace(disk_usage=usage))))
     (fault,) = report.faults
     assert fault.startswith("rank 1 (")
     assert " has 500 MB free in " in fault
@@ -225,7 +224,7 @@ def test_an_interface_that_does_not_exist(variable, tmp_path):
 @pytest.mark.parametrize("value", ["l", "=lo", "^docker0", "lo,eth7"])
 def test_the_forms_that_nccl_knows(value, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
-    assert node._wrong_interface("NCCL_SOCKET_IFNAME") is None
+    assert report_module._wrong_interface("NCCL_SOCKET_IFNAME") is None
 
 
 def test_the_address_of_an_interface():

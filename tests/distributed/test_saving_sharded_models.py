@@ -25,7 +25,7 @@ from panther.distributed import (
     tensor_parallel,
     unshard_module,
 )
-from panther.distributed.sync import pickled_shards
+from panther.distributed.sync import replicas
 from panther.errors import DistributedError, FormatError
 from panther.nn import SKConv2d, SKLinear
 
@@ -101,7 +101,7 @@ def test_pickled_and_copied(tmp_path):
 
 def warnings_of(save):
     """The warnings of pickled shards that one way to save gives, as if it were the first of its process."""
-    pickled_shards._warned.clear()
+    replicas._warned.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         save(io.BytesIO())

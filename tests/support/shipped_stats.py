@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from panther.cli import advise
-from panther.distributed.advisor.statistics import cache as stats_cache
+from panther.distributed.advisor.statistics import model_stats as stats_cache
 
 SKETCHES = (None, 16, 64)
 PRECISIONS = (None, "bf16")

@@ -22,7 +22,7 @@ from panther.distributed.advisor.cost.model import Estimate, Layout, MemoryEstim
 from panther.distributed.advisor.plan import Option
 from panther.distributed.advisor.reasons import preferred
 from panther.distributed.advisor.statistics.measured import plain_transformer
-from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.mesh import physical_memory
 from panther.errors import ConfigError
 from panther.nn import SKLinear
 from panther.train import TrainConfig, Trainer

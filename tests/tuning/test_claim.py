@@ -14,7 +14,7 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.errors import ConfigError, TuningError
-from panther.tuning.study import exclusion as claim
+from panther.tuning.study import storage as claim
 
 optuna = pytest.importorskip("optuna")
 

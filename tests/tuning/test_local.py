@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.tuning.study.near_best import step_from
+from panther.tuning.study.study import step_from
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402

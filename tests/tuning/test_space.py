@@ -6,7 +6,7 @@ from torch import nn
 
 from panther.errors import ConfigError
 from panther.tuning import Choice, Float, Group, Int
-from panther.tuning.space.selection import as_group, selected
+from panther.tuning.space.lines import as_group, selected
 from panther.tuning.space.values import as_spec, grid, suggest
 
 

@@ -17,7 +17,7 @@ from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
-from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.mesh import physical_memory
 from panther.errors import DistributedError, require_extra
 
 _ROUNDING = 1e-9  # relative; float64 rounds at 1e-16, and 40 epochs of training amplified it to 1e-13 at most

@@ -3,9 +3,8 @@
 __all__ = ["measured_fields"]
 
 import os
-import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.distributed.advisor.cost.rank import optimizer_bytes
-from panther.distributed.comm.bandwidth import profile_communication_overhead
+from panther.distributed.comm.bandwidth import median_seconds, profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
-from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.mesh import physical_memory
 from panther.distributed.comm.ranks import in_process_group, transport
 from panther.distributed.comm.supervision.groups import new_subgroup
 
@@ -43,7 +42,7 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
     world = dist.get_world_size() if group else 1
     # LOCAL_WORLD_SIZE is set by torchrun and panther launch; without it, all ranks are on one node.
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-    timer = _Timer(device, repetitions, group)
+    timer = _Timer(device, repetitions)
     fields: dict[str, Any] = {
         "gpus": world,
         "gpus_per_node": local,
@@ -64,32 +63,14 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
     return fields
 
 
+@dataclass(frozen=True)
 class _Timer:
-    def __init__(self, device: torch.device, repetitions: int, group: bool) -> None:
-        self.device, self.repetitions, self.group = device, repetitions, group
+    device: torch.device
+    repetitions: int
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the median over repetitions of the time of the slowest rank, in seconds, while all ranks work.
-
-        Training steps also wait for the slowest rank. If ranks share a core, the slowest rank varies.
-        """
-        times = []
-        for _ in range(2 + self.repetitions):
-            self._finish()
-            if self.group:
-                dist.barrier()
-            begin = time.perf_counter()
-            work()
-            self._finish()
-            times.append(time.perf_counter() - begin)
-        slowest = torch.tensor(times[2:], dtype=torch.float64, device=self.device)
-        if self.group:
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return max(statistics.median(slowest.tolist()), 1e-9)
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Return the median time of the slowest rank, in seconds, while all ranks work."""
+        return median_seconds(work, self.repetitions, self.device)
 
 
 def _memory(device: torch.device, local: int) -> float:
@@ -169,9 +150,8 @@ def _links(local: int, world: int, timer: _Timer) -> dict[str, Any]:
     for link, size in (("intra", local), ("inter", world)):
         if size == 1 or (link == "inter" and size == local):
             continue
-        group = None
-        if size < world:  # a group for the ranks of each node; all nodes are measured at the same time
-            group = new_subgroup(size)
+        # A group for the ranks of each node; all nodes are measured at the same time.
+        group = new_subgroup(size) if size < world else None
         try:
             fitted = {**_profiled(group, timer.repetitions), **_tensor_parallel(group, timer)}
         finally:

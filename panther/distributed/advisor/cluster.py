@@ -78,13 +78,7 @@ class ClusterSpec:
         check_size("gpus_per_node", self.gpus_per_node, least=1)
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if field.name == "collectives":
-                self._check_collectives()
-                continue
-            if field.name == "narrow_products":
-                self._check_narrow_products()
-                continue
-            if value is None and field.default is None:
+            if isinstance(field.default, tuple) or (value is None and field.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{field.name} must be a number, not {type(value).__name__}")
@@ -92,16 +86,12 @@ class ClusterSpec:
                 raise ValueError(f"{field.name}={value} must be positive")
             if field.name in ("efficiency", "overlap", "usable") and value > 1:
                 raise ValueError(f"{field.name}={value} is a share and must be at most 1")
-
-    def _check_collectives(self) -> None:
         for entry in self.collectives:
             is_named = len(entry) == 3 and isinstance(entry[0], str)
             if not (is_named and entry[1] >= 0 and entry[2] > 0):
                 raise ValueError(
                     f"collectives has the entry {entry!r}: it must be a name, a latency and a bandwidth above 0"
                 )
-
-    def _check_narrow_products(self) -> None:
         pairs = [entry for entry in self.narrow_products if len(entry) == 2 and min(entry) > 0]
         sizes = [entry[0] for entry in pairs]
         if len(pairs) < len(self.narrow_products) or sizes != sorted(set(sizes)):
@@ -208,22 +198,20 @@ class ClusterSpec:
 
     def bandwidth(self, span: int, operation: str = "all_reduce") -> float:
         """Return the bytes per second along an axis whose groups span this many neighbouring ranks."""
-        measured = self._measured(span, operation)
-        if measured is not None:
-            return measured[1]
-        return self.intra_bandwidth if self.link(span) == "intra" else self.inter_bandwidth
+        return self._speed(span, operation)[1]
 
     def latency(self, span: int, operation: str = "all_reduce") -> float:
         """Return the latency of a round, in seconds, along an axis whose groups span this many neighbouring ranks."""
-        measured = self._measured(span, operation)
-        if measured is not None:
-            return measured[0]
-        return self.intra_latency if self.link(span) == "intra" else self.inter_latency
+        return self._speed(span, operation)[0]
 
-    def _measured(self, span: int, operation: str) -> tuple[float, float] | None:
-        speeds = {name: (latency, bandwidth) for name, latency, bandwidth in self.collectives}
+    def _speed(self, span: int, operation: str) -> tuple[float, float]:
+        """Return the latency and the bandwidth of a collective, or of its link if the collective was not measured."""
         link = self.link(span)
-        return speeds.get(f"{link} {operation}") or speeds.get(f"{link} {operation.removeprefix('tp ')}")
+        speeds = {name: (latency, bandwidth) for name, latency, bandwidth in self.collectives}
+        speeds["intra"] = self.intra_latency, self.intra_bandwidth
+        speeds["inter"] = self.inter_latency, self.inter_bandwidth
+        names = (f"{link} {operation}", f"{link} {operation.removeprefix('tp ')}", link)
+        return next(speeds[name] for name in names if name in speeds)
 
     def flops(self, dtype_bytes: int) -> float:
         """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""

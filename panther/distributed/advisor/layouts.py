@@ -8,7 +8,7 @@ from itertools import product
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.parallelize.layout import Layout
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES
 from panther.errors import ShapeError
 
 

@@ -15,7 +15,7 @@ from panther.distributed.advisor.reasons import Preference, explain, preferred
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
-from panther.distributed.pipeline.schedule_kinds import check_schedule
+from panther.distributed.pipeline.balance import check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
 
 if TYPE_CHECKING:

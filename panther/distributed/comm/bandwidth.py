@@ -142,7 +142,7 @@ def profile_communication_overhead(
         for size in message_sizes:
             size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
             for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
-                seconds = _time(run, repetitions, device, group)
+                seconds = median_seconds(run, repetitions, device, group)
                 bandwidth = size / seconds / 1e9
                 timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
     shares = torch.zeros(n, dtype=torch.float64, device=device)
@@ -155,8 +155,12 @@ def profile_communication_overhead(
     return profile
 
 
-def _time(run: Callable[[], object], repetitions: int, device: torch.device, group: Group) -> float:
-    """Return the median over repetitions of the slowest rank's time, the same number on every rank."""
+def median_seconds(run: Callable[[], object], repetitions: int, device: torch.device, group: Group = None) -> float:
+    """Return the median over repetitions of the slowest rank's time, the same number on every rank.
+
+    An operation is finished, and the next step begins, when the slowest rank has finished. If ranks share a core, the
+    slowest rank varies. Without a process group, this process is the only rank.
+    """
 
     def finish() -> None:
         if device.type == "cuda":
@@ -165,14 +169,15 @@ def _time(run: Callable[[], object], repetitions: int, device: torch.device, gro
     times = []
     for _ in range(_WARM_UP + repetitions):
         finish()
-        dist.barrier(group=group)  # so that no time includes waiting for a late rank
+        if in_process_group():
+            dist.barrier(group=group)  # so that no time includes waiting for a late rank
         begin = time.perf_counter()
         run()
         finish()
         times.append(time.perf_counter() - begin)
     slowest = torch.tensor(times[_WARM_UP:], dtype=torch.float64, device=device)
-    # An operation is finished when its slowest rank has finished.
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    if in_process_group():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return max(statistics.median(slowest.tolist()), 1e-9)
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from panther._torch import default_store, end_with_parent
 from panther.distributed.comm.diagnostics import explain_transport_error
 from panther.distributed.comm.handshake import Agreement, check_in, meet, own_gpu
-from panther.distributed.comm.nodes import forget_nodes, note_nodes
+from panther.distributed.comm.mesh import forget_nodes, note_nodes
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.distributed.comm.supervision.ending import check_parent, start_limited, watch_parent

@@ -5,13 +5,15 @@
 FSDP2 with shards of size one: it replicates the model, and supports tensor parallelism, which DDP does not.
 """
 
-__all__ = ["STRATEGIES", "compute_dtype", "data_parallel"]
+__all__ = ["DATA_PARALLEL_MODELS", "STRATEGIES", "compute_dtype", "data_parallel", "no_sync"]
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,9 @@ from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.comm.ranks import ranks_of, transport
 from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
-from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
 from panther.distributed.data.comm_hooks import check_hook, register_hook, register_replica_hook
 from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward, own_outputs_
-from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
-from panther.distributed.sync.replicas import built, check_same_model, send_model
+from panther.distributed.sync.replicas import built, check_same_model, send_model, warn_of_pickled_shards
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 from panther.nn.quantized.state import QuantizedState
@@ -323,3 +323,51 @@ def wrap_in_ddp(model: nn.Module, group: dist.ProcessGroup | None, **options: An
     # which may need the GIL to end.
     parallel.process_group = parallel.__dict__.pop("process_group")
     return parallel
+
+
+DATA_PARALLEL_MODELS: WeakSet[nn.Module] = WeakSet()
+"""Modules that ``data_parallel`` has returned in this process and that still exist."""
+
+
+@contextmanager
+def no_sync(model: nn.Module | None = None) -> Iterator[None]:
+    """Do not send gradients in the backward passes of this block; the first backward pass after it sends the sum.
+
+    A Trainer does this itself for its ``gradient_accumulation_steps``.
+
+    Args:
+        model: The model that :func:`data_parallel` returned; None is every such model of this process. A model that is
+            neither wrapped nor sharded sends nothing, so that the same loop runs in a single process.
+
+    Cost: with ``"fsdp"``, memory for the gradients of the entire model; otherwise nothing.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> pr.distributed.init()
+        >>> model = pr.distributed.data_parallel(nn.Linear(4, 2))
+        >>> with no_sync(model):
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.module.bias.grad
+        tensor([6., 6.])
+        >>> pr.distributed.shutdown()
+    """
+    if model is None:
+        with ExitStack() as stack:
+            for wrapped_model in list(DATA_PARALLEL_MODELS):
+                stack.enter_context(no_sync(wrapped_model))
+            yield
+        return
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"no_sync takes the model that data_parallel returned, not a {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield

@@ -25,13 +25,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.comm.ranks import require_process_group, transport
 from panther.distributed.comm.supervision.groups import flatten_mesh, mesh_of_group
-from panther.distributed.data.accumulation import DATA_PARALLEL_MODELS
 from panther.distributed.data.comm_hooks import register_hook, register_replica_hook
 from panther.distributed.data.sharded_blocks import fsdp_blocks
-from panther.distributed.data.strategies import check_model, fully_shard_, shard_axis, wrap_in_ddp
+from panther.distributed.data.strategies import DATA_PARALLEL_MODELS, check_model, fully_shard_, shard_axis, wrap_in_ddp
 from panther.distributed.parallelize.config import ParallelismConfig
 from panther.distributed.parallelize.layout import Layout
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES
 from panther.distributed.pipeline.stage_modules import StageModules
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from panther._settings import Settings, kinds
 from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import check_rules
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES
 from panther.errors import ConfigError
 
 

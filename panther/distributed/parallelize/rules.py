@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES
 from panther.errors import ConfigError
 
 _STRATEGIES = ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")

@@ -12,9 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from panther._torch import forget_shapes
 from panther.distributed.comm.agreement import agree, describe_settings
 from panther.distributed.comm.diagnostics import watched
-from panther.distributed.pipeline.balance import stages_of_rank
+from panther.distributed.pipeline.balance import SCHEDULES, ScheduleKind, check_schedule, stages_of_rank
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES, ScheduleKind, check_schedule
 from panther.errors import ShapeError, check_size
 
 

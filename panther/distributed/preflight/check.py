@@ -16,9 +16,8 @@ import torch.distributed as dist
 from panther.distributed.comm.handshake import check_in, meet
 from panther.distributed.comm.ranks import name_ranks
 from panther.distributed.comm.store import Meeting
-from panther.distributed.preflight.node import NodeInfo, describe_node, resolves
 from panther.distributed.preflight.pairs import Listener, Measured, measure, schedule
-from panther.distributed.preflight.report import Findings, Report, judge
+from panther.distributed.preflight.report import Findings, NodeInfo, Report, describe_node, judge, resolves
 from panther.errors import DistributedError
 
 _POLL_S = 0.005

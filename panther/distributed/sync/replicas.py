@@ -1,7 +1,11 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first rank's."""
 
-__all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model"]
+__all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model", "warn_of_pickled_shards"]
 
+import copyreg
+import inspect
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -119,3 +123,41 @@ def _is_sharded_over(tensor: DTensor, ranks: list[int]) -> bool:
         not placement.is_replicate() and len({*ranks}.intersection(dist.get_process_group_ranks(mesh.get_group(i)))) > 1
         for i, placement in enumerate(tensor.placements)
     )
+
+
+_warned = threading.Event()
+_PICKLING = 4  # frames from the warning to the caller of torch.save
+
+
+def warn_of_pickled_shards() -> None:
+    """Warn when this process first pickles a DTensor of several ranks. Sharding a model calls this function.
+
+    A pickled DTensor, for example by ``torch.save(model.state_dict())`` on one rank, is always a mistake: the file has
+    the shards of one rank. Checkpoints of torch and of Panther write shards as plain tensors and pickle no DTensor.
+    """
+    copyreg.pickle(DTensor, _reduce)
+
+
+def _reduce(shard: DTensor) -> Any:
+    if not _warned.is_set() and shard.device_mesh.size() > 1 and not _is_moved_by_torch():
+        _warned.set()
+        local = tuple(shard.to_local().shape)
+        held = "holds all of it" if local == tuple(shard.shape) else f"holds {local} of its {tuple(shard.shape)}"
+        warnings.warn(
+            f"a tensor of a distributed model was pickled, as by torch.save, and this rank {held}: the file loads only "
+            "on as many processes, each with a file of its own. Call Trainer.export(folder), or "
+            "panther.distributed.checkpoint.export(model, folder), on every rank to save the whole model, or "
+            "full_tensor() of each tensor; panther.distributed.checkpoint.save is for continuing the training",
+            UserWarning,
+            stacklevel=_PICKLING,
+        )
+    return shard.__reduce_ex__(2)
+
+
+def _is_moved_by_torch() -> bool:
+    """Return whether torch.distributed.checkpoint pickles, which hands a state to a process that writes it."""
+    frame = inspect.currentframe()
+    while frame is not None and (frame := frame.f_back) is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            return True
+    return False

@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
-from panther.distributed.comm.nodes import warn_across_nodes
-from panther.distributed.sync.pickled_shards import warn_of_pickled_shards
-from panther.distributed.sync.replicas import broadcast_model, built
+from panther.distributed.comm.mesh import warn_across_nodes
+from panther.distributed.sync.replicas import broadcast_model, built, warn_of_pickled_shards
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._shared_input import share_input_
 from panther.distributed.tensor.sharding_plan import (

@@ -16,7 +16,7 @@ from panther._torch import has_hooks, tree_leaves
 from panther.distributed import ClusterSpec, get_distributed_info, get_rank, get_world_size
 from panther.distributed.advisor.reasons import UNCALIBRATED, memory_clause
 from panther.distributed.comm.agreement import run_on_first_rank
-from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm.mesh import physical_memory
 from panther.distributed.data.strategies import check_model
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.parallelize.rules import possible_strategies

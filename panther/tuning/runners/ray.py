@@ -45,11 +45,9 @@ class _Actor:
         self._reason = "ended by the search"
 
     def call(self, method: str, *values: Any) -> None:
-        """Send a call."""
         self._answer = getattr(self._actor, method).remote(*values)
 
     def receive(self) -> Message:
-        """Return the answer of the last call, or ``("died",)``."""
         try:
             message: Message = self._ray.get(self._answer)
         except self._ray.exceptions.RayTaskError as error:  # The method raised, or its answer could not be sent.
@@ -60,13 +58,11 @@ class _Actor:
         return message
 
     def end(self, at_once: bool) -> str:
-        """End the actor, and return how it ended."""
         self._ray.kill(self._actor)
         return self._reason
 
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Wait until an actor has answered or died, and return it."""
         by_answer = {worker._answer: worker for worker in workers}
         ready, _ = workers[0]._ray.wait(list(by_answer), num_returns=1)
         return [by_answer[answer] for answer in ready]

@@ -39,10 +39,10 @@ class Worker(Protocol):
     """A worker, as the search sees it."""
 
     def call(self, method: str, *values: Any) -> None:
-        """Call ``begin`` or ``proceed``, without waiting for the answer."""
+        """Call ``begin`` or ``proceed``, without waiting for the answer. If the worker died, ``receive`` says so."""
 
     def receive(self) -> Message:
-        """Return the answer of the last call."""
+        """Return the answer of the last call, or ``("died",)``."""
 
     def end(self, at_once: bool) -> str:
         """End the worker, and return how it ended; ``at_once``, it is killed if it does not end by itself."""
@@ -182,12 +182,10 @@ class _Process:
         other.close()
 
     def call(self, method: str, *values: Any) -> None:
-        """Send a call. If the process died, :meth:`receive` returns this."""
         with suppress(ConnectionError):
             self.connection.send((method, values))
 
     def receive(self) -> Message:
-        """Return the answer of the last call, or ``("died",)``."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -195,7 +193,6 @@ class _Process:
         return message
 
     def end(self, at_once: bool) -> str:
-        """End the process, and return how it ended."""
         with suppress(ConnectionError):
             self.connection.send(None)
         self.connection.close()
@@ -208,6 +205,5 @@ class _Process:
 
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Wait until processes have answered or died, and return them."""
         by_connection = {id(worker.connection): worker for worker in workers}
         return [by_connection[id(connection)] for connection in wait([worker.connection for worker in workers])]

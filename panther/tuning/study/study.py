@@ -1,11 +1,11 @@
 """The study of a search, which draws trials and reports their results to Optuna."""
 
-__all__ = ["Job", "Study"]
+__all__ = ["Job", "Study", "step_from"]
 
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
@@ -20,7 +20,90 @@ from panther.tuning.plan import Plan
 from panther.tuning.result import Trial
 from panther.tuning.samplers import looks_at_constraints, make_sampler, quiet
 from panther.tuning.space.layers import LayerSpaceBase
-from panther.tuning.study.near_best import near
+
+# A step changes at most this share of the parameters, and on average at most this number.
+_SHARE, _MOST = 0.5, 2.0
+# Standard deviation of a step, as a share of the range of a parameter or of its logarithm.
+_SIZE = 0.17
+# Standard deviation of the decrease of the budget's logarithm below the cost of the best trial.
+_LOWER = 0.12
+_STEPS = 8  # attempts to find a new plan
+
+
+def near(
+    best: Trial,
+    distributions: Mapping[str, Any],
+    space: LayerSpaceBase,
+    is_new: Callable[[Plan], bool],
+    draw: random.Random,
+    lower: bool,
+) -> dict[str, Any] | None:
+    """Return parameters of a new plan near the parameters of a trial, or None if no step leads to a new plan.
+
+    A few tens of trials are too few to learn a complete space. The first trials, the choices of pr.compress, are good,
+    and better choices are near them.
+
+    Args:
+        best: The trial.
+        distributions: Optuna's distributions of its parameters.
+        space: The space, which draws plans from parameters.
+        is_new: Whether a plan was not tried yet.
+        draw: Random numbers.
+        lower: Whether the budget should be smaller than the cost of the trial's plan.
+    """
+    from optuna.trial import FixedTrial
+
+    for attempt in range(_STEPS):
+        params = step_from(best.params, distributions, draw, 1 + attempt / _STEPS)
+        if lower:
+            params = space.below(params, best.plan, abs(draw.gauss(0.0, _LOWER)))
+        try:
+            plan = space.draw(FixedTrial(params))
+        except ValueError:  # The form has a parameter that the best trial lacks.
+            continue
+        if is_new(plan):
+            return params
+    return None
+
+
+def step_from(
+    params: Mapping[str, Any], distributions: Mapping[str, Any], draw: random.Random, scale: float
+) -> dict[str, Any]:
+    """Change some parameters, within their ranges.
+
+    Args:
+        params: The parameters of the best trial.
+        distributions: Optuna's distributions of the parameters.
+        draw: Random numbers.
+        scale: Factor of the size of the step.
+    """
+    moved_params = dict(params)
+    names = [name for name in params if not distributions[name].single()]
+    if not names:
+        return moved_params
+    changed_names = [name for name in names if draw.random() < min(_SHARE, _MOST / len(names))]
+    for name in changed_names or [draw.choice(names)]:
+        moved_params[name] = _moved(params[name], distributions[name], draw, _SIZE * scale)
+    return moved_params
+
+
+def _moved(value: Any, distribution: Any, draw: random.Random, size: float) -> Any:
+    choices = getattr(distribution, "choices", None)
+    if choices is not None:
+        return draw.choice([choice for choice in choices if choice != value])
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if distribution.log:
+        moved = math.exp(math.log(value) + draw.gauss(0.0, size) * math.log(high / low))
+    else:
+        moved = value + draw.gauss(0.0, size) * (high - low)
+    if step is None:
+        return min(max(moved, low), high)
+    num_steps = round((moved - low) / step)
+    if low + num_steps * step == value:  # An integer changes by at least one step.
+        num_steps += 1 if moved > value else -1
+    moved = min(max(low + num_steps * step, low), high)
+    return round(moved) if isinstance(value, int) else moved
+
 
 _BUDGET = "budget"  # name of a parameter of the automatic space
 _RECORD, _REPEAT = "panther trial", "panther repeat"
@@ -287,18 +370,6 @@ def _trial(params: Mapping[str, Any], record: Mapping[str, Any]) -> Trial:
     figures: dict[str, Any] = {
         name: math.nan if value is None and name != "latency" else value for name, value in record["figures"].items()
     }
-    return Trial(
-        number=record["number"],
-        params=dict(params),
-        state=record["state"],
-        metric=figures["metric"],
-        objective=figures["objective"],
-        size=figures["size"],
-        latency=figures["latency"],
-        feasible=record["feasible"],
-        plan=Plan.from_json(record["plan"]),
-        partial=tuple(record["partial"]),
-        build_s=record["build_s"],
-        evaluate_s=record["evaluate_s"],
-        reason=record["reason"],
-    )
+    figures |= {name: record[name] for name in ("number", "state", "feasible", "build_s", "evaluate_s", "reason")}
+    plan, partial = Plan.from_json(record["plan"]), tuple(record["partial"])
+    return Trial(params=dict(params), plan=plan, partial=partial, **figures)

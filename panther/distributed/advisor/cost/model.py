@@ -32,8 +32,7 @@ from panther.distributed.advisor.statistics.layer_stats import LayerStats, Tenso
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.statistics.optimizer_states import ADAM, OptimizerStates
 from panther.distributed.parallelize.layout import Layout
-from panther.distributed.pipeline.balance import balance_stages
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES, balance_stages
 from panther.errors import ShapeError
 
 _BUCKET = 25 * 2**20  # bytes of a gradient bucket, torch's default for DDP

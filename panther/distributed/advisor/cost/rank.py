@@ -14,8 +14,7 @@ from panther.distributed.advisor.statistics.layer_stats import TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.parallelize.layout import Layout
-from panther.distributed.pipeline.balance import stages_of_rank
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES, stages_of_rank
 
 _HALF = 2  # bytes of a number in mixed precision
 

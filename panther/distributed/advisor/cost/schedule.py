@@ -8,8 +8,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from panther.distributed.pipeline.balance import stages_of_rank
-from panther.distributed.pipeline.schedule_kinds import SCHEDULES
+from panther.distributed.pipeline.balance import SCHEDULES, stages_of_rank
 from panther.errors import ShapeError
 
 # Kinds of steps in torch's _ComputationType, and their times.

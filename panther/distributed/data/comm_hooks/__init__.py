@@ -5,7 +5,6 @@ __all__ = [
     "HOOKS",
     "check_hook",
     "follow_loss_scale",
-    "hold_group",
     "hook_state",
     "load_hook_state",
     "register_hook",
@@ -46,7 +45,7 @@ _states: WeakKeyDictionary[nn.Module, StatefulHook] = WeakKeyDictionary()
 """The states that the hooks of wrapped or sharded models keep between steps."""
 
 
-def hold_group(group: dist.ProcessGroup) -> None:
+def _hold_group(group: dist.ProcessGroup) -> None:
     """Keep the group of a communication hook alive until the process ends. Call it for every registered hook.
 
     A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
@@ -73,7 +72,7 @@ def check_hook(name: str | None, settings: dict[str, Any]) -> None:
 
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
     """Register a hook of DDP by its name; None as a setting is its default."""
-    hold_group(parallel.process_group)
+    _hold_group(parallel.process_group)
     state, hook = _state_and_hook(name, settings, parallel.process_group)
     if isinstance(state, StatefulHook):
         _states[parallel] = state
@@ -90,7 +89,7 @@ def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any],
         mesh: The axes of the replicas and of the shards.
     """
     group = mesh.get_group(0)
-    hold_group(group)
+    _hold_group(group)
     state, hook = _state_and_hook(name, settings, group)
     if isinstance(state, StatefulHook):
         _states[model] = state
