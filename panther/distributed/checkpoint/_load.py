@@ -23,6 +23,7 @@ from panther.distributed.checkpoint._restore import (
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
 from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint.rank_states import rank_state_of, target_of
 from panther.distributed.checkpoint.storage import empty, read_tensors, reader_of
 from panther.distributed.checkpoint.weights import check_architecture, saved_modules, with_saved_layers
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
@@ -49,6 +50,8 @@ class LoadedCheckpoint:
     """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks has changed."""
     world_size: int
     """Number of ranks that wrote the checkpoint."""
+    rank_states: Any = None
+    """This rank's ``rank_states`` of :func:`save`, if they were asked for; None in checkpoints of earlier versions."""
     optimizer_groups: list[list[str]] | None = None
     """Names of the parameters of each group that the saved optimizer had; None without one, and in older checkpoints.
     """
@@ -60,6 +63,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     random_state: bool = True,
+    rank_states: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into a model and its optimizer, in any layout. Every rank must call it.
@@ -73,6 +77,8 @@ def load(
         model: The model that was saved; its layout may be different.
         optimizer: The model's optimizer, without state. None loads only the model.
         random_state: Whether to set the random generators, if the number of ranks is the same.
+        rank_states: Whether to read the values ``rank_states`` of :func:`save`. Values that cannot be divided among
+            another number of ranks are then an error.
         group: As for :func:`save`.
 
     Returns:
@@ -87,7 +93,7 @@ def load(
     """
     folder = run_on_first_rank(lambda: folder_of(Path(path)), group)
     try:
-        loaded = _load(folder, model, optimizer, random_state, group)
+        loaded = _load(folder, model, optimizer, random_state, rank_states, group)
     except FormatError as error:
         if get_rank(group) == 0:
             note_damage(folder, str(error))
@@ -102,6 +108,7 @@ def _load(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
     random_state: bool,
+    rank_states: bool,
     group: dist.ProcessGroup | None,
 ) -> LoadedCheckpoint:
     manifest = run_on_all_ranks(lambda: read_manifest(folder), group)
@@ -109,6 +116,10 @@ def _load(
     # The state of each rank is meaningful only for the same number of ranks.
     rank = get_rank(group) if manifest["world_size"] == get_world_size(group) else None
     per_rank_extra, generators = (None if rank is None else manifest[key][rank] for key in ("per_rank_extra", "random"))
+    # Earlier versions did not save them.
+    trees, layouts = (manifest.get("rank_states", [None]), manifest.get("layouts", {})) if rank_states else ([None], {})
+    tree = rank_state_of(trees, get_rank(group), get_world_size(group))
+    parameters = {states.plain(name): each for part in parts for name, each in part.named_parameters()}
     # state_dict() of a sharded model can communicate, so that it is called once, on all ranks at the same time.
     state = run_on_all_ranks(lambda: states.model_state(parts), group)
     # Checkpoints of earlier versions have no records of attention.
@@ -124,6 +135,8 @@ def _load(
             place: empty(manifest["tensors"][place])
             for place in states.places([manifest["extra"], per_rank_extra, generators, entries])
         }
+        for place in states.places(tree):
+            targets[place] = target_of(manifest["tensors"][place], layouts.get(place), parameters)
         targets |= {entries[name]["$tensor"]: torch.empty_like(x) for name, x in state.items() if isinstance(x, Tensor)}
         if optimizer is not None:
             if manifest["optimizer"] is None:
@@ -173,6 +186,7 @@ def _load(
         extra=states.decode(manifest["extra"], targets),
         per_rank_extra=states.decode(per_rank_extra, targets),
         world_size=manifest["world_size"],
+        rank_states=states.decode(tree, targets),
         optimizer_groups=(manifest["optimizer"] or {}).get("groups"),
     )
 

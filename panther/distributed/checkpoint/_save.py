@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from panther.distributed.checkpoint import folders
 from panther.distributed.checkpoint import state as states
+from panther.distributed.checkpoint.rank_states import encode_rank_states, merge_rank_states
 from panther.distributed.checkpoint.storage import placed, write_tensors
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.diagnostics import watched
@@ -74,6 +75,7 @@ def save(
     step: int,
     extra: Any = None,
     per_rank_extra: Any = None,
+    rank_states: Any = None,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -90,6 +92,9 @@ def save(
         extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them, such as the state_dict of a
             scheduler. The first rank's is stored.
         per_rank_extra: The same types; every rank's own is stored, such as its position in the data.
+        rank_states: The same types and DTensors on meshes of the model, such as an average of the parameters. What is
+            equal on all ranks, and DTensors, load on any number of ranks and in any layout; each rank's own values
+            load on the same number of ranks.
         keep: Number of checkpoints to keep in the directory: this checkpoint and the latest steps. None keeps all.
         group: Process group; None is all ranks, or this process alone.
 
@@ -117,7 +122,9 @@ def save(
     """
     _wait_for_earlier(group)
     with watched(f"the checkpoint of step {step}", group):
-        return _write(_collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group), group)
+        return _write(
+            _collect(directory, model, optimizer, step, extra, per_rank_extra, rank_states, keep, group), group
+        )
 
 
 def async_save(
@@ -128,6 +135,7 @@ def async_save(
     step: int,
     extra: Any = None,
     per_rank_extra: Any = None,
+    rank_states: Any = None,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
@@ -143,6 +151,7 @@ def async_save(
         step: Number of steps so far, which names the folder.
         extra: Values of the first rank, of the types that :func:`save` stores.
         per_rank_extra: Values of every rank, of the same types.
+        rank_states: Values of every rank, as :func:`save` stores them.
         keep: Number of checkpoints to keep in the directory; None keeps all.
         group: Process group; None is all ranks, or this process alone.
 
@@ -164,7 +173,7 @@ def async_save(
     """
     _wait_for_earlier(group)
     with watched(f"the checkpoint of step {step}", group):
-        state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
+        state = _collect(directory, model, optimizer, step, extra, per_rank_extra, rank_states, keep, group)
         # Training changes the tensors while the thread writes, so it gets copies.
         state.tensors = BlockingAsyncStager().stage(state.tensors)
         side = _side_group(group)
@@ -204,6 +213,7 @@ def _collect(
     step: int,
     extra: Any,
     per_rank_extra: Any,
+    rank_states: Any,
     keep: int | None,
     group: Group,
 ) -> _Collected:
@@ -220,6 +230,7 @@ def _collect(
         # Tied tensors are stored once, under the first of their names.
         first = states.first_names(state)
         entries = {name: states.encode(value, f"model.{first[name]}", tensors) for name, value in state.items()}
+        parameters = {states.plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
         return {
             "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
             "modules": {name: spec for part in parts for name, spec in module_specs(part, in_training=True).items()},
@@ -229,6 +240,7 @@ def _collect(
             # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
             "extra": states.encode(extra, "extra", tensors if rank == 0 else {}),
             "per_rank_extra": states.encode(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
+            "rank_states": encode_rank_states(rank_states, parameters, tensors),
         }
 
     # One exchange carries the arguments, names and small values of all ranks.
@@ -257,6 +269,7 @@ def _collect(
         "random": [values["random"] for values in values_by_rank],
         "extra": values_by_rank[0]["extra"],
         "per_rank_extra": [values["per_rank_extra"] for values in values_by_rank],
+        **merge_rank_states([values["rank_states"] for values in values_by_rank]),
     }
     return _Collected(Path(where), step, keep, tensors, header)
 

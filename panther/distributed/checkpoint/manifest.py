@@ -87,6 +87,16 @@ def _check(manifest: Mapping[str, Any]) -> None:
         if not isinstance(values, list) or len(values) != world_size:
             raise _InvalidError(f"{key!r} must have a value for each of {world_size} ranks")
         _check_value(values, key, tensors)
+    # Earlier versions saved no rank_states and layouts.
+    rank_states, layouts = manifest.get("rank_states", [None]), manifest.get("layouts", {})
+    if not isinstance(rank_states, list) or len(rank_states) not in (1, world_size):
+        raise _InvalidError(f"'rank_states' must have one value, or one for each of {world_size} ranks")
+    _check_value(rank_states, "rank_states", tensors)
+    if not _is_mapping(layouts, dict) or not all(isinstance(each.get("like"), str) for each in layouts.values()):
+        raise _InvalidError("'layouts' must map names of tensors to names of parameters")
+    dims = [each.get("dims") for each in layouts.values()]
+    if not all(each is None or _are_sizes([dim or 0 for dim in each]) for each in dims):
+        raise _InvalidError("'layouts' must map names of tensors to their sharded dimensions")
     _check_optimizer(manifest.get("optimizer"), tensors)
 
 
