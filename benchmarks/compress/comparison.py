@@ -25,6 +25,7 @@ from torch.nn import functional
 import panther as pr
 from benchmarks.harness import figure, keep_freed_memory, print_table, write_csv
 from panther.errors import PerformanceWarning
+from panther.nn.sketch_record import plain_state
 
 BUDGETS = (0.75, 0.5, 0.25)
 BOUND_AT = 0.5
@@ -159,4 +160,4 @@ def _layers(model: nn.Module) -> list[str]:
 
 def _model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's distinct numbers as written to disk."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in plain_state(model).values()}.values())

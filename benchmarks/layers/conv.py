@@ -24,6 +24,7 @@ from benchmarks.harness import figure, interleave, main, print_table, write_csv
 from panther.errors import PerformanceWarning
 from panther.nn import LowRankConv2d, SKConv2d
 from panther.nn.conv.product import runs_dense
+from panther.nn.sketch_record import plain_state
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
                     "time_us": round(timing.median_s * 1e6, 1),
                     "x Conv2d": figure(timing.ratio_to(timings[name.removeprefix("SK")])),
                     "x best Conv2d": figure(timing.ratio_to(timings[best])),
-                    "stored_bytes": sum(t.nbytes for t in (layer if sketched else dense).state_dict().values()),
+                    "stored_bytes": sum(t.nbytes for t in plain_state(layer if sketched else dense).values()),
                     "svd_error": f"{error:.3f}" if sketched else "",
                 }
             )

@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
 from panther.errors import PerformanceWarning
 from panther.nn import InterpolativeLinear, LowRankLinear
+from panther.nn.sketch_record import plain_state
 
 SHAPES = [(384, 384), (384, 1536), (1536, 384), (4096, 4096)]  # in, out
 BATCHES = [1, 32, 512, 4096]
@@ -68,7 +69,7 @@ def _case(
             "rank": key[2] or "",
             "time_us": round(timings[str(key)].median_s * 1e6, 1),
             "x nn.Linear": figure(timings[str(key)].ratio_to(dense)),
-            "stored_bytes": sum(tensor.nbytes for tensor in layer.state_dict().values()),
+            "stored_bytes": sum(tensor.nbytes for tensor in plain_state(layer).values()),
         }
         for key, layer in layers.items()
     ]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import ROOT, figure, interleave, main, print_table, read_csv, write_csv
 from panther.nn import QuantizedLinear
+from panther.nn.sketch_record import plain_state
 
 SHAPES = [(384, 384), (384, 1536), (1536, 384), (4096, 4096)]  # in, out
 BATCHES = [1, 8, 32, 128, 512]
@@ -115,7 +116,7 @@ def _case(columns: int, outputs: int, batch: int, device: str, budget_s: float) 
         for form, layer in layers.items():
             name, given = f"{str(dtype).removeprefix('torch.')} {form}", x.to(dtype)
             calls[name] = functools.partial(layer, given)
-            stored[name] = sum(tensor.nbytes for tensor in layer.state_dict().values())
+            stored[name] = sum(tensor.nbytes for tensor in plain_state(layer).values())
             layers_of[name] = layer
             wide = copy.deepcopy(layer).double()
             exact[name] = functools.partial(_exact, cast(Tensor, wide.weight), cast(Tensor, wide.bias))

@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
 from panther.nn import QuantizedConv2d
+from panther.nn.sketch_record import plain_state
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _case(case: Case, batch: int, device: str, budget_s: float) -> list[dict[str
             "form": name,
             "time_us": round(timing.median_s * 1e6, 1),
             "x dense": figure(timing.ratio_to(timings["dense"])),
-            "stored_bytes": sum(t.nbytes for t in layers[name].state_dict().values()),
+            "stored_bytes": sum(t.nbytes for t in plain_state(layers[name]).values()),
             "error": figure(_error(layers[name], dense)) if name != "dense" else 0,
         }
         for name, timing in timings.items()

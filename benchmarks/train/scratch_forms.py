@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import panther as pr
 from benchmarks.train.scratch_tasks import PARTIAL_KEPT, Task
 from panther.errors import PerformanceWarning
+from panther.nn.sketch_record import plain_state
 
 
 class LowRank(nn.Module):
@@ -117,7 +118,7 @@ def optimizer_of(task: Task, model: nn.Module, name: str, lr: float) -> torch.op
 
 def stored_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's distinct numbers as saved."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in plain_state(model).values()}.values())
 
 
 def linear_flops(task: Task, model: nn.Module) -> int:

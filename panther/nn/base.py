@@ -256,8 +256,12 @@ class CompressedModule(nn.Module):
             destination[prefix + RECORD_MARK] = mark
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load; :meth:`_fits` has compared the mark, which earlier versions did not save."""
-        state_dict = {name: value for name, value in state_dict.items() if name != prefix + RECORD_MARK}
+        """Load, if the mark, which earlier versions did not save, belongs to the record."""
+        state_dict = dict(state_dict)
+        mark = state_dict.pop(prefix + RECORD_MARK, None)
+        record = state_dict.get(prefix + self.checked_names[-1]) if self.checked_names else None
+        if fault := mark_fault(mark, record):
+            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -275,12 +279,11 @@ class CompressedModule(nn.Module):
         if strange:
             error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
             return False
-        mark = state.pop(RECORD_MARK, None)
-        if mark is not None and self.checked_names and (fault := mark_fault(mark, state.get(self.checked_names[-1]))):
-            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
         missing = [prefix + name for name in expected if name not in state]
         unexpected = [
-            prefix + name for name in state if name not in expected and name.partition(".")[0] not in children_of(self)
+            prefix + name
+            for name in state
+            if name not in {*expected, RECORD_MARK} and name.partition(".")[0] not in children_of(self)
         ]
         wrong = [
             f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
@@ -545,6 +548,8 @@ class SketchedModule(CompressedModule):
 
         if not self._fits(state, expected, prefix, *args):
             return
+        if fault := mark_fault(state.get(RECORD_MARK), state["sketch_seed"]):
+            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
 
         if fitted and not self.is_fitted:
             like = self.sketch_like()

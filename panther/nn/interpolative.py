@@ -322,7 +322,7 @@ def stored_bytes(in_features: int, out_features: int, low_rank: int, dtype: torc
         >>> import torch
         >>> layer = InterpolativeLinear(100, 60, 12, bias=False)
         >>> stored_bytes(100, 60, 12, torch.float32) == sum(
-        ...     t.nbytes for t in layer.state_dict().values()
+        ...     t.nbytes for t in [*layer.parameters(), *layer.buffers()]
         ... )
         True
     """

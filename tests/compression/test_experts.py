@@ -16,6 +16,7 @@ from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
 from panther.errors import CompressionError, NumericalWarning
 from panther.nn import QuantizedExperts, QuantizedLinear
+from panther.nn.sketch_record import plain_state
 
 NAMES = [f"layers.{layer}.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
 OPTIONS = {**quick, "calibration": sequences(), "group_size": 24}
@@ -38,10 +39,10 @@ def test_a_mixture_shrinks_as_its_bits_say_and_errs_as_reported(options):
     for name, layer in stacks.items():
         held = model.get_submodule(name)
         assert layer.form == f"int{held.bits}"
-        assert layer.bytes_after == sum(tensor.nbytes for tensor in held.state_dict().values())
+        assert layer.bytes_after == sum(tensor.nbytes for tensor in plain_state(held).values())
         assert 0.3 * layer.measured_error < layer.predicted_error < 2 * layer.measured_error
     assert report.eligible_bytes_after <= 5.0 / 32 * report.eligible_bytes_before
-    assert sum(tensor.nbytes for tensor in model.state_dict().values()) == report.bytes_after
+    assert sum(tensor.nbytes for tensor in plain_state(model).values()) == report.bytes_after
     assert error(model, exact, x) < 1.6 * report.measured_error < 0.3  # of other tokens
     assert 0.5 * report.measured_error < report.predicted_error < 2 * report.measured_error
 

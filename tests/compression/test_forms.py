@@ -21,6 +21,7 @@ from panther.compression.moments import Moments
 from panther.compression.selection.convex_hull import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn import InterpolativeLinear, LowRankConv2d, LowRankLinear, QuantizedConv2d, QuantizedLinear
+from panther.nn.sketch_record import plain_state
 
 every = dict.fromkeys(known_forms())
 kinds = {"dense": nn.Linear, "low_rank": LowRankLinear, "interpolative": InterpolativeLinear}
@@ -84,7 +85,7 @@ def test_options_take_what_layers_store():
                 layer = InterpolativeLinear(target.inner, target.outer, **size)
             else:
                 layer = QuantizedLinear(target.inner, target.outer, option.bits, group_size=20, **size)
-            assert option.bytes == sum(tensor.nbytes for tensor in layer.state_dict().values())
+            assert option.bytes == sum(tensor.nbytes for tensor in plain_state(layer).values())
 
 
 def test_the_choice_is_nearly_the_best_of_all():
@@ -142,11 +143,11 @@ def test_bits_are_kept(size, options):
     assert report.measured_error == pytest.approx(error(model, before(held_out).detach(), held_out), rel=1e-3)
     if report.predicted_error is not None and "sequential" not in options:
         assert 0.5 * report.measured_error < report.predicted_error < 2 * report.measured_error
-    stored = sum(t.nbytes for t in model.state_dict().values())
+    stored = sum(t.nbytes for t in plain_state(model).values())
     assert report.bytes_after == stored
     for layer, module in zip(report.layers, (m for m in model if isinstance(m, linear_kinds)), strict=True):
         assert type(module) is kinds.get(layer.form, QuantizedLinear)
-        tensors = {name: t for name, t in module.state_dict().items() if name != "bias"}
+        tensors = {name: t for name, t in plain_state(module).items() if name != "bias"}
         assert layer.bytes_after == sum(t.nbytes for t in tensors.values())
         assert layer.bits == pytest.approx(8 * layer.bytes_after / (layer.bytes_before / 4))
 
@@ -236,7 +237,7 @@ def test_shared_weights_stay_shared(tmp_path):
     assert model.a.left is model.b.left
     assert model.a.scales is model.b.scales
     assert model.a.bias is not model.b.bias
-    assert report.bytes_after == sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
+    assert report.bytes_after == sum({t.data_ptr(): t.nbytes for t in plain_state(model).values()}.values())
     x = batches_of()[4]
     assert error(model, exact(x).detach(), x) < 0.1
     again = pr.load_compressed(pr.save_compressed(model, tmp_path), Model())
@@ -276,13 +277,13 @@ def test_convolutions(size, options, tmp_path):
     held_out = torch.cat(batches[4::5])
     assert report.measured_error == pytest.approx(error(model, before(held_out).detach(), held_out), rel=1e-3)
     assert report.measured_error < 0.3
-    assert report.bytes_after == sum(t.nbytes for t in model.state_dict().values())
+    assert report.bytes_after == sum(t.nbytes for t in plain_state(model).values())
     for layer, module in zip(report.layers, (model[i] for i in (0, 2, 4, 5, 8)), strict=True):
         linear = layer.kind == "Linear"
         known = {"dense": getattr(nn, layer.kind), "low_rank": LowRankLinear if linear else LowRankConv2d}
         assert type(module) is known.get(layer.form, QuantizedLinear if linear else QuantizedConv2d)
         if layer.form not in known:
-            assert layer.bytes_after == sum(t.nbytes for name, t in module.state_dict().items() if name != "bias")
+            assert layer.bytes_after == sum(t.nbytes for name, t in plain_state(module).items() if name != "bias")
     assert {type(model[i]) for i in (2, 4)} <= {nn.Conv2d, LowRankConv2d, QuantizedConv2d}
     assert any(isinstance(module, QuantizedConv2d) for module in model)
     again = pr.load_compressed(pr.save_compressed(model, tmp_path), images())

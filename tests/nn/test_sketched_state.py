@@ -41,8 +41,8 @@ MODES = [lambda make: make(), lambda make: make(seed=99), fitted]
 @both
 def test_state_dict_holds_the_sketches_exactly_when_fitted(make):
     factors, sketches = ({"S1", "S2"}, {"U1", "U2"}) if make is linear else ({"S"}, {"U"})
-    assert set(make().state_dict()) == factors | {"bias", "sketch_seed"}
-    assert set(fitted(make).state_dict()) == factors | sketches | {"bias", "sketch_seed"}
+    assert set(make().state_dict()) == factors | {"bias", "sketch_seed", "record_mark"}
+    assert set(fitted(make).state_dict()) == factors | sketches | {"bias", "sketch_seed", "record_mark"}
     assert make().sketch_seed.dtype == torch.int64
     assert make().sketch_seed[:3].tolist() == [3, 2, 1]
     assert fitted(make).sketch_seed[:3].tolist() == [-1, 2, 1]
@@ -56,7 +56,7 @@ def test_golden_record():
 def test_bytes_at_rest():
     layer = SKLinear(8192, 8192, num_terms=1, low_rank=16)
     sizes = {name: tensor.nbytes for name, tensor in layer.state_dict().items()}
-    assert sizes.pop("sketch_seed") == 32
+    assert (sizes.pop("sketch_seed"), sizes.pop("record_mark")) == (32, 16)
     assert sum(sizes.values()) == 1_081_344
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)

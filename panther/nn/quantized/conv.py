@@ -79,7 +79,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         >>> layer(torch.randn(8, 64, 32, 32)).shape
         torch.Size([8, 128, 32, 32])
         >>> (
-        ...     sum(t.nbytes for t in layer.state_dict().values()),
+        ...     sum(t.nbytes for t in [layer.bias, *layer.buffers()]),
         ...     4 * 128 * (64 * 9 + 1),
         ... )
         (39320, 295424)

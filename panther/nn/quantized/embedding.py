@@ -127,7 +127,7 @@ class QuantizedEmbedding(QuantizedTable):
         >>> layer = QuantizedEmbedding(1000, 64, bits=4, group_size=32)
         >>> layer(torch.tensor([[3, 7], [0, 999]])).shape
         torch.Size([2, 2, 64])
-        >>> sum(t.nbytes for t in layer.state_dict().values()), 4 * 1000 * 64
+        >>> sum(t.nbytes for t in layer.buffers()), 4 * 1000 * 64
         (38012, 256000)
     """
 

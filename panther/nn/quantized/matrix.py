@@ -256,7 +256,7 @@ def stored_bytes(
         ...     100, 60, 3, group_size=32, low_rank=2, bias=False
         ... )
         >>> stored_bytes(100, 60, 3, group_size=32, low_rank=2) == sum(
-        ...     t.nbytes for t in layer.state_dict().values()
+        ...     tensor.nbytes for tensor in layer.buffers()
         ... )
         True
     """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from panther._torch import buffers_of, parameters_of, plain_name
 from panther.errors import SketchMismatchError, check_flag, check_floating
 from panther.nn.base import CompressedModule
-from panther.nn.sketch_record import RECORD_MARK, has_values, integers_checksum, is_rounded, plain_state
+from panther.nn.sketch_record import has_values, integers_checksum, is_rounded, plain_state
 
 STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
 _INTEGERS = ("codes", "zeros", "left", "right")
@@ -240,7 +240,6 @@ class QuantizedState(CompressedModule):
                 if form_in(record) != self._form:
                     args[-1].append(fault)
                     return
-                state.pop(RECORD_MARK, None)  # One reason is enough.
             elif has_values(record):
                 # A new tensor, because the memory of a state_dict that is assigned may be read-only.
                 state_dict[prefix + "record"] = self._new_record(checksum).to(record.device)
