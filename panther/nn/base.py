@@ -75,10 +75,6 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: getattr(layer, name) for name in names}
     if "bias" in values:
         values["bias"] = layer.bias is not None
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        from panther.nn.conv.padding import padding_of  # here, because the package of convolutions imports this module
-
-        values["padding"] = padding_of(layer)
     return {name: _as_in_json(value) for name, value in values.items()}
 
 

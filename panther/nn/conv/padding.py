@@ -1,9 +1,9 @@
 """The padding of convolutions: the sizes of each kind."""
 
-__all__ = ["CONVOLUTIONS", "is_plain", "pad_input", "padding_of", "padding_sides"]
+__all__ = ["CONVOLUTIONS", "is_plain", "pad_input", "padding_sides"]
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,9 +56,3 @@ def pad_input(
         return x, tuple(before for before, _ in sides)
     mode = "constant" if padding_mode == "zeros" else padding_mode
     return F.pad(x, [side for pair in reversed(sides) for side in pair], mode), (0,) * len(sides)
-
-
-def padding_of(conv: Any) -> Padding:
-    """Return the padding of a convolution."""
-    padding: Padding = conv.padding
-    return padding
