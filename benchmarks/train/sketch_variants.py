@@ -91,15 +91,15 @@ class _Update(SketchedUpdate):
             return
         seed = self._seed
         self._seed = projection_seed(name, group["seed"], step // group["period"] - 1)
-        before = self._signs()
+        before = self.signs()
         self._seed = seed
         size = before.shape[1]
         factor = self.rank / (self.rank + size) if self.moments == "damped" else 1.0
-        first.copy_(first @ (before @ self._signs().mT) * (factor / self.rank))
+        first.copy_(first @ (before @ self.signs().mT) * (factor / self.rank))
 
-    def _signs(self) -> Tensor:
+    def signs(self) -> Tensor:
         if self.kind == "sign":
-            return super()._signs()
+            return super().signs()
         return _projection(self.kind, self._seed, self.rank, min(self._parameter.shape))
 
 

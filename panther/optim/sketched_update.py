@@ -3,14 +3,17 @@
 __all__ = ["UPDATES", "PeriodSigns", "SketchedUpdate", "apply_sketched", "projection_seed"]
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from panther.errors import TrainingError
 from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
+from panther.optim.adamw_step import moment_dtype
 from panther.optim.matrix_updates import local_part, placed_like
 from panther.sketch import signs
 
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
 
 UPDATES = ("channel", "tensor", "projected")
 _GROWTH = 1.01  # of the norm of an update, from one step to the next
+_FREE_SIZE = 0.5  # root mean square of the entries of an update below which growth has no limit
+_HEADROOM = 2.0**-24  # of sketches, which are sums of so many entries at most, in their dtype
+_EXPONENT = 40  # of the largest entry of a gradient whose squares are summed
+_LARGEST_EXPONENT = 100  # of a power of two whose reciprocal times the headroom is a normal number
+_BATCH_NUMBERS = 1 << 20  # of the entries of matrices that are computed together
 
 
 class PeriodSigns:
@@ -46,7 +54,7 @@ class SketchedUpdate:
     """The next update of a matrix on this rank, which has all of it or a shard.
 
     The matrix is taken as a tall one (m, n): transposed, if its shorter side comes first. A sketch of its rows has the
-    shape (m, rank).
+    shape (rank, m).
 
     Args:
         name: The name of the parameter, which selects the projections.
@@ -55,15 +63,6 @@ class SketchedUpdate:
         state: The state of the optimizer for this parameter, which gets moments if it is empty.
         layout: The layout of a sharded matrix; None if this rank has all of it.
         period_signs: Draws the signs of the projection.
-
-    Attributes:
-        layout: The argument.
-        sketch: After :meth:`project`, the sketch of the gradient's rows on this rank; a part of a sum, if columns are
-            sharded.
-        sums: After :meth:`advance`, the squared norms of Adam's quotient times its gain, of the sketch, and of the
-            update before the last factor, each of the part that no other rank counts. The first two are 1 if each
-            channel has its own ratio.
-        factor: The last factor, which :func:`apply_sketched` sets.
     """
 
     def __init__(
@@ -75,35 +74,42 @@ class SketchedUpdate:
         layout: "ShardLayout | None",
         period_signs: PeriodSigns,
     ) -> None:
-        gradient: Any = parameter.grad
         self.layout = layout
-        self._name, self._group, self._state = name, group, state
+        self.name, self.group, self._state = name, group, state
         self._period_signs = period_signs
         self._parameter = local_part(parameter)
-        self._is_transposed, self._rows, self._columns = _columns_of(parameter, layout)
-        self._dtype = torch.promote_types(parameter.dtype, torch.float32)
-        G = local_part(placed_like(parameter, gradient)).to(self._dtype)
-        self._gradient = G.mT if self._is_transposed else G  # (rows, columns) of this rank
+        self.is_transposed, self.rows, self._columns = _columns_of(parameter, layout)
+        self.dtype = moment_dtype(parameter)
+        self.gradient = local_part(placed_like(parameter, parameter.grad))
         if not state:
             state |= self._new_state(parameter)
         for key in ("sketch_avg", "sketch_avg_sq"):
             state[key] = self._as_sharded(parameter, state[key])
         state["step"] += 1
-        self._seed = projection_seed(name, group["seed"], (int(state["step"]) - 1) // group["period"])
-        self.sketch = self._gradient.new_empty(0)
-        self.sums = self.factor = self._gradient.new_empty(0)
-        self._ratios: Tensor | None = None  # (rows, 1)
+        self.step = int(state["step"])
+        self._seed = projection_seed(name, group["seed"], (self.step - 1) // group["period"])
+
+    @property
+    def batch_key(self) -> tuple[Any, ...]:
+        """Return what updates of one batch have in common."""
+        settings = (self.group[key] for key in ("update", "rank", "eps"))
+        gradient = self.gradient
+        return (
+            *settings,
+            *self.group["betas"],
+            self.step,
+            gradient.shape,
+            gradient.dtype,
+            self.dtype,
+            gradient.device,
+            self.layout,
+        )
 
     @property
     def rank(self) -> int:
-        """Return the number of columns of the sketch."""
-        rank: int = self._group["rank"]
+        """Return the number of rows of the sketch."""
+        rank: int = self.group["rank"]
         return rank
-
-    @property
-    def has_factor(self) -> bool:
-        """Return whether the update has a last factor, which depends on the norms of all ranks."""
-        return self._group["update"] != "projected"
 
     @property
     def norm_before(self) -> Tensor:
@@ -112,14 +118,14 @@ class SketchedUpdate:
         return norm
 
     @property
-    def rows(self) -> range:
-        """Return the rows of the tall matrix on this rank."""
-        return self._rows
+    def shape(self) -> tuple[int, int]:
+        """Return the numbers of rows and columns of the tall matrix on all ranks."""
+        return (len(self.rows), len(self._columns)) if self.layout is None else self.layout.shape
 
     @property
-    def num_rows(self) -> int:
-        """Return the number of rows of the tall matrix on all ranks."""
-        return len(self._rows) if self.layout is None else self.layout.shape[0]
+    def counts_rows(self) -> bool:
+        """Return whether this rank counts its rows of the sketch, which ranks with other columns have too."""
+        return len(self._columns) > 0 and self._columns.start == 0
 
     @property
     def has_all_columns(self) -> bool:
@@ -127,75 +133,54 @@ class SketchedUpdate:
         if self.layout is None:
             return True
         return all(
-            len(r.columns if self.layout.is_transposed is self._is_transposed else r.rows) == self.layout.shape[1]
+            len(r.columns if self.layout.is_transposed is self.is_transposed else r.rows) == self.layout.shape[1]
             for r in self.layout.rectangles
             if r.size
         )
 
-    def project(self) -> None:
-        """Compute this rank's part of the sketch."""
-        self.sketch = self._gradient @ self._signs().mT
-        self.sketch *= self.rank**-0.5
+    def moment(self, key: str) -> Tensor:  # (rank, rows)
+        """Return a view of a moment on this rank."""
+        return self._oriented(self._state[key]).mT
 
-    def advance(self) -> None:
-        """Advance the moments by the complete sketch, and compute the update up to a factor."""
-        beta1, beta2 = self._group["betas"]
-        first, second = (self._oriented(self._state[key]) for key in ("sketch_avg", "sketch_avg_sq"))
-        first.lerp_(self.sketch, 1 - beta1)
-        second.mul_(beta2).addcmul_(self.sketch, self.sketch, value=1 - beta2)
-        step = int(self._state["step"])
-        root = (1 - beta2**step) ** 0.5
-        kind = self._group["update"]
-        num_columns = len(self._columns) if self.layout is None else self.layout.shape[1]
-        gain = self.rank**-0.5 * (1 if kind == "projected" else num_columns**0.5)
-        quotient = first / second.sqrt().add_(self._group["eps"] * root)
-        quotient *= gain * root / (1 - beta1**step)
-        if kind == "projected":
-            self._update = quotient @ self._signs()
-            return
-        if kind == "channel":
-            norms = torch.linalg.vector_norm(self.sketch, dim=1, keepdim=True)
-            ratios = torch.linalg.vector_norm(quotient, dim=1, keepdim=True) / norms
-            self._ratios = torch.where(norms == 0, 0.0, ratios)
-            lengths = torch.linalg.vector_norm(self._gradient, dim=1, keepdim=True)
-            update = torch.linalg.vector_norm(lengths * self._ratios)
-            norms_squared = [torch.ones_like(update)] * 2  # each channel has its own ratio
-        else:
-            update = torch.linalg.vector_norm(self._gradient)
-            norms_squared = [torch.linalg.vector_norm(x).square() for x in (quotient, self.sketch)]
-        counts = not self._columns or self._columns.start == 0  # ranks with the same rows have the same sketch
-        self.sums = torch.stack([*(counts * x for x in norms_squared), update.square()])
+    def apply(self, values: Tensor) -> None:
+        """Change the parameter; half precision is rounded once, after the decay and the update.
 
-    def apply(self) -> None:
-        """Change the parameter."""
-        rate, decay = float(self._group["lr"]), self._group["weight_decay"]
-        parameter = self._parameter.mT if self._is_transposed else self._parameter
+        Args:
+            values: The factors of the gradient, one number or one for each row; Adam's quotient ``(rank, rows)`` with
+                ``"projected"``.
+        """
+        rate, decay = float(self.group["lr"]), self.group["weight_decay"]
+        changed = self._parameter.to(self.dtype)
+        matrix = changed.mT if self.is_transposed else changed
         if decay:
-            parameter.mul_(1 - rate * decay)
-        if self._group["update"] == "projected":
-            parameter.add_(self._update, alpha=-rate)
+            matrix.mul_(1 - rate * decay)
+        if self.group["update"] == "projected":
+            matrix.addmm_(values.mT, self.signs(), alpha=-rate)
         else:
-            factors = self.factor if self._ratios is None else self.factor * self._ratios
-            parameter.addcmul_(self._gradient, factors, value=-rate)
+            G = self.gradient.to(self.dtype)
+            matrix.addcmul_(G.mT if self.is_transposed else G, values[:, None], value=-rate)
+        if changed is not self._parameter:
+            self._parameter.copy_(changed)
 
-    def _signs(self) -> Tensor:  # (rank, columns of this rank)
+    def signs(self) -> Tensor:  # (rank, columns of this rank)
+        """Return the signs of the projection."""
         return self._period_signs.matrix(
-            self._name, self._seed, self.rank, self._columns, dtype=self._dtype, device=self._gradient.device
+            self.name, self._seed, self.rank, self._columns, dtype=self.dtype, device=self.gradient.device
         )
 
     def _oriented(self, moment: Any) -> Tensor:
         tensor = local_part(moment)
-        return tensor.mT if self._is_transposed else tensor
+        return tensor.mT if self.is_transposed else tensor
 
     def _new_state(self, parameter: Any) -> dict[str, Any]:
-        device = self._gradient.device
-        shape = (self.rank, len(self._rows)) if self._is_transposed else (len(self._rows), self.rank)
-        moments = [self._placed(parameter, torch.zeros(shape, dtype=self._dtype, device=device)) for _ in range(2)]
+        device = self.gradient.device
+        shape = (self.rank, len(self.rows)) if self.is_transposed else (len(self.rows), self.rank)
+        moments = [self._placed(parameter, torch.zeros(shape, dtype=self.dtype, device=device)) for _ in range(2)]
         return {
             "step": torch.zeros((), dtype=torch.float32),
             "sketch_avg": moments[0],
             "sketch_avg_sq": moments[1],
-            "update_norm": torch.zeros((), dtype=self._dtype, device=device),
+            "update_norm": torch.zeros((), dtype=self.dtype, device=device),
         }
 
     def _placed(self, parameter: Any, moment: Tensor) -> Any:
@@ -204,7 +189,7 @@ class SketchedUpdate:
             return moment
         from torch.distributed.tensor import DTensor
 
-        shape = (self.rank, parameter.shape[1]) if self._is_transposed else (parameter.shape[0], self.rank)
+        shape = (self.rank, parameter.shape[1]) if self.is_transposed else (parameter.shape[0], self.rank)
         placements = self._placements(parameter)
         return DTensor.from_local(
             moment, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
@@ -215,7 +200,7 @@ class SketchedUpdate:
         if not hasattr(parameter, "to_local"):
             return moment
         if not hasattr(moment, "to_local"):
-            part = moment.narrow(int(self._is_transposed), self._rows.start, len(self._rows))
+            part = moment.narrow(int(self.is_transposed), self.rows.start, len(self.rows))
             return self._placed(parameter, part.clone())
         placements = self._placements(parameter)
         return moment if tuple(moment.placements) == placements else moment.redistribute(placements=placements)
@@ -224,7 +209,7 @@ class SketchedUpdate:
         """Return placements that shard a moment as the longer side of the parameter is, and replicate it elsewhere."""
         from torch.distributed.tensor import Replicate
 
-        longer = int(self._is_transposed)
+        longer = int(self.is_transposed)
         return tuple(
             placement if getattr(placement, "dim", None) == longer else Replicate()
             for placement in parameter.placements
@@ -250,74 +235,207 @@ def _columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, 
     return is_transposed, rectangle.rows, rectangle.columns
 
 
-def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
-    """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms."""
-    with full_precision():
-        for update in updates:
-            update.project()
-        _reduce_sketches([update for update in updates if not update.has_all_columns])
-        for update in updates:
-            update.advance()
-    scaled = [update for update in updates if update.has_factor]
-    for group_updates in _by_group(scaled):
-        summed = torch.stack([update.sums for update in group_updates])
-        _sum(summed, group_updates[0])
-        for update, sums in zip(group_updates, summed, strict=True):
-            update.sums = sums
-    _set_factors(scaled)
-    for update in updates:
-        update.apply()
+class _Batch:
+    """Updates of one shape, layout and settings, which are computed together.
 
+    Attributes:
+        updates: The updates.
+        first: The first of them.
+        sketches: ``(batch, rank, rows)``; after :meth:`project` times ``_HEADROOM``, and parts of sums over the ranks,
+            if columns are sharded.
+        squares: The squared norms of the rows of the gradients on this rank, ``(batch, rows)``, or with ``"tensor"``
+            those of their shards, ``(batch, 1)``.
+        sums: After :meth:`advance`, for each matrix the squared norms of Adam's quotient times its gain and of the
+            gradient, of the parts that no other rank counts; with ``"channel"``, if columns are sharded, also the
+            squared norms of all rows, with zeros for rows of other ranks.
+        is_valid: After :meth:`finish`, whether each update is finite or has a gradient that is not, ``(batch,)``.
+    """
 
-def _set_factors(updates: Sequence[SketchedUpdate]) -> None:
-    """Set the last factors of updates from the norms of all ranks, all matrices of a device at once."""
-    batches: dict[Any, list[SketchedUpdate]] = {}
-    for update in updates:
-        batches.setdefault((update.sums.dtype, update.sums.device), []).append(update)
-    for batch in batches.values():
-        quotients, sketches, norms = torch.stack([update.sums for update in batch]).sqrt().unbind(1)
-        ratios = torch.where(sketches == 0, 0.0, quotients / sketches)
-        norms = ratios * norms
-        before = torch.stack([update.norm_before.to(norms) for update in batch])
-        limited = torch.where(before > 0, norms.clamp(max=_GROWTH * before), norms)
-        factors = ratios * torch.where(norms == 0, 0.0, limited / norms)
-        for update, factor, norm in zip(batch, factors.unbind(), limited.unbind(), strict=True):
-            update.factor = factor
+    def __init__(self, updates: Sequence[SketchedUpdate]) -> None:
+        self.updates = updates
+        self.first = updates[0]
+        self.layout = self.first.layout
+        self._kind = self.first.group["update"]
+
+    @property
+    def has_factors(self) -> bool:
+        """Return whether updates are gradients times factors, which depend on the norms of all ranks."""
+        return self._kind != "projected"
+
+    def project(self) -> None:
+        """Compute this rank's parts of the sketches and of the squared norms.
+
+        Powers of two scale the gradients, so that squares do not overflow, and the sketches keep room for sums.
+        """
+        first = self.first
+        G = torch.stack([update.gradient for update in self.updates]).to(first.dtype)  # as the parameters are
+        rows = G.flatten(1)
+        largest = torch.maximum(rows.amax(1), -rows.amin(1)) if G.numel() else rows.new_zeros(len(G))
+        exponents = (_EXPONENT - largest.frexp().exponent).clamp_(max=_LARGEST_EXPONENT)
+        scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), 1.0)
+        G *= scales[:, None, None]
+        P = torch.stack([update.signs() for update in self.updates])
+        self.sketches = P @ (G if first.is_transposed else G.mT)
+        self.sketches *= (first.rank**-0.5 * _HEADROOM / scales)[:, None, None]
+        if self.has_factors:
+            dims = (1, 2) if self._kind == "tensor" else 2 - first.is_transposed
+            squares = G.square_().sum(dims).view(len(G), -1)
+            self.squares = squares.to(_wide(squares)) / scales.to(_wide(scales))[:, None].square()
+
+    def advance(self) -> None:
+        """Advance the moments by the complete sketches, and compute the quotients and their norms."""
+        first = self.first
+        beta1, beta2 = first.group["betas"]
+        bound = torch.finfo(first.dtype).max ** 0.45
+        # Moments of squares stay finite. A sketch that is not finite stays so, because its gradient is not finite.
+        sketches = (self.sketches / _HEADROOM).clamp_(-bound, bound).add_(self.sketches * 0)
+        averages, squares = (self._moments(key) for key in ("sketch_avg", "sketch_avg_sq"))
+        averages.lerp_(sketches, 1 - beta1)
+        squares.mul_(beta2).addcmul_(sketches, sketches, value=1 - beta2)
+        for update, average, square in zip(self.updates, averages, squares, strict=True):
+            update.moment("sketch_avg").copy_(average)
+            update.moment("sketch_avg_sq").copy_(square)
+        root = (1 - beta2**first.step) ** 0.5
+        quotients = averages.div_(squares.sqrt_().add_(first.group["eps"] * root))
+        quotients *= first.rank**-0.5 * root / (1 - beta1**first.step)
+        if not self.has_factors:
+            self._quotients = quotients
+            return
+        quotients *= (sketches != 0).any(1, keepdim=True)  # rows without a gradient
+        self._row_squares = quotients.square_().sum(1).to(self.squares.dtype).mul_(first.shape[1])
+        totals = torch.stack([self._row_squares.sum(1) * first.counts_rows, self.squares.sum(1)], 1)
+        self.sums = totals
+        if self._kind == "channel" and not first.has_all_columns:
+            complete = totals.new_zeros(len(totals), first.shape[0])
+            complete[:, first.rows.start : first.rows.stop] = self.squares
+            self.sums = torch.cat([totals, complete], 1)
+
+    def finish(self) -> None:
+        """Compute the factors from the sums over all ranks."""
+        if not self.has_factors:
+            # Ranks do not know whether gradients of other ranks are finite.
+            is_finite = self._quotients.isfinite() | ~self.sketches.isfinite()
+            self.is_valid = is_finite.flatten(1).all(1) | (self.layout is not None)
+            return
+        first, squares = self.first, self.squares
+        if self._kind == "tensor":
+            squares = self.sums[:, 1:2]
+        elif not first.has_all_columns:
+            squares = self.sums[:, 2:][:, first.rows.start : first.rows.stop]
+        norms = self.sums[:, 0].sqrt()
+        before = torch.stack([update.norm_before for update in self.updates]).to(norms)
+        limits = (_GROWTH * before).clamp_(min=_FREE_SIZE * math.prod(first.shape) ** 0.5)
+        limited = torch.where(before > 0, torch.minimum(norms, limits), norms)
+        row_norms = norms[:, None] if self._kind == "tensor" else self._row_squares.sqrt()
+        factors = torch.where(norms == 0, 0.0, limited / norms)[:, None] * row_norms
+        self._factors = torch.where(squares == 0, 0.0, factors / squares.sqrt()).to(first.dtype)
+        for update, norm in zip(self.updates, limited, strict=True):
             update.norm_before.copy_(norm)
+        self.is_valid = norms.isfinite() | ~self.sums[:, 1].isfinite()
+
+    def apply(self) -> None:
+        """Change the parameters."""
+        for update, values in zip(self.updates, self._factors if self.has_factors else self._quotients, strict=True):
+            update.apply(values)
+
+    def _moments(self, key: str) -> Tensor:  # (batch, rank, rows)
+        return torch.stack([update.moment(key) for update in self.updates])
 
 
-def _reduce_sketches(updates: Sequence[SketchedUpdate]) -> None:
-    """Replace the parts of sketches by their sums over the ranks that have other columns."""
-    for group_updates in _by_group(updates):
-        complete = [update.sketch.new_zeros(update.num_rows, update.rank) for update in group_updates]
-        for sketch, update in zip(complete, group_updates, strict=True):
-            sketch[update.rows.start : update.rows.stop] = update.sketch
-        message = torch.cat([sketch.flatten() for sketch in complete])
-        _sum(message, group_updates[0])
-        parts = message.split([sketch.numel() for sketch in complete])
-        for sketch, part, update in zip(complete, parts, group_updates, strict=True):
-            update.sketch = part.view_as(sketch)[update.rows.start : update.rows.stop]
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of squared norms, which has room for the squares of float32; Apple's GPUs have no float64."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64
 
 
-def _by_group(updates: Sequence[SketchedUpdate]) -> list[list[SketchedUpdate]]:
-    """Return the updates of sharded matrices by the ranks that share them, by dtype and by device."""
-    groups: dict[Any, list[SketchedUpdate]] = {}
+def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
+    """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms.
+
+    Raises:
+        TrainingError: Before a parameter changes, if an update is not finite, although its gradient is.
+    """
+    batches = [_Batch(batch) for batch in _batches_of(updates)]
+    with full_precision():
+        for batch in batches:
+            batch.project()
+        _reduce_sketches([batch for batch in batches if not batch.first.has_all_columns])
+        for batch in batches:
+            batch.advance()
+        for group_batches in _by_group([batch for batch in batches if batch.has_factors]):
+            sums = _summed([batch.sums for batch in group_batches], group_batches[0])
+            for batch, summed in zip(group_batches, sums, strict=True):
+                batch.sums = summed
+        for batch in batches:
+            batch.finish()
+        _check_finite(batches)
+        for batch in batches:
+            batch.apply()
+
+
+def _batches_of(updates: Iterable[SketchedUpdate]) -> Iterator[list[SketchedUpdate]]:
+    """Yield updates that are computed together: of one shape, layout and settings, and of limited size."""
+    by_key: dict[tuple[Any, ...], list[SketchedUpdate]] = {}
     for update in updates:
-        if update.layout is not None:
-            groups.setdefault((update.layout.group, update.sketch.dtype, update.sketch.device), []).append(update)
+        by_key.setdefault(update.batch_key, []).append(update)
+    for updates_of_key in by_key.values():
+        # The limit is equal on all ranks, whose shards may differ.
+        limit = max(1, _BATCH_NUMBERS // math.prod(updates_of_key[0].shape))
+        for start in range(0, len(updates_of_key), limit):
+            yield updates_of_key[start : start + limit]
+
+
+def _check_finite(batches: Sequence[_Batch]) -> None:
+    """Raise TrainingError if an update is not finite, although its gradient is."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for batch in batches:
+        by_device.setdefault(batch.is_valid.device, []).append(batch.is_valid)
+    # This waits once for a GPU.
+    if all(device.type == "meta" or bool(torch.cat(valid).all()) for device, valid in by_device.items()):
+        return
+    names = [
+        update.name
+        for batch in batches
+        for update, is_valid in zip(batch.updates, batch.is_valid.tolist(), strict=True)
+        if not is_valid
+    ]
+    raise TrainingError(
+        f"the update of {names[0]} ({len(names)} in all) is not finite, although its gradient is; the parameters are "
+        "as before the step: its moments are not finite, so load an earlier state of the optimizer, or make a new one"
+    )
+
+
+def _reduce_sketches(batches: Sequence[_Batch]) -> None:
+    """Replace the parts of sketches by their sums over the ranks that have other columns."""
+    for group_batches in _by_group(batches):
+        complete = []
+        for batch in group_batches:
+            zeros = batch.sketches.new_zeros(*batch.sketches.shape[:2], batch.first.shape[0])
+            zeros[..., batch.first.rows.start : batch.first.rows.stop] = batch.sketches
+            complete.append(zeros)
+        for batch, sketches in zip(group_batches, _summed(complete, group_batches[0]), strict=True):
+            batch.sketches = sketches[..., batch.first.rows.start : batch.first.rows.stop]
+
+
+def _by_group(batches: Sequence[_Batch]) -> list[list[_Batch]]:
+    """Return the batches of sharded matrices by the ranks that share them, by dtype and by device."""
+    groups: dict[Any, list[_Batch]] = {}
+    for batch in batches:
+        if batch.layout is not None:
+            groups.setdefault((batch.layout.group, batch.sketches.dtype, batch.sketches.device), []).append(batch)
     return list(groups.values())
 
 
-def _sum(message: Tensor, update: SketchedUpdate) -> None:
+def _summed(tensors: Sequence[Tensor], batch: _Batch) -> list[Tensor]:
+    """Return the sums of tensors over the ranks that share the matrices of a batch; they are sent in one message."""
     import torch.distributed as dist
 
     from panther.distributed.comm.diagnostics import watched
     from panther.optim.shards import sending_device
 
-    assert update.layout is not None
-    group = update.layout.group
+    assert batch.layout is not None
+    group = batch.layout.group
+    message = torch.cat([tensor.flatten() for tensor in tensors])
     outgoing = message.to(sending_device(group, message))
     with watched("SketchedAdamW.step", group):
         dist.all_reduce(outgoing, group=group)
-    if outgoing is not message:
-        message.copy_(outgoing)
+    parts = outgoing.to(message.device).split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

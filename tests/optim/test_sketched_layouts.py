@@ -35,7 +35,8 @@ def trained(kind, dtype, num_steps, place=lambda tensor: tensor, shapes=SHAPES):
     for number, shape in enumerate(shapes):
         start = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         named.append((f"layers.{number}", nn.Parameter(place(start.to(dtype)))))
-    optimizer = SketchedAdamW(named, lr=0.01, rank=2, update=kind, period=2 * num_steps // 5, seed=3)
+    groups = [{"params": named, "rank": 2}]
+    optimizer = SketchedAdamW(groups, lr=0.01, update=kind, period=2 * num_steps // 5, seed=3)
     for step in range(num_steps):
         for number, (shape, (_, p)) in enumerate(zip(shapes, named, strict=True)):
             # Some matrix has no gradient in some steps.

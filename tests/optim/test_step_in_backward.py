@@ -258,7 +258,8 @@ def test_ranks_that_update_in_different_orders_are_refused_on_all_of_them():
 
         mesh = pr.distributed.make_mesh(dp=2)
         first, second = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])) for _ in range(2))
-        optimizer = SketchedAdamW([("first", first), ("second", second)], rank=2, seed=0).step_in_backward_()
+        groups = [{"params": [("first", first), ("second", second)], "rank": 2}]
+        optimizer = SketchedAdamW(groups).step_in_backward_()
         order = (first, second) if dist.get_rank() == 0 else (second, first)
         with pytest.raises(DistributedError) as caught:
             order[0].to_local().sum().backward()
