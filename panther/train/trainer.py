@@ -47,7 +47,13 @@ from panther.train.meter import Meter
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
 from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
-from panther.train.optimization.trainable import LossParameters, TrainableSet, average_gradients, list_names
+from panther.train.optimization.trainable import (
+    LossParameters,
+    TrainableSet,
+    average_gradients,
+    list_names,
+    nonfinite_parameters,
+)
 from panther.train.resuming import SAVED_ATTRIBUTES, read_progress, resume_run
 from panther.train.run_directory import locked_directory
 from panther.train.strategy.building import named_parameters, set_up
@@ -503,7 +509,16 @@ class Trainer:
             self._record(gradient_norm=norm_value if math.isfinite(norm_value) else None)
 
     def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
-        """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``."""
+        """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``.
+
+        A parameter that is not finite either is of an earlier step, whose gradient may not have been checked.
+        """
+        if names := nonfinite_parameters(named_parameters(self._engine)):
+            raise TrainingError(
+                f"step {self.step + 1} is not finite, because an earlier step has made parameters so: "
+                f"{list_names(names)}; continue from the last checkpoint with a lower learning rate, with "
+                "gradient_clipping, or with on_nonfinite='skip', which checks the gradient of every step"
+            )
         where = exchange.describe_nonfinite([index for batch in window for index in batch.indices or ()])
         if self.config.on_nonfinite == "stop":
             raise TrainingError(

@@ -1,6 +1,13 @@
 """The parameters that are trained: changes during a run, and parameters of the loss, which no optimizer has."""
 
-__all__ = ["LossParameters", "TrainableSet", "average_gradients", "list_names", "reduced_parameters"]
+__all__ = [
+    "LossParameters",
+    "TrainableSet",
+    "average_gradients",
+    "list_names",
+    "nonfinite_parameters",
+    "reduced_parameters",
+]
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +30,13 @@ def list_names(names: Sequence[str]) -> str:
     """Return the first names for a message, and the number of further names."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
+
+
+def nonfinite_parameters(by_name: Mapping[str, Any]) -> list[str]:
+    """Return the names of parameters that are not finite on some rank. Every rank must call it."""
+    locals_by_name = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in by_name.items()}
+    names = [name for name, p in locals_by_name.items() if not p.isfinite().all()]
+    return sorted({name for names_of_rank in gather_objects(names, None) for name in names_of_rank})
 
 
 class TrainableSet:
