@@ -72,7 +72,7 @@ _SYNONYMS = {
     "run_name": "job_name mlflow_experiment name",
     "rdzv_id": "job_id job_name name run_name",
     "seed": "generator manual_seed random_seed random_state rng",
-    "schedule": "lr_scheduler pipeline_schedule scheduler",
+    "schedule": "pipeline_schedule",
     "strategy": "data_parallel sharding_strategy",
     "data_parallel": "sharding_strategy strategy",
     "tensor_parallel_size": "tensor_parallel tp tp_size",
@@ -146,7 +146,7 @@ _TRAINER: _Advice = (
     ("leave it out, schedule='cosine' falls until the last step", "T_max"),
     ("leave it out, the learning rate rises from 0 in warmup_steps", "start_factor"),
     (
-        "use warmup_steps and schedule='linear' or 'cosine', or schedule='callback' and a scheduler in a callback",
+        "use warmup_steps and schedule='linear' or 'cosine', or scheduler=lambda optimizer: ... as argument of Trainer",
         "milestones schedulers total_iters",
     ),
     (
@@ -165,7 +165,8 @@ _TRAINER: _Advice = (
     ("pass it to fit", "data dataloader dataset train_dataset train_loader training_data"),
     ("pass it to fit as the second argument", "val_loader validation_data"),
     ("leave it out, a Trainer divides the samples among the ranks", "num_replicas"),
-    ("pass it to Trainer", "loss_fn model optimizer"),
+    ("pass it to Trainer", "loss_fn model optimizer scheduler"),
+    ("pass a function of the optimizer to Trainer as scheduler", "lr_scheduler"),
     ("pass it to Trainer as loss_fn", "criterion loss"),
     ("pass them to Trainer", "callbacks metrics"),
     ("write its settings here", "config"),

@@ -15,12 +15,12 @@ from panther.cli._arguments import add_option, check_folder, non_negative, posit
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
 
-_FUNCTIONS = ("model", "data", "loss_fn", "loss_weight", "optimizer", "metrics")
+_FUNCTIONS = ("model", "data", "loss_fn", "loss_weight", "optimizer", "scheduler", "metrics")
 _PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
 _LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 _HELP = """\
-settings are key=value: model, data, loss_fn, loss_weight, optimizer, metrics,
-and those of panther.train.TrainConfig.
+settings are key=value: model, data, loss_fn, loss_weight, optimizer, scheduler,
+metrics, and those of panther.train.TrainConfig.
 
   model=module:function    returns an nn.Module; also without model=, as
                            panther train module:function data=...
@@ -32,6 +32,8 @@ and those of panther.train.TrainConfig.
                            counts, or module:function of the batch
   optimizer=AdamW          a class of torch.optim, or module:function of the
                            parameters
+  scheduler=module:function
+                           makes a scheduler of the optimizer
   metrics=module:function  returns a mapping of names to functions of output
                            and target
 """
@@ -236,8 +238,9 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
         raise wrong_return(functions["metrics"], metrics, "a mapping of names to functions of output and target")
     loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))
     join_process_group(config.timeout_s)
-    loss_weight = _find_weight(functions.get("loss_weight"))
-    trainer = Trainer(model, optimizer, loss_fn, config, metrics=metrics, loss_weight=loss_weight)
+    options = {"metrics": metrics, "loss_weight": _find_weight(functions.get("loss_weight"))}
+    options["scheduler"] = find(functions["scheduler"]) if "scheduler" in functions else None
+    trainer = Trainer(model, optimizer, loss_fn, config, **options)
     history = trainer.fit(train, validation)
     if export is not None:
         trainer.export(export)

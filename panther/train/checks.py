@@ -1,6 +1,6 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments", "check_batches", "check_model", "knows_settings"]
+__all__ = ["check_arguments", "check_batches", "check_model", "check_scheduler", "knows_settings"]
 
 import dataclasses
 import functools
@@ -72,6 +72,19 @@ def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, m
         raise ConfigError("metrics must be a mapping of names to functions of output and target")
     if metrics is not None and "loss" in metrics:
         raise ConfigError("a metric must not be named 'loss', which is the name of the loss: choose another name")
+
+
+def check_scheduler(scheduler: Any, config: TrainConfig) -> None:
+    """Raise ConfigError if the argument ``scheduler`` is not a function, or does not suit the settings."""
+    defaults = TrainConfig()
+    wrong = ("scheduler_interval", "scheduler_metric") if scheduler is None else ("schedule", "warmup_steps")
+    for name in wrong:
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            verb = "needs" if scheduler is None else "excludes"
+            raise ConfigError(f"{name}={value!r} {verb} the argument scheduler of Trainer: set one of them, or both")
+    if scheduler is not None and not callable(scheduler):
+        kind = _kind(scheduler)
+        raise ConfigError(f"scheduler must be a function, such as lambda optimizer: {kind}(optimizer, ...)")
 
 
 def check_batches(modules: Iterable[nn.Module], feed: Feed) -> None:

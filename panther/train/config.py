@@ -94,6 +94,13 @@ class TrainConfig(ParallelismSettings):
     """How the learning rate develops after the warm-up: it stays constant, or falls to 0 until the last step.
     ``callback`` leaves it to a scheduler in a callback."""
 
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    """Whether the Trainer's ``scheduler`` steps after each step that the optimizer took, or after each epoch."""
+
+    scheduler_metric: str | None = None
+    """The quantity of the history that steps of ``ReduceLROnPlateau`` take, ``"loss"`` or ``"validation_..."``. None is
+    ``"validation_loss"``."""
+
     compile: bool = False
     """Whether the model is compiled by ``torch.compile``."""
 

@@ -13,6 +13,7 @@ from panther.distributed.comm.agreement import run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError
 from panther.files import parse_json
 from panther.train.history import History
+from panther.train.optimization.scheduler import RateScheduler
 
 # Attributes of the Trainer that checkpoints store unchanged.
 SAVED_ATTRIBUTES = ("epoch", "skipped", "_windows_done", "_validated_at")
@@ -37,6 +38,8 @@ class SavedProgress:
     trainable: Mapping[str, bool]
     """Parameters that were frozen or unfrozen since the start of the run."""
     peak_rates: Sequence[float]
+    scheduler: Mapping[str, Any]
+    """State of the scheduler that the Trainer made; empty without one."""
 
 
 def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) -> None:
@@ -79,15 +82,16 @@ def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) 
             )
 
 
-def read_progress(path: Path, extra: Any) -> SavedProgress:
+def read_progress(path: Path, extra: Any, scheduler: RateScheduler | None) -> SavedProgress:
     """Return the values that a Trainer stored in a checkpoint.
 
     Args:
         path: The checkpoint, for errors.
         extra: The values ``extra`` of the checkpoint.
+        scheduler: The scheduler of the run.
 
     Raises:
-        CheckpointError: If the checkpoint was not written by a Trainer.
+        CheckpointError: If the checkpoint was not written by a Trainer, or with another scheduler.
         FormatError: If values are missing or have a wrong type.
     """
     if not isinstance(extra, Mapping) or "_windows_done" not in extra:
@@ -95,7 +99,7 @@ def read_progress(path: Path, extra: Any) -> SavedProgress:
             f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
         )
     try:
-        return SavedProgress(
+        saved = SavedProgress(
             attributes={name: extra[name] for name in SAVED_ATTRIBUTES},
             history=History(parse_json(bytes(extra["history"].numpy()).decode())),
             loss_sums=extra["_sums"],
@@ -107,6 +111,13 @@ def read_progress(path: Path, extra: Any) -> SavedProgress:
             scaler=extra["scaler"],
             trainable=extra.get("trainable", {}),
             peak_rates=extra.get("peak_rates", []),
+            scheduler=dict(extra.get("scheduler") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
+    kinds = saved.scheduler.get("kind", "none"), getattr(scheduler, "kind", "none")
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{path} has the scheduler {kinds[0]}, but the run has {kinds[1]}: pass the same scheduler"
+        )
+    return saved

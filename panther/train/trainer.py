@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
 from panther.train.callbacks import BuiltInCallback, Callback
-from panther.train.checks import check_arguments, check_batches, check_model, knows_settings
+from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
 from panther.train.coordination.process import catch_signals, join_process_group
 from panther.train.coordination.reductions import sum_over_ranks
@@ -81,6 +82,8 @@ class Trainer:
             function of the batch, or the key or index of an entry of the batch, whose sum is taken. None is the number
             of samples; for :class:`torch.nn.CrossEntropyLoss` and :class:`torch.nn.NLLLoss` it is the sum of the class
             weights of the labels that are not ignored.
+        scheduler: A function that makes a scheduler of the optimizer, such as ``lambda optimizer: StepLR(optimizer,
+            10)``. Without it, ``schedule`` in the settings sets the learning rates.
 
     Attributes:
         model: The model as the strategy wrapped it, once ``fit`` has begun; with a pipeline, the list of this rank's
@@ -125,16 +128,18 @@ class Trainer:
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         loss_weight: Callable[[Any], Any] | str | int | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ) -> None:
         model = built(model)
         check_model(model)
         check_arguments(optimizer, loss_fn, config, callbacks, metrics)
         LossWeights(loss_fn, loss_weight)  # it checks loss_weight
         self.config = config or TrainConfig()
+        check_scheduler(scheduler, self.config)
         self.model: Any = model
         self.optimizer: Any = optimizer
         self.loss_fn, self.callbacks, self.metrics = loss_fn, list(callbacks), dict(metrics or {})
-        self.loss_weight = loss_weight
+        self.loss_weight, self.scheduler = loss_weight, scheduler
         self.history = History()
         self.step = self.epoch = 0
         self.total_steps: int | None = None
@@ -208,6 +213,9 @@ class Trainer:
             resume_run(self.config.checkpoint_dir, self.config.resume, lambda path: self._load(path, feed))
             self._agree_on_progress("the start")
             check_batches(self._engine.modules(), feed)
+            if self._groups.scheduler is not None:
+                metrics = ("loss", *self.metrics) if validation is not None else ()
+                self._groups.scheduler.check_metric([f"validation_{name}" for name in metrics])
             validation_feed = None if validation is None else self._feed(validation, False)
             self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
             if self.config.utilization:
@@ -239,6 +247,7 @@ class Trainer:
         """Compare the arguments of all ranks, before a rank waits for an operation that other ranks do not call."""
         is_new = self._engine is None
         loss = {"loss_fn": self.loss_fn, "loss_weight": self.loss_weight, "metrics": self.metrics}
+        loss["scheduler"] = self.scheduler
         agree_on_run(
             call,
             self.model if is_new else None,
@@ -272,9 +281,8 @@ class Trainer:
         self._loss_parameters = LossParameters(self.loss_fn, self.model)
         engine, optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight)
         self._trainable = TrainableSet(named_parameters(engine))
-        self._groups = ParameterGroups(
-            optimizer, self._trainable, self.config, is_extended=is_extended, uses_ddp=bool(engine.reduced)
-        )
+        options: dict[str, Any] = {"is_extended": is_extended, "uses_ddp": bool(engine.reduced)}
+        self._groups = ParameterGroups(optimizer, self._trainable, self.config, self.scheduler, **options)
         self._engine, self.model, self.optimizer = engine, engine.model, optimizer
         # Dropout and random transforms differ between ranks with different samples, and agree between ranks that share
         # layers.
@@ -302,10 +310,14 @@ class Trainer:
         """Load a checkpoint, and return the step after which it was saved."""
         # This changes buffers, gradients and generators, which loading then sets.
         self._engine.prepare_resume(lambda: next(feed.windows(0), None))
-        loaded = checkpoint.load(path, self.model, self.optimizer, rank_states=True)
-        saved = read_progress(path, loaded.extra)
+        read = partial(read_progress, path, scheduler=self._groups.scheduler)
+        loaded = checkpoint.load(path, self.model, self.optimizer, check=read, rank_states=True)
+        saved = read(loaded.extra)
         if self._groups.add_saved(loaded.optimizer_groups or [], saved.peak_rates):
             checkpoint.load(path, self.model, self.optimizer)  # again, with the states of the added groups
+        if self._groups.scheduler is not None:
+            self._groups.scheduler.load_state_dict(saved.scheduler)
+            self._groups.end_step()
         self.step, self.history, self._is_resumed = loaded.step, saved.history, True
         self._meter.sums = saved.loss_sums
         self._meter.elapsed_s, self._meter.device_seconds = saved.elapsed_s, saved.device_seconds
@@ -371,7 +383,7 @@ class Trainer:
         self._is_resumed = False
         self._votes = StopVotes(self.callbacks, self.stop)
         self.stop = self._ends = self._votes.ends
-        self._checked_at = self.step
+        self._checked_at, self._groups.quantities = self.step, {}
         self._meter.start()
         if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
             _log.warning("training is finished (step %d): raise epochs or max_steps to continue", self.step)
@@ -384,9 +396,11 @@ class Trainer:
             # A notebook, for example, may keep an exception, which would keep the loader's workers alive.
             with closing(windows):
                 for window in windows:
+                    skipped = self.skipped
                     self._step(window, exchange)
                     if validation is not None and self._is_due(config.validate_every_n_steps):
                         self._validate(validation)
+                    self._groups.step_scheduler("step" if self.skipped == skipped else "skipped step", self.step)
                     if exchange.stop_signal:
                         self._leave(feed, exchange.stop_signal)
                     # The last step of an epoch is saved at the end of the epoch, so that resuming does not repeat it.
@@ -413,6 +427,7 @@ class Trainer:
         if validation is not None and self.config.validate_every_n_steps is None:
             self._validate(validation)
         self._notify("on_epoch")
+        self._groups.step_scheduler("epoch", self.step)
         if self._votes.has_callbacks:
             self._agree_on_progress("the end of an epoch")
         self._ends = self._votes.after_epoch(self.stop, self._ends)
@@ -540,13 +555,15 @@ class Trainer:
         cost = self._meter.cost(self.config.price_per_device_hour)
         record = {"step": self.step, "epoch": completed, **quantities, **cost}
         self.history.append(record)
+        self._groups.quantities |= quantities
         self._notify("on_record", record)
 
     def _record(self, **more: float | None) -> None:
         """Add a record of the steps since the last one to the history."""
+        rate = self._groups.rate_of_step
         quantities = {
             "loss": self._meter.mean_loss,
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"] if rate is None else rate),
             **more,
             "samples_per_s": self._meter.samples_per_s(),
             **self._meter.utilizations(),
@@ -595,11 +612,12 @@ class Trainer:
             "scaler": self._engine.scaler.state_dict(),
             "trainable": self._trainable.changes,
             "peak_rates": self._groups.peak_rates,
+            "scheduler": None if self._groups.scheduler is None else self._groups.scheduler.state_dict(),
             "config": asdict(self.config),
         }
         # Ranks agree after each callback, because the next one may communicate.
         states = {
-            name: run_on_all_ranks(lambda name=name, callback=callback: _state_of(name, callback), None)  # type: ignore
+            name: run_on_all_ranks(partial(_state_of, name, callback), None)
             for name, callback in self._stateful().items()
         }
         save = checkpoint.async_save if self.config.checkpoint_asynchronously else checkpoint.save

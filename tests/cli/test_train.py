@@ -40,6 +40,9 @@ def metrics():
 def optimizer(parameters):
     return torch.optim.SGD(parameters, 0.1)
 
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
 def positives(batch):
     return batch[1].sum()
 
@@ -114,6 +117,13 @@ def test_the_weight_of_a_batch(work):
         rows = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_scheduler(work):
+    arguments = ["train", "--config", "run.toml", f"scheduler={work}:scheduler", "scheduler_interval=epoch"]
+    assert main([*arguments, "log_every_n_steps=1"]) == 0
+    rows = map(json.loads, Path("runs", "log.jsonl").read_text().splitlines())
+    assert {row["learning_rate"] for row in rows if "loss" in row} == {0.01, 0.005}
 
 
 def test_export(work):

@@ -50,7 +50,7 @@ def freeze(name, trained=False):
     return change
 
 
-def train(model, optimizer, settings, callbacks=(), steps=4, loss_fn=None, micro=1):
+def train(model, optimizer, settings, callbacks=(), steps=4, loss_fn=None, micro=1, scheduler=None):
     """The trainer after some steps of all samples, in ``micro`` batches a step on each rank."""
     settings = dict(settings)
     ranks = settings.pop("divided_by", dist.get_world_size() if dist.is_initialized() else 1)
@@ -59,7 +59,8 @@ def train(model, optimizer, settings, callbacks=(), steps=4, loss_fn=None, micro
         batch_size=SAMPLES // ranks // micro,
         gradient_accumulation_steps=micro,
     )
-    trainer = Trainer(model, optimizer, loss_fn or nn.CrossEntropyLoss(), config, list(callbacks))
+    loss_fn = loss_fn or nn.CrossEntropyLoss()
+    trainer = Trainer(model, optimizer, loss_fn, config, list(callbacks), scheduler=scheduler)
     trainer.fit(TensorDataset(*samples()))
     return trainer
 

@@ -63,6 +63,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     random_state: bool = True,
+    check: Callable[[Any], object] | None = None,
     rank_states: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
@@ -77,6 +78,7 @@ def load(
         model: The model that was saved; its layout may be different.
         optimizer: The model's optimizer, without state. None loads only the model.
         random_state: Whether to set the random generators, if the number of ranks is the same.
+        check: Called with ``extra`` before anything is changed; it may raise an error.
         rank_states: Whether to read the values ``rank_states`` of :func:`save`. Values that cannot be divided among
             another number of ranks are then an error.
         group: As for :func:`save`.
@@ -93,7 +95,7 @@ def load(
     """
     folder = run_on_first_rank(lambda: folder_of(Path(path)), group)
     try:
-        loaded = _load(folder, model, optimizer, random_state, rank_states, group)
+        loaded = _load(folder, model, optimizer, random_state, check, rank_states, group)
     except FormatError as error:
         if get_rank(group) == 0:
             note_damage(folder, str(error))
@@ -108,6 +110,7 @@ def _load(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
     random_state: bool,
+    check: Callable[[Any], object] | None,
     rank_states: bool,
     group: dist.ProcessGroup | None,
 ) -> LoadedCheckpoint:
@@ -154,6 +157,8 @@ def _load(
     def checked() -> tuple[dict[str, Any] | None, Restore]:
         where = f"{folder / MANIFEST}"
         check_sketch_records(parts, values, where)
+        if check is not None:
+            check(states.decode(manifest["extra"], targets))
         if generator_states is not None:
             check_random_state(generator_states, where)
         if optimizer is None:

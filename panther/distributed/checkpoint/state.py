@@ -130,8 +130,10 @@ def optimizer_state(
         for number, state in state_dict["state"].items()
     }
     settings = {}
-    for group in state_dict["param_groups"]:
-        group_settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for group, public in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        # Schedulers set the public groups of a ZeroRedundancyOptimizer, which its next step copies to the inner ones.
+        latest = (public if _is_zero(optimizer) else group).items()
+        group_settings = {key: value for key, value in latest if key not in ("params", "param_names")}
         for number in group["params"]:
             settings[names[number]] = encode(group_settings, f"optimizer.{names[number]}.setting", tensors)
     name_of = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}

@@ -4,7 +4,7 @@ __all__ = ["ParameterGroups", "saved_settings_stay"]
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
 from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
+from panther.train.optimization.scheduler import RateScheduler
 from panther.train.optimization.trainable import TrainableSet, list_names
 
 
@@ -54,11 +55,15 @@ class ParameterGroups:
         optimizer: The optimizer of the distributed model.
         trainable: The parameters of this rank that are trained.
         config: The settings of the run.
+        scheduler: The function of the Trainer that makes a scheduler, or None.
         is_extended: Whether parameters that are unfrozen later form a group with the optimizer's default settings.
         uses_ddp: Whether DDP averages gradients; it does not average the gradients of parameters unfrozen later.
 
     Attributes:
         peak_rates: The learning rate of each group after the warm-up.
+        scheduler: The scheduler, or None.
+        quantities: What was added to the history since the scheduler could step.
+        rate_of_step: The learning rate of the first group in the last step; None without a scheduler.
         averaged_apart: Parameters whose gradients DDP does not average.
 
     Raises:
@@ -70,6 +75,7 @@ class ParameterGroups:
         optimizer: torch.optim.Optimizer,
         trainable: TrainableSet,
         config: TrainConfig,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         *,
         is_extended: bool,
         uses_ddp: bool,
@@ -77,13 +83,18 @@ class ParameterGroups:
         if config.schedule != "callback" and any("initial_lr" in group for group in optimizer.param_groups):
             raise ConfigError(
                 f"the optimizer has a scheduler, and schedule={config.schedule!r} sets the learning rate in every "
-                "step: set schedule='callback' and step the scheduler in a callback, or make the optimizer without it"
+                "step: make it by the argument scheduler of Trainer, or step it in a callback, with schedule='callback'"
             )
         self._optimizer, self._trainable, self._config = optimizer, trainable, config
         self._is_extended, self._uses_ddp = is_extended, uses_ddp
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.averaged_apart: list[nn.Parameter] = []
         self._rates_after_step: list[float | Tensor] = []
+        self.scheduler = None if scheduler is None else RateScheduler(scheduler, optimizer, config)
+        self.rate_of_step: float | Tensor | None = None
+        self.quantities: dict[str, Any] = {}
+        if self.scheduler is not None:
+            self.end_step()
         self._find_absent()
 
     @property
@@ -99,6 +110,8 @@ class ParameterGroups:
         """
         self._check_rates(step)
         self._set_rates(step, total_steps)
+        if self.scheduler is not None:
+            self.rate_of_step = copy.deepcopy(self._optimizer.param_groups[0]["lr"])
         clear_gradients(self._optimizer)
         for parameter in self._absent:
             parameter.grad = None
@@ -106,6 +119,15 @@ class ParameterGroups:
     def end_step(self) -> None:
         """Note the learning rates, which callbacks must not change."""
         self._rates_after_step = [group["lr"] for group in self._optimizer.param_groups]
+
+    def step_scheduler(self, moment: str, step: int) -> None:
+        """Step the scheduler if it is due after ``moment``: a ``"step"``, a ``"skipped step"`` or an ``"epoch"``."""
+        if self.scheduler is not None:
+            self._check_rates(step)
+            self.scheduler.advance(moment, self.quantities)
+            self.quantities = {}
+            self._set_rates(step, None)
+            self.end_step()
 
     def _check_rates(self, step: int) -> None:
         """Raise ConfigError if a callback has set a rate that the next step would overwrite."""
@@ -115,9 +137,10 @@ class ParameterGroups:
         groups = zip(self._optimizer.param_groups, self._rates_after_step, strict=False)
         for number, (group, rate) in enumerate(groups):
             if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
+                setter = "scheduler=" if self.scheduler else f"schedule={self._config.schedule!r}"
                 raise ConfigError(
                     f"the learning rate of the optimizer's group {number} was set to {group['lr']} after step {step}, "
-                    f"and schedule={self._config.schedule!r} sets it in every step: set schedule='callback'"
+                    f"and {setter} sets it in every step: set schedule='callback'"
                 )
 
     def _set_rates(self, step: int, total_steps: int | None) -> None:
@@ -133,8 +156,12 @@ class ParameterGroups:
         if len(groups) > len(self.peak_rates):
             self.peak_rates += [float(group["lr"]) for group in groups[len(self.peak_rates) :]]
             self._find_absent()
+        first = 0 if self.scheduler is None else self.scheduler.count
+        if first == len(groups):
+            return
         factor = learning_rate_factor(self._config.schedule, step, total_steps, self._config.warmup_steps)
-        for group, peak in zip(groups, self.peak_rates, strict=True):
+        factor = factor if self.scheduler is None else self.scheduler.factor
+        for group, peak in zip(groups[first:], self.peak_rates[first:], strict=True):
             set_learning_rate(group, peak * factor)
 
     def _find_absent(self) -> None:
