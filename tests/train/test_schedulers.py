@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from ranks import on_ranks
+from ranks import on_ranks, weights_of
 from torch import nn
 from torch.optim import lr_scheduler as L
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import IterableDataset, TensorDataset
-from whole_batches import STRATEGIES, assert_equal, build, plain, train, weights
+from whole_batches import STRATEGIES, At, assert_equal, build, module_named, plain, samples, train, weights
 
 from panther.errors import CheckpointError, ConfigError
 from panther.train import Callback, TrainConfig, Trainer
@@ -533,3 +533,87 @@ def test_every_strategy_takes_the_steps_of_one_process(tmp_path):
         expected = plain(model, one, scheduler=make(one))
         assert_equal([outcome[number][0] for outcome in outcomes], expected)
         assert {outcome[number][1] for outcome in outcomes} == {one.param_groups[0]["lr"]}
+
+
+def join(trainer):
+    """A callback's change: the first layer, which was frozen, gets a group."""
+    layer = module_named(trainer, "0").requires_grad_(True)
+    trainer.optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
+
+
+def without_first_layer():
+    model = build()
+    model[0].requires_grad_(False)
+    return model, torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.1, momentum=0.9)
+
+
+def test_a_group_that_joins_on_several_ranks_is_resumed(tmp_path):
+    make, strategies = EVERYWHERE["one"], ("ddp", "zero1", "fsdp", "replicate", "tp")
+
+    def run_on_rank():
+        outcomes = []
+        for strategy in strategies:
+            for steps, callbacks in ((3, [At(join, 2)]), (5, [])):
+                model, optimizer = without_first_layer()
+                settings = STRATEGIES[strategy] | {"checkpoint_dir": str(tmp_path / strategy)}
+                trainer = train(model, optimizer, settings, callbacks, steps, scheduler=make)
+            outcomes.append(weights(trainer))
+        return outcomes
+
+    outcomes = on_ranks(run_on_rank, 2)
+    model, optimizer = without_first_layer()
+    scheduler, (x, y) = make(optimizer), samples()
+    groups = optimizer.param_groups
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        added = groups[1:]
+        del groups[1:]
+        scheduler.step()
+        groups += added
+        for group in added:
+            group.update(lr=0.05 * groups[0]["lr"] / 0.3, momentum=groups[0]["momentum"])
+    for number in range(len(strategies)):
+        assert_equal([outcome[number] for outcome in outcomes], weights_of(model))
+
+
+class Made(Notes):
+    """A scheduler that on_start makes, stepped by the callback."""
+
+    saved = None
+
+    def on_start(self, trainer):
+        self.scheduler = L.LinearLR(trainer.optimizer, 0.1, total_iters=4)
+        if self.saved is not None:
+            self.scheduler.load_state_dict(self.saved)
+
+    def on_step(self, trainer, loss):
+        self.note(trainer.optimizer)
+        self.scheduler.step()
+
+    def state_dict(self):
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state):
+        self.saved = state
+
+
+def test_the_settings_that_zero1_saves_are_those_of_the_next_step(tmp_path):
+    """Its public groups are copied to the inner ones in a step, and the inner ones were saved."""
+
+    def run_on_rank():
+        rows = []
+        for steps in (2, 5):
+            model, callback = build(), Made()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            settings = {"strategy": "zero1", "schedule": "callback", "checkpoint_dir": str(tmp_path)}
+            train(model, optimizer, settings, [callback], steps)
+            rows += callback.rows
+        return [row[0] for row in rows]
+
+    for rates_of_rank in on_ranks(run_on_rank, 2):
+        assert rates_of_rank == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1], rel=1e-12)
