@@ -13,6 +13,7 @@ from panther._random_state import preserved_generators
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
 from panther.nn.attention.decoding.states import AttentionState
+from panther.nn.sketch_record import plain_state
 
 _LINEAR = {"S1s", "S2s", "U1s", "U2s"}
 _CONV = {"S1s", "U1s"}
@@ -143,7 +144,7 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if layer is not None:
             has_layer = True
             replaced_names = {*_LINEAR, *_ATTENTION, *_BIASES}
-            state = layer.state_dict()
+            state = plain_state(layer)
             if isinstance(layer, RandMultiHeadAttention):
                 state["_extra_state"][2] = 0  # The tensors do not say which kernel they had, so loading compares none.
             tensors = {name: value for name, value in tensors.items() if name not in replaced_names} | state

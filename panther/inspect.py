@@ -17,6 +17,7 @@ from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.linearized import CHILD
 from panther.nn.attention.record import is_attention_record
 from panther.nn.base import CompressedModule, SketchedModule, arguments_of
+from panther.nn.sketch_record import plain_state
 
 _MODEL = "(the model)"
 
@@ -284,7 +285,7 @@ def _change(before: str, after: str) -> str:
 def _bytes(module: nn.Module) -> int:
     """Return the bytes of a module's saved tensors, counting each tensor once."""
     bytes_by_tensor: dict[Any, int] = {}
-    for tensor in module.state_dict(keep_vars=True).values():
+    for tensor in plain_state(module, keep_vars=True).values():
         if isinstance(tensor, Tensor) and not is_lazy(tensor):
             bytes_by_tensor[id(tensor)] = tensor.numel() * tensor.element_size()
     return sum(bytes_by_tensor.values())

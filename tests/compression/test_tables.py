@@ -17,6 +17,7 @@ from panther.compression.moments import TableMoments
 from panther.compression.moments.tables import Use, smoothed
 from panther.compression.selection.timing import Times, Timing
 from panther.nn import QuantizedEmbedding, QuantizedLinear
+from panther.nn.sketch_record import plain_state
 from tests.support.language_models import (
     QUIET,
     ROWS,
@@ -54,7 +55,7 @@ def test_one_budget_for_all_weights(tied):
 
 
 def unique(model):
-    return {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values()
+    return {tensor.data_ptr(): tensor for tensor in plain_state(model).values()}.values()
 
 
 def test_rows_that_were_never_read_are_not_ruined():

@@ -15,7 +15,7 @@ from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline.stage_modules import source_of
 from panther.errors import CheckpointError
 from panther.nn.base import SketchedModule
-from panther.nn.sketch_record import plain_state, read_record
+from panther.nn.sketch_record import plain_state, read_record, without_marks
 
 
 def with_layers_of(stored: StoredWeights, model: Any) -> Any:
@@ -43,7 +43,7 @@ def names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str
                 f"ranks find different checkpoints in {stored.folder.parent} "
                 f"({', '.join(sorted({folder for _, folder in rank_names}))}): name the folder of one"
             )
-        held = stored.names()
+        held = set(without_marks(dict.fromkeys(stored.names())))  # A state_dict that a user saved has marks.
         # A shared tensor has more than one name in the model, and files hold it under one of them.
         names = {name: next((alias for alias in aliases.get(name, [name]) if alias in held), "") for name in state}
         missing = sorted({aliases.get(name, [name])[0] for name, alias in names.items() if not alias})

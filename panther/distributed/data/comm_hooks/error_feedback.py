@@ -4,7 +4,7 @@ __all__ = ["ErrorFeedback", "ResidualFeedback", "StatefulHook"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,13 @@ class StatefulHook(ABC):
         group: The ranks that share gradients.
     """
 
+    # gloo runs the callbacks of a hook on a thread of the group, and frees them after the step has continued. If they
+    # held the last reference to the group, this thread would end the group's threads, including itself, which aborts
+    # the process.
+    _last_group: ClassVar[dist.ProcessGroup | None] = None
+
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        StatefulHook._last_group = self.group = group
 
     @abstractmethod
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
