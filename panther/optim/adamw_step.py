@@ -2,7 +2,7 @@
 
 __all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"]
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from panther.errors import CheckpointError
+from panther.optim.matrix_updates import local_part
+from panther.optim.rounding import copy_rounded
 
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
@@ -69,6 +71,7 @@ class CheckedGroups(torch.optim.Optimizer):
             )
         super().load_state_dict(state_dict)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group |= {key: value for key, value in self.defaults.items() if key not in group}  # of earlier versions
             for p, index in zip(group["params"], saved_group["params"], strict=True):
                 dtype = moment_dtype(p)
                 saved, state = state_dict["state"].get(index, {}), self.state.get(p, {})
@@ -118,7 +121,12 @@ def moment_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableMapping[Any, Any]) -> None:
+def step_adamw(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    states: MutableMapping[Any, Any],
+    names: Mapping[Tensor, str] | None = None,
+) -> None:
     """Change parameters that have gradients by AdamW, with the settings of their group.
 
     Parameters of half precision are changed in float32, one after the other, and rounded once.
@@ -127,6 +135,7 @@ def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableM
         group: The settings.
         parameters: Parameters with gradients.
         states: The states of the optimizer, by parameter; empty ones are filled.
+        names: The names of the parameters, for ``bf16_stochastic_round``.
     """
     for p in parameters:
         if not states[p]:
@@ -157,4 +166,5 @@ def step_adamw(group: dict[str, Any], parameters: list[Tensor], states: MutableM
         )
         for p, changed in zip(batch, wide, strict=True):
             if changed is not p:
-                p.copy_(changed)
+                name = "" if names is None else names[p]
+                copy_rounded(p, local_part(changed), group, name, int(states[p]["step"]))

@@ -65,6 +65,9 @@ class SketchedAdamW(CheckedGroups):
         weight_decay: Weight decay.
         seed: Seed of the projections, equal on all ranks; None is 0, so that replicas are equal whatever their
             generators are.
+        bf16_stochastic_round: Whether parameters in bfloat16 are rounded at random, so that their mean is not rounded:
+            updates and decay below half of a unit in the last place are lost otherwise. The random bits depend on the
+            seed, the name, the step and the index, in every layout alike.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -112,13 +115,13 @@ class SketchedAdamW(CheckedGroups):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         seed: int | None = None,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         if rank is not None:
             params = split_groups(params, "rank", (rank, None), rank + 1, {2})
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
-        super().__init__(
-            params, settings | {"weight_decay": weight_decay, "seed": check_seed(0 if seed is None else seed)}
-        )
+        settings |= {"weight_decay": weight_decay, "seed": 0 if seed is None else seed}
+        super().__init__(params, settings | {"bf16_stochastic_round": bf16_stochastic_round})
         self.period_signs = PeriodSigns()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -258,12 +261,12 @@ class SketchedAdamW(CheckedGroups):
             if p.grad is not None
         ]
         apply_sketched(updates)
-        plain: dict[int, list[Tensor]] = {}
-        for (number, _), (_, p, group) in zip(places, entries, strict=True):
+        plain: dict[int, dict[Tensor, str]] = {}
+        for (number, _), (name, p, group) in zip(places, entries, strict=True):
             if p.grad is not None and not is_sketched(p, group):
-                plain.setdefault(number, []).append(p)
-        for number, parameters in plain.items():
-            step_adamw(self.param_groups[number], parameters, self.state)
+                plain.setdefault(number, {})[p] = name
+        for number, names in plain.items():
+            step_adamw(self.param_groups[number], list(names), self.state, names)
 
     def entry(self, number: int, index: int) -> _Entry:
         """Return a parameter with its group and its name, equal in all layouts that keep names or else the order.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from panther.errors import CheckpointError, ShapeError, check_size
+from panther.errors import CheckpointError, ShapeError, check_flag, check_size
 from panther.optim.sketched_update import UPDATES
 
 SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
@@ -55,6 +55,7 @@ def check_group_settings(group: Mapping[str, Any]) -> None:
     if group["update"] not in UPDATES:
         raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
     check_size("period", group["period"], least=1)
+    check_flag("bf16_stochastic_round", group["bf16_stochastic_round"])
     if group["rank"] is not None:
         check_size("rank", group["rank"], least=1)
 

@@ -15,6 +15,7 @@ from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
 from panther.optim.adamw_step import moment_dtype
 from panther.optim.matrix_updates import local_part, placed_like
+from panther.optim.rounding import copy_rounded
 from panther.sketch import signs
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _GROWTH = 1.01  # of the norm of an update, from one step to the next
 _FREE_SIZE = 0.5  # root mean square of the entries of an update below which growth has no limit
 _HEADROOM = 2.0**-24  # of sketches, which are sums of so many entries at most, in their dtype
 _EXPONENT = 40  # of the largest entry of a gradient whose squares are summed
-_LARGEST_EXPONENT = 100  # of a power of two whose reciprocal times the headroom is a normal number
+_EXPONENTS = (-450, 100)  # of powers of two whose squares, and whose reciprocals times the headroom, are normal numbers
 _BATCH_NUMBERS = 1 << 20  # of the entries of matrices that are computed together
 
 
@@ -77,7 +78,7 @@ class SketchedUpdate:
         self.layout = layout
         self.name, self.group, self._state = name, group, state
         self._period_signs = period_signs
-        self._parameter = local_part(parameter)
+        self._whole, self._parameter = parameter, local_part(parameter)
         self.is_transposed, self.rows, self._columns = _columns_of(parameter, layout)
         self.dtype = moment_dtype(parameter)
         self.gradient = local_part(placed_like(parameter, parameter.grad))
@@ -160,7 +161,7 @@ class SketchedUpdate:
             G = self.gradient.to(self.dtype)
             matrix.addcmul_(G.mT if self.is_transposed else G, values[:, None], value=-rate)
         if changed is not self._parameter:
-            self._parameter.copy_(changed)
+            copy_rounded(self._whole, changed, self.group, self.name, self.step)
 
     def signs(self) -> Tensor:  # (rank, columns of this rank)
         """Return the signs of the projection."""
@@ -265,22 +266,23 @@ class _Batch:
     def project(self) -> None:
         """Compute this rank's parts of the sketches and of the squared norms.
 
-        Powers of two scale the gradients, so that squares do not overflow, and the sketches keep room for sums.
+        Powers of two scale the rows, so that squares do not overflow, and the sketches keep room for sums.
         """
         first = self.first
         G = torch.stack([update.gradient for update in self.updates]).to(first.dtype)  # as the parameters are
-        rows = G.flatten(1)
-        largest = torch.maximum(rows.amax(1), -rows.amin(1)) if G.numel() else rows.new_zeros(len(G))
-        exponents = (_EXPONENT - largest.frexp().exponent).clamp_(max=_LARGEST_EXPONENT)
+        short = 2 - first.is_transposed
+        largest = torch.maximum(G.amax(short), -G.amin(short)) if G.shape[short] else G.sum(short)  # (batch, rows)
+        exponents = (_EXPONENT - largest.frexp().exponent).clamp_(*_EXPONENTS)
         scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), 1.0)
-        G *= scales[:, None, None]
+        G *= scales.unsqueeze(short)
         P = torch.stack([update.signs() for update in self.updates])
         self.sketches = P @ (G if first.is_transposed else G.mT)
-        self.sketches *= (first.rank**-0.5 * _HEADROOM / scales)[:, None, None]
+        self.sketches *= (first.rank**-0.5 * _HEADROOM / scales)[:, None]
         if self.has_factors:
-            dims = (1, 2) if self._kind == "tensor" else 2 - first.is_transposed
-            squares = G.square_().sum(dims).view(len(G), -1)
-            self.squares = squares.to(_wide(squares)) / scales.to(_wide(scales))[:, None].square()
+            squares = G.square_().sum(short)
+            self.squares = squares.to(_wide(squares)) / scales.to(_wide(scales)).square()
+            if self._kind == "tensor":
+                self.squares = self.squares.sum(1, keepdim=True)
 
     def advance(self) -> None:
         """Advance the moments by the complete sketches, and compute the quotients and their norms."""

@@ -29,6 +29,7 @@ class Kind(IntEnum):
     UNIFORM = 3
     SPARSE = 4
     SRHT = 5
+    ROUNDING = 6
 
 
 def tag(kind: Kind, version: int = STREAM_VERSION) -> int:
