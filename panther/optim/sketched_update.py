@@ -27,7 +27,8 @@ _FREE_SIZE = 0.5  # root mean square of the entries of an update below which gro
 _HEADROOM = 2.0**-24  # of sketches, which are sums of so many entries at most, in their dtype
 _EXPONENT = 40  # of the largest entry of a gradient whose squares are summed
 _EXPONENTS = (-450, 100)  # of powers of two whose squares, and whose reciprocals times the headroom, are normal numbers
-_BATCH_NUMBERS = 1 << 20  # of the entries of matrices that are computed together
+_SAFE_SQUARES = (2.0**-60, 2.0**100)  # of rows whose squares are exact to rounding in float32
+_BATCH_NUMBERS = 1 << 24  # of the entries of matrices that are computed together
 
 
 class PeriodSigns:
@@ -264,25 +265,41 @@ class _Batch:
         return self._kind != "projected"
 
     def project(self) -> None:
-        """Compute this rank's parts of the sketches and of the squared norms.
+        """Compute this rank's parts of the sketches and of the squared norms; the sketches keep room for sums.
 
-        Powers of two scale the rows, so that squares do not overflow, and the sketches keep room for sums.
+        If squares may overflow, or vanish beside larger ones, powers of two scale the rows, which changes no other bit.
         """
+        # A CPU looks at the results. A GPU does not wait, and always scales.
+        if self.first.gradient.device.type != "cpu" or not self._project_rows(is_scaled=False):
+            self._project_rows(is_scaled=True)
+
+    def _project_rows(self, is_scaled: bool) -> bool:
+        """Set the sketches and the squared norms, and return whether they are exact to rounding without scales."""
         first = self.first
-        G = torch.stack([update.gradient for update in self.updates]).to(first.dtype)  # as the parameters are
-        short = 2 - first.is_transposed
-        largest = torch.maximum(G.amax(short), -G.amin(short)) if G.shape[short] else G.sum(short)  # (batch, rows)
-        exponents = (_EXPONENT - largest.frexp().exponent).clamp_(*_EXPONENTS)
-        scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), 1.0)
-        G *= scales.unsqueeze(short)
-        P = torch.stack([update.signs() for update in self.updates])
-        self.sketches = P @ (G if first.is_transposed else G.mT)
-        self.sketches *= (first.rank**-0.5 * _HEADROOM / scales)[:, None]
-        if self.has_factors:
-            squares = G.square_().sum(short)
-            self.squares = squares.to(_wide(squares)) / scales.to(_wide(scales)).square()
-            if self._kind == "tensor":
-                self.squares = self.squares.sum(1, keepdim=True)
+        short = 1 - first.is_transposed
+        sketches, squares = [], []
+        scales = torch.ones((), dtype=first.dtype, device=first.gradient.device)
+        for update in self.updates:
+            G = update.gradient.to(first.dtype)  # as the parameter is
+            if is_scaled:
+                largest = torch.maximum(G.amax(short), -G.amin(short)) if G.shape[short] else G.sum(short)
+                exponents = (_EXPONENT - largest.frexp().exponent).clamp_(*_EXPONENTS)
+                scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), 1.0)
+                G = G * scales.unsqueeze(short)
+            # A loop of products is three times as fast as a batched product on a CPU.
+            sketches.append(update.signs() @ (G if first.is_transposed else G.mT))
+            sketches[-1] *= first.rank**-0.5 * _HEADROOM / scales
+            if self.has_factors:
+                squares.append(G.square().sum(short).to(_wide(G)) / scales.to(_wide(G)).square())
+        self.sketches = torch.stack(sketches)
+        if not self.has_factors:
+            return is_scaled or bool(self.sketches.isfinite().all())
+        self.squares = torch.stack(squares)
+        vanish = (self.squares < _SAFE_SQUARES[0]) & (self.sketches != 0).any(1)
+        is_exact = is_scaled or bool((self.squares < _SAFE_SQUARES[1]).logical_and_(~vanish).all())
+        if self._kind == "tensor":
+            self.squares = self.squares.sum(1, keepdim=True)
+        return is_exact
 
     def advance(self) -> None:
         """Advance the moments by the complete sketches, and compute the quotients and their norms."""
