@@ -2,6 +2,7 @@
 
 __all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"]
 
+import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from panther.errors import CheckpointError
-from panther.optim.matrix_updates import local_part
+from panther.optim.matrix_updates import local_part, moment_dtype, placed_like
 from panther.optim.rounding import copy_rounded
 
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
-_WIDE_STATES = ("exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
+_WIDE_STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
 # Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
 _ABSENT_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable")
 # Keys that change no step: of torch's groups, of its schedulers, and labels that schedulers of other libraries read.
@@ -116,11 +117,6 @@ def check_adamw_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be in [0, 1), not {group['betas']}")
 
 
-def moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's moments: its own one, or float32 for half precision."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
 def step_adamw(
     group: dict[str, Any],
     parameters: list[Tensor],
@@ -144,27 +140,40 @@ def step_adamw(
                 "exp_avg": torch.zeros_like(p, dtype=moment_dtype(p)),
                 "exp_avg_sq": torch.zeros_like(p, dtype=moment_dtype(p)),
             }
-    half = [p for p in parameters if p.dtype != moment_dtype(p)]
-    for batch in ([p for p in parameters if p.dtype == moment_dtype(p)], *([p] for p in half)):
-        if not batch:
-            continue
-        wide = [p.to(moment_dtype(p)) for p in batch]
-        adamw(
-            wide,
-            [p.grad.to(moment_dtype(p)) for p in batch],  # type: ignore[union-attr]
-            [states[p]["exp_avg"] for p in batch],
-            [states[p]["exp_avg_sq"] for p in batch],
-            [],
-            [states[p]["step"] for p in batch],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for p, changed in zip(batch, wide, strict=True):
-            if changed is not p:
+    batches: dict[Any, list[tuple[Tensor, list[Tensor]]]] = {}
+    for p in parameters:
+        tensors = [p, p.grad, states[p]["exp_avg"], states[p]["exp_avg_sq"]]
+        shards = [local_part(placed_like(p, tensor)) for tensor in tensors]
+        key = _takes_fused_kernel(shards), p.dtype == moment_dtype(p) or id(p)
+        batches.setdefault(key, []).append((p, shards))
+    beta1, beta2 = group["betas"]
+    settings: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    for (is_fused, _), batch in batches.items():
+        rows = [[shard.to(moment_dtype(shard)) for shard in shards] for _, shards in batch]
+        columns: list[Any] = [list(column) for column in zip(*rows, strict=True)]
+        if is_fused:  # the kernel counts steps on its device
+            for p, shards in batch:
+                states[p]["step"] = states[p]["step"].to(shards[0].device)
+        steps: Any = [states[p]["step"] for p, _ in batch]
+        settings |= {"fused": is_fused or None, "amsgrad": False, "maximize": False, "beta1": beta1, "beta2": beta2}
+        adamw(columns[0], columns[1], columns[2], columns[3], [], steps, **settings)
+        for (p, _), changed in zip(batch, columns[0], strict=True):
+            if p.dtype != changed.dtype:
                 name = "" if names is None else names[p]
-                copy_rounded(p, local_part(changed), group, name, int(states[p]["step"]))
+                copy_rounded(p, changed, group, name, int(states[p]["step"]))
+
+
+def _takes_fused_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Return whether torch's fused kernel takes tensors; on a CPU it takes their memory for equally ordered."""
+    formats = (torch.contiguous_format, torch.channels_last) if tensors[0].dim() == 4 else (torch.contiguous_format,)
+    is_ordered = any(all(tensor.is_contiguous(memory_format=form) for tensor in tensors) for form in formats)
+    return is_ordered and tensors[0].is_floating_point() and _has_fused_kernel(tensors[0].device.type)
+
+
+@functools.cache
+def _has_fused_kernel(device_type: str) -> bool:
+    try:
+        torch.optim.AdamW([torch.empty(0, device=device_type, requires_grad=True)], fused=True)
+    except RuntimeError:
+        return False
+    return True

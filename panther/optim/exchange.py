@@ -36,7 +36,7 @@ from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.ranks import transport
 from panther.errors import DistributedError
 from panther.linalg.operand import full_precision
-from panther.optim.matrix_updates import MatrixUpdate, apply_updates
+from panther.optim.matrix_updates import MatrixUpdate, advance_momenta, apply_updates
 from panther.optim.newton_schulz import orthogonalize, orthogonalizing_factor
 from panther.optim.shards import ShardLayout, sending_device
 
@@ -71,7 +71,7 @@ def triangle_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
     receivers = sum(height > 0 for height in _heights(layout))
     answer = _triangle_size(layout.shape[1], layout.shape[1]) + 1
     share = (layout.ranks - 1) / layout.ranks
-    return share * (entries + receivers * answer) * _wide(dtype).itemsize
+    return share * (entries + receivers * answer) * dtype.itemsize
 
 
 def whole_matrix_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
@@ -107,7 +107,7 @@ def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[No
     """Update sharded matrices of one layout; yield while messages travel."""
     layout = batch[0].layout
     assert layout is not None
-    shards = torch.cat([update.advance_momentum() for update in batch])
+    shards = advance_momenta(batch)
     owners_of_batch = owners.choose(layout, shards.dtype, len(shards))
     apply_updates(batch, (yield from orthogonalize_shards(shards, layout, owners_of_batch)))
 
@@ -164,18 +164,21 @@ def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name
 
 
 def _sends_triangles(layout: ShardLayout, dtype: torch.dtype) -> bool:
-    return layout.has_full_rows and triangle_bytes(layout, dtype) < _WORTH * whole_matrix_bytes(layout, dtype)
+    # Triangles are never in half precision, and steps are to be in one dtype in every layout.
+    has_wide_entries = dtype.itemsize > 2 and layout.has_full_rows
+    return has_wide_entries and triangle_bytes(layout, dtype) < _WORTH * whole_matrix_bytes(layout, dtype)
 
 
 def _by_triangles(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
-    n, dtype, device = layout.shape[1], _wide(shards.dtype), shards.device
-    M = shards.to(dtype)
+    n = layout.shape[1]
     heights = _heights(layout)
     sizes = [_triangle_size(height, n) for height in heights]
     by_owner = _by_rank(owners, layout.ranks)
     owned = by_owner[layout.rank]
     # R is upper trapezoidal if this rank has fewer than n rows.
-    triangles = _pack(torch.linalg.qr(M, mode="r").R) if layout.rectangle.size else M.new_empty(len(M), 0)
+    triangles = (
+        _pack(torch.linalg.qr(shards, mode="r").R) if layout.rectangle.size else shards.new_empty(len(shards), 0)
+    )
     pieces = yield from _exchange(
         [triangles[indices] for indices in by_owner], [len(owned) * size for size in sizes], layout
     )
@@ -192,13 +195,12 @@ def _by_triangles(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) ->
     pieces = yield from _exchange([answers if receiver else answers[:0] for receiver in receives], counts, layout)
     if not receives[layout.rank]:
         return shards
-    factors = M.new_empty(len(owners), answers.shape[-1])
+    factors = shards.new_empty(len(owners), answers.shape[-1])
     for indices, piece in zip(by_owner, pieces, strict=True):
         factors[indices] = piece.view(len(indices), answers.shape[-1])
     upper = _unpack(factors[:, :-1], n, n)
     with full_precision():
-        result = (M / factors[:, -1, None, None]) @ (upper + upper.triu(1).mT)
-    return result.to(device, shards.dtype)
+        return (shards / factors[:, -1, None, None]) @ (upper + upper.triu(1).mT)
 
 
 def _by_owners(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
@@ -215,7 +217,7 @@ def _by_owners(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Ge
     for place, piece in zip(places, pieces, strict=True):
         place.copy_(piece.view(place.shape))
     if owned:
-        matrices.copy_(orthogonalize(matrices))
+        matrices.copy_(orthogonalize(matrices, dtype=matrices.dtype))
     pieces = yield from _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
     result = torch.empty_like(shards)
     for indices, piece in zip(by_owner, pieces, strict=True):
@@ -261,10 +263,6 @@ def _by_rank(owners: Sequence[int], ranks: int) -> list[list[int]]:
     for index, owner in enumerate(owners):
         by_owner[owner].append(index)
     return by_owner
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _triangle_size(height: int, n: int) -> int:

@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from panther._torch import default_store
 from panther.errors import CheckpointError, DTypeError, ShapeError, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
@@ -17,6 +19,7 @@ from panther.optim.matrix_updates import (
     MatrixUpdate,
     batches_of,
     check_parameter,
+    iteration_dtype,
     orthogonalize_batch,
     run_overlapped,
 )
@@ -52,6 +55,10 @@ class MuonAdamW(CheckedGroups):
         rank: Rank r of orthogonalised updates, for groups without this key; None is the full rank. Updates are then
             :math:`P Q^T` from one step of power iteration per step, and the momentum keeps what they leave out, as in
             Dion (arXiv:2504.05295).
+        precision: ``"bfloat16"`` or ``"float32"``, for Newton-Schulz iterations of full rank. None is bfloat16
+            on GPUs and CPUs with instructions for it (AVX-512 BF16, AMX, ARM's BF16), and else float32; the first
+            process that takes a step decides for a job, and checkpoints keep the choice. Float64 parameters, and
+            matrices with a side below 64, iterate in float32 or wider.
 
     Raises:
         ValueError: If a setting is out of range, or if no group is orthogonalised.
@@ -93,12 +100,13 @@ class MuonAdamW(CheckedGroups):
         momentum: float = 0.95,
         orthogonalize: bool | None = None,
         rank: int | None = None,
+        precision: str | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.selects_matrices = orthogonalize is None
         if self.selects_matrices:
             params = split_groups(params, "orthogonalize", (True, False), max(2, rank or 0), {2, 3})
-        defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "rank": rank}
+        defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "rank": rank, "precision": precision}
         super().__init__(params, defaults)
         trained = sum(len(group["params"]) for group in self.param_groups)
         if trained and not any(group["orthogonalize"] for group in self.param_groups):
@@ -132,6 +140,9 @@ class MuonAdamW(CheckedGroups):
             with torch.enable_grad():
                 loss = closure()
         orthogonalized = [group for group in self.param_groups if group["orthogonalize"]]
+        for group in orthogonalized:
+            if group.get("rank") is None and group.get("precision") is None and group["params"]:
+                group["precision"] = _job_precision(group["params"][0].device)
         layouts = self._sharded_layouts(orthogonalized)
         for group in self.param_groups:
             for p in group["params"]:
@@ -160,7 +171,7 @@ class MuonAdamW(CheckedGroups):
         if not group["orthogonalize"]:
             return 0.0
         if group["rank"] is None:
-            return exchange.mean_bytes(layout, parameter.dtype)
+            return exchange.mean_bytes(layout, iteration_dtype(parameter, group))
         # The side of the basis does not depend on the layout, which transposes some square matrices.
         is_transposed = parameter.shape[0] < parameter.shape[1]
         return low_rank.mean_bytes(layout.oriented(is_transposed), group["rank"])
@@ -208,9 +219,29 @@ class MuonAdamW(CheckedGroups):
         yield from ()
 
 
+def _job_precision(device: torch.device) -> str:
+    """Return the dtype of iterations on a kind of device, the same on all ranks of a job."""
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        features = torch.cpu.get_capabilities() if device.type in ("cpu", "meta") else {}
+        is_fast = any(name.endswith("bf16") and bool(value) for name, value in features.items())
+    precision = "bfloat16" if is_fast else "float32"
+    if device.type == "meta" or not (dist.is_available() and dist.is_initialized()):
+        return precision
+    # The first process writes its choice. No process waits, because some processes may never take a step.
+    return default_store().compare_set(f"panther.MuonAdamW.{device.type}", "", precision).decode()
+
+
 def _check_matrices(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be in [0, 1), not {group['momentum']}")
+    precision = group.get("precision")
+    if precision not in (None, "bfloat16", "float32") or (precision and group.get("rank") is not None):
+        raise ValueError(
+            f"precision={precision!r} must be 'bfloat16', 'float32' or None, and None with a rank, whose updates are "
+            "computed in float64"
+        )
     if group["orthogonalize"]:
         if (rank := group.get("rank")) is not None:
             check_size("rank", rank, least=1)

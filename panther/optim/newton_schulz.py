@@ -1,7 +1,8 @@
-r"""Orthogonalised matrices by Newton-Schulz iterations of the Gram matrix of the shorter side.
+r"""Orthogonalised matrices by Newton-Schulz iterations, of long matrices by those of their Gram matrix.
 
-A round of the iteration is :math:`X \leftarrow X\,(a I + b\,X^T X + c\,(X^T X)^2)`. All rounds together multiply X by a
-polynomial of its Gram matrix, so that the larger side occurs in two products only. A Gram matrix has the squares of the
+A round of the iteration is :math:`X \leftarrow X\,(a I + b\,X^T X + c\,(X^T X)^2)`. In bfloat16, and for matrices that
+are nearly square, rounds follow one another. In float32, all rounds together multiply a longer X by a
+polynomial of its Gram matrix, so that the longer side occurs in two products only. A Gram matrix has the squares of the
 singular values. In float32, values below 1e-3 of the norm are lost in it, while five rounds enlarge them up to 485
 times. So the iteration starts again after three rounds, with the Gram matrix of the new X, whose values are 41 times
 larger. Results are then wrong by 2e-5 of their norm at most, and by 8e-4 without the restart (condition 1e4, rank
@@ -21,17 +22,19 @@ from panther.linalg.operand import full_precision
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = (3, 2)  # before and after the restart
 _ALL_ROUNDS = (sum(_ROUNDS),)
+# From this ratio of the sides, polynomials of the Gram matrix take less time in float32: 0.8 of it at 4, 1.4 at 1.
+_LONG = 2
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     r"""Return matrices with the same singular vectors and with singular values between 0.6 and 1.3.
 
-    Polynomials of Gram matrices of the smaller side multiply the matrix twice:
-    :math:`M\,p_3(M^T M) \to M`, :math:`M\,p_2(M^T M)`. Directions whose singular value is below a hundredth of the
-    Frobenius norm become smaller.
+    Directions whose singular value is below a hundredth of the Frobenius norm become smaller.
 
     Args:
         matrices: ``(*, m, n)``, any floating dtype.
+        dtype: The dtype of the iteration; None is float32 or wider. In bfloat16 singular values are as good, and
+            results differ by 1 to 4 % of their norm, of matrices of condition 1e4 by 6 to 12 %.
 
     Returns:
         A tensor of the same shape and dtype; zero where the matrix is zero.
@@ -40,7 +43,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         ShapeError: If there are fewer than two dimensions.
         DTypeError: If the dtype is not a floating dtype.
 
-    Cost: ``8 m n r + 28 r^3`` flops for each matrix, r = min(m, n), in float32 or wider, without TF32.
+    Cost: about ``20 m n r + 10 r^3`` flops for each matrix, r = min(m, n); of long ones in float32
+    ``8 m n r + 28 r^3``. Float32 is without TF32.
 
     Example:
         >>> import torch
@@ -53,16 +57,28 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         raise ShapeError(f"orthogonalize takes matrices (*, m, n), not a tensor of shape {tuple(matrices.shape)}")
     if not matrices.is_floating_point():
         raise DTypeError(f"orthogonalize takes real matrices of a floating dtype, not {matrices.dtype}: convert them")
-    if matrices.shape[-2] < matrices.shape[-1]:
-        return orthogonalize(matrices.mT).mT
-    M = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    m, n = matrices.shape[-2:]
+    if not matrices.numel():
+        return torch.empty_like(matrices)
+    if m < n:
+        return orthogonalize(matrices.mT, dtype=dtype).mT
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    X = matrices.to(dtype or wide)
     with full_precision():
-        norms = torch.linalg.matrix_norm(M, keepdim=True)
-        M = M / torch.where(norms > 0, norms, 1)
-        for rounds in _ROUNDS:
-            level, product = _polynomial(M.mT @ M, rounds)
-            M = level * M + M @ product
-    return M.to(matrices.dtype)
+        # Squares of entries above 1e19 are infinite in float32. After the first division, norms are 0 or at least 1.
+        largest = torch.linalg.vector_norm(X, torch.inf, (-2, -1), keepdim=True)
+        X = X / torch.where(largest > 0, largest, 1)
+        X /= torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).clamp_(min=1)
+        if X.dtype == wide and m >= _LONG * n:
+            for rounds in _ROUNDS:
+                level, product = _polynomial(X.mT @ X, rounds)
+                X = level * X + X @ product
+            return X.to(matrices.dtype)
+        X = X.reshape(-1, m, n)
+        for _ in range(sum(_ROUNDS)):
+            gram = X.mT @ X
+            X = torch.baddbmm(X, X, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), beta=_A)
+    return X.reshape(matrices.shape).to(matrices.dtype)
 
 
 def orthogonalizing_factor(

@@ -199,7 +199,9 @@ def optimizer_values(
                 "same groups"
             )
         if saved_settings:
-            group.update(decode(saved_settings[0], loaded))
+            # These select a kernel of the present device, and a GradScaler asks what the constructor was told.
+            kernels = {key: group[key] for key in ("fused", "foreach") if key in group}
+            group.update(decode(saved_settings[0], loaded) | kernels)
     return state_dict
 
 

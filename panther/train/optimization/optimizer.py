@@ -165,8 +165,13 @@ def make_optimizer(
         parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
             parameters = [{"params": []}]  # the stage is frozen, and may be unfrozen later
-        function: Any = optimizer or torch.optim.AdamW
+        function: Any = optimizer or _default_optimizer
         result = _call(function, parameters)
+        if stages > 1 and getattr(result, "selects_matrices", False):
+            raise ConfigError(
+                f"{type(result).__name__} selects hidden matrices by their order, and a stage has other "
+                "first and last matrices: pass an optimizer of the model, or a function that makes groups"
+            )
         _check_rates(result)
     if isinstance(result, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
@@ -198,6 +203,17 @@ def _check_rates(optimizer: torch.optim.Optimizer) -> None:
             f"a group of {type(optimizer).__name__} has no 'lr', which a Trainer sets in every step: add it to the "
             "groups"
         )
+
+
+def _default_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return AdamW, by torch's fused kernel if the device has one."""
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters if isinstance(p, Tensor)]
+    # On a CPU the kernel takes the memory of parameters for dense, and would change what lies between the entries.
+    is_dense = all(shard.is_contiguous() for shard in shards)
+    try:
+        return torch.optim.AdamW(parameters, fused=is_dense or None)
+    except RuntimeError:
+        return torch.optim.AdamW(parameters)
 
 
 def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Optimizer:
