@@ -57,8 +57,8 @@ def _bits(parameter: Any, text: str) -> Tensor:
     parts = range(starts[0], starts[0] + lengths[0]), range(starts[1] * inner, (starts[1] + lengths[1]) * inner)
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
     start = min(part.start for part in parts)
-    drawn = range(start, max(part.stop for part in parts))
-    words = word_block(seed, 0, tag(Kind.ROUNDING), range(2), drawn, device=local.device).sub_(1 << 31).int()
+    places = range(start, max(part.stop for part in parts))
+    words = word_block(seed, 0, tag(Kind.ROUNDING), range(2), places, device=local.device).sub_(1 << 31).int()
     rows, columns = (words[i, part.start - start : part.stop - start] for i, part in enumerate(parts))
     bits = rows[:, None] ^ columns
     bits.mul_(_FACTORS[0])

@@ -42,13 +42,14 @@ class SketchedAdamW(CheckedGroups):
     :math:`P G`, the update is
 
     - ``"channel"``: G with each row or column along the longer side scaled by the ratio of the norms of this part of R
-      and of :math:`P G` (APOLLO, arXiv:2412.05270),
-    - ``"tensor"``: G scaled by the ratio of the norms of R and :math:`P G` (APOLLO-Mini),
+      and of G, after APOLLO (arXiv:2412.05270), which has the norm of :math:`P G` in place of that of G,
+    - ``"tensor"``: G scaled by the ratio of the norms of R and G, after APOLLO-Mini,
     - ``"projected"``: :math:`P^T R` (Flora, arXiv:2402.03293; GaLore, arXiv:2403.03507, with random projections).
 
-    All have the size of Adam's updates, whatever the rank: the first two are multiplied by the root of
-    :math:`\min(m, n) / \mathrm{rank}`. Their norm may grow by 1 % from step to step. With fewer than four rows, take
-    ``"tensor"``: the norm of one column of :math:`P G` may be near zero. Weight decay is decoupled.
+    The first two are multiplied by the root of :math:`\min(m, n) / \mathrm{rank}`, so that the entries of all have at
+    most the root mean square of the entries of R, and 1 in the first step. Parts of G that are zero are left out of R.
+    The norm of the first two may grow by 1 % from step to step, or up to a root mean square of 0.5. Weight decay is
+    decoupled. Finite gradients of any size give finite updates.
     Tensors that are not real matrices, and groups with ``rank=None``, get AdamW; leave embeddings and heads to it, as
     :func:`sketched_param_groups` does.
 
@@ -75,9 +76,9 @@ class SketchedAdamW(CheckedGroups):
         ShapeError: If one of them is below 1, or a matrix has a side shorter than ``rank``.
 
     Cost: a step takes ``2 rank m n`` flops for an (m, n) matrix, twice as many with ``"projected"``; ``rank min(m, n)``
-    signs are drawn once a period, and kept as one bit each. Ranks that shard a matrix add up three numbers (none with
-    ``"projected"``), and ``rank max(m, n)`` numbers if the shorter side is sharded. Moments of half-precision
-    parameters are float32.
+    signs are drawn once a period, and kept as one bit each. Ranks that shard a matrix add up two numbers (none with
+    ``"projected"``), and ``rank max(m, n)`` numbers if the shorter side is sharded, with ``"channel"`` one more row.
+    Moments of half-precision parameters are float32.
 
     Example:
         >>> import torch, panther as pr
@@ -224,6 +225,7 @@ class SketchedAdamW(CheckedGroups):
             ShapeError: If a matrix has changed its shape since its moments were made.
             ConfigError: If a GradScaler calls it after :meth:`step_in_backward_`.
             RuntimeError: If a CUDA graph captures the step.
+            TrainingError: Before a matrix changes, if an update is not finite, although its gradient is.
             DistributedError: On every rank, before anything changes, if ranks have other settings of sharded matrices,
                 or other gradients of them.
         """
@@ -307,10 +309,10 @@ class SketchedAdamW(CheckedGroups):
         m, n = layout.shape
         layout = layout.oriented(parameter.shape[0] < parameter.shape[1])  # square matrices are not transposed here
         is_partial = any(len(rectangle.columns) < n for rectangle in layout.rectangles if rectangle.size)
-        num_norms = 0 if group["update"] == "projected" else 3
-        numbers = num_norms + (group["rank"] * m if is_partial else 0)
-        itemsize = torch.promote_types(parameter.dtype, torch.float32).itemsize
-        return 2 * (layout.ranks - 1) / layout.ranks * numbers * float(itemsize)
+        # Sums of squares are in float64.
+        num_sums = {"projected": 0, "tensor": 2, "channel": 2 + m * is_partial}[group["update"]]
+        sketch_bytes = group["rank"] * m * is_partial * torch.promote_types(parameter.dtype, torch.float32).itemsize
+        return 2 * (layout.ranks - 1) / layout.ranks * float(8 * num_sums + sketch_bytes)
 
     def _sharded_layouts(self, sketched: Sequence[_Entry]) -> dict[Tensor, Any]:
         """Return how the sharded matrices lie, after all ranks agree on their gradients and, once, on all seeds."""
