@@ -31,7 +31,7 @@ class SavedProgress:
     elapsed_s: float
     device_seconds: float
     callbacks: Sequence[tuple[str, Any]]
-    """Class name and state of each callback with a state."""
+    """Class name of each callback with a state, and the first rank's state in checkpoints of earlier versions."""
     samples: int
     """Samples of the batches of a step over all processes."""
     scaler: dict[str, Any]
@@ -82,16 +82,19 @@ def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) 
             )
 
 
-def read_progress(path: Path, extra: Any, scheduler: RateScheduler | None) -> SavedProgress:
+def read_progress(
+    path: Path, extra: Any, scheduler: RateScheduler | None, callback_names: Sequence[str]
+) -> SavedProgress:
     """Return the values that a Trainer stored in a checkpoint.
 
     Args:
         path: The checkpoint, for errors.
         extra: The values ``extra`` of the checkpoint.
         scheduler: The scheduler of the run.
+        callback_names: Classes of the run's callbacks with a state.
 
     Raises:
-        CheckpointError: If the checkpoint was not written by a Trainer, or with another scheduler.
+        CheckpointError: If the checkpoint was not written by a Trainer, or with another scheduler or other callbacks.
         FormatError: If values are missing or have a wrong type.
     """
     if not isinstance(extra, Mapping) or "_windows_done" not in extra:
@@ -119,5 +122,11 @@ def read_progress(path: Path, extra: Any, scheduler: RateScheduler | None) -> Sa
     if kinds[0] != kinds[1]:
         raise CheckpointError(
             f"{path} has the scheduler {kinds[0]}, but the run has {kinds[1]}: pass the same scheduler"
+        )
+    saved_names = [name for name, _ in saved.callbacks]
+    if saved_names != callback_names:
+        raise CheckpointError(
+            f"{path} has states of the callbacks {saved_names}, but the run has {callback_names}: pass the same "
+            "callbacks in the same order"
         )
     return saved

@@ -310,7 +310,8 @@ class Trainer:
         """Load a checkpoint, and return the step after which it was saved."""
         # This changes buffers, gradients and generators, which loading then sets.
         self._engine.prepare_resume(lambda: next(feed.windows(0), None))
-        read = partial(read_progress, path, scheduler=self._groups.scheduler)
+        callback_names = [type(callback).__name__ for callback in self._stateful().values()]
+        read = partial(read_progress, path, scheduler=self._groups.scheduler, callback_names=callback_names)
         loaded = checkpoint.load(path, self.model, self.optimizer, check=read, rank_states=True)
         saved = read(loaded.extra)
         if self._groups.add_saved(loaded.optimizer_groups or [], saved.peak_rates):
@@ -335,13 +336,6 @@ class Trainer:
         if feed.window_samples and saved.samples:
             # Windows may have a different size now. Rounding down repeats some samples and leaves none out.
             self._windows_done = self._windows_done * saved.samples // feed.window_samples
-        saved_names = [name for name, _ in saved.callbacks]
-        callback_names = [type(callback).__name__ for callback in self._stateful().values()]
-        if saved_names != callback_names:
-            raise CheckpointError(
-                f"{path} has states of the callbacks {saved_names}, but the run has {callback_names}: pass the same "
-                "callbacks in the same order"
-            )
         for (name, callback), (_, state) in zip(self._stateful().items(), saved.callbacks, strict=True):
             # Earlier versions stored the first rank's state beside the name.
             callback.load_state_dict(state if loaded.rank_states is None else loaded.rank_states[name])
@@ -366,8 +360,8 @@ class Trainer:
                     raise
                 raise ConfigError(
                     f"{error} ({type(callback).__name__}.{method} copied a sharded model, as AveragedModel does: keep "
-                    "copies of the values of trainer.model.named_parameters() and average these, or use "
-                    "strategy='ddp')"
+                    "detached clones of the parameters of trainer.model, or of its stages, average these, and return "
+                    "them in state_dict by name; or use strategy='ddp')"
                 ) from error
 
     def _train(self, feed: Feed, validation: Feed | None, exchange: StepExchange) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
 from panther.distributed.checkpoint import folders
 from panther.distributed.checkpoint import state as states
@@ -238,8 +239,8 @@ def _collect(
             "optimizer": None if optimizer is None else states.optimizer_state(optimizer, parts, tensors),
             "random": states.random_state(f"random.{rank}", tensors),
             # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
-            "extra": states.encode(extra, "extra", tensors if rank == 0 else {}),
-            "per_rank_extra": states.encode(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
+            "extra": _encode_whole(extra, "extra", tensors if rank == 0 else {}),
+            "per_rank_extra": _encode_whole(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
             "rank_states": encode_rank_states(rank_states, parameters, tensors),
         }
 
@@ -272,6 +273,14 @@ def _collect(
         **merge_rank_states([values["rank_states"] for values in values_by_rank]),
     }
     return _Collected(Path(where), step, keep, tensors, header)
+
+
+def _encode_whole(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value of this rank alone for JSON; a DTensor needs the other ranks."""
+    encoded = states.encode(value, place, tensors)
+    if sharded := [name for name in states.places(encoded) if isinstance(tensors[name], DTensor)]:
+        raise CheckpointError(f"{sharded[0]} is a DTensor: store it in rank_states, or store its full_tensor()")
+    return encoded
 
 
 def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:

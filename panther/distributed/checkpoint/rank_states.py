@@ -56,7 +56,8 @@ def _layout(place: str, tensor: DTensor, parameters: Mapping[str, Tensor]) -> di
         )
 
     def likeness(name: str) -> tuple[int, bool]:  # a copy of a parameter is named like it, or has at least its shape
-        return len(name) * states.plain(place).endswith(f".{name}"), parameters[name].shape == tensor.shape
+        is_named_like = states.plain(place).rstrip("'").endswith((f".{name}", f"'{name}"))
+        return len(name) * is_named_like, parameters[name].shape == tensor.shape
 
     dims = None if same else [each.dim if isinstance(each, Shard) else None for each in placements]
     return {"like": max(same or on_mesh, key=likeness), "dims": dims, "ranks": mesh.size()}

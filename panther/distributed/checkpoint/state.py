@@ -286,15 +286,20 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, Tensor):
+        if value.is_meta or value.layout is not torch.strided:
+            kind = "on the meta device and has no values" if value.is_meta else f"of the layout {value.layout}"
+            raise CheckpointError(f"{place} is a tensor {kind}: a checkpoint holds dense tensors with values")
         tensors[place] = value
         return {"$tensor": place}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{place}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
+        # Quotes, because {"a": {"b": x}} and {"a.b": y}, or {1: x} and {"1": y}, would have one name.
+        steps = [key if isinstance(key, str) and key.isidentifier() else repr(key) for key in value]
         pairs = [
-            [encode(key, place, {}, depth + 1), encode(item, f"{place}.{key}", tensors, depth + 1)]
-            for key, item in value.items()
+            [encode(key, place, {}, depth + 1), encode(item, f"{place}.{step}", tensors, depth + 1)]
+            for step, (key, item) in zip(steps, value.items(), strict=True)
         ]
         # JSON has only string keys. Other keys, and keys that look like the marks of this format, become pairs.
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
