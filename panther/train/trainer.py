@@ -661,7 +661,9 @@ def _state_of(name: str, callback: Any) -> Any:
     try:
         return callback.state_dict()
     except Exception as error:
-        raise CheckpointError(f"the state_dict of {name} raised {type(error).__name__}: {error}") from error
+        message = f"the state_dict of {name} raised {type(error).__name__}: {error}"
+        _log.error(message)  # gloo aborts the process if another rank waits in a collective of its state_dict
+        raise CheckpointError(message) from error
 
 
 def _place_of(step: int, window: list[Batch]) -> str:
