@@ -110,9 +110,9 @@ def optimizer_of(task: Task, model: nn.Module, name: str, lr: float) -> torch.op
     names = task.replaced(model)
     groups = pr.optim.param_groups(model, lr=lr, include=lambda layer, _: layer in names)
     if name == "AdamW":  # the same groups without Muon's
-        groups = [{**group, "lr": lr, "orthogonalize": False} for group in groups]
-        for group in groups:
-            group["weight_decay"] = 0.1 if group["params"][0].ndim > 1 else 0.0
+        parameters = [[p for _, p in group["params"]] for group in groups]
+        decays = [{"params": group, "weight_decay": 0.1 if group[0].ndim > 1 else 0.0} for group in parameters]
+        return torch.optim.AdamW(decays, lr=lr, betas=(0.9, 0.98))
     return pr.optim.MuonAdamW(groups)
 
 

@@ -2,6 +2,7 @@
 
 __all__ = ["MuonAdamW"]
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
@@ -27,6 +28,8 @@ from panther.optim.parameter_groups import split_groups
 
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
+
+_log = logging.getLogger(__name__)
 
 
 class MuonAdamW(CheckedGroups):
@@ -163,7 +166,13 @@ class MuonAdamW(CheckedGroups):
             CheckpointError: Before anything changes, if the state is of another kind of optimizer.
         """
         _check_state(state_dict)
+        before = [group["orthogonalize"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for number, (group, was_orthogonalized) in enumerate(zip(self.param_groups, before, strict=True)):
+            if was_orthogonalized and not group["orthogonalize"]:
+                _log.warning(
+                    "group %d continues with AdamW, as in the state; a Trainer keeps its learning rate", number
+                )
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
         from panther.optim import exchange, low_rank

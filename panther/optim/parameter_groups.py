@@ -15,10 +15,12 @@ _WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModu
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 # Parts of names of tables, norms and biases, and of the states of state-space models (A_log).
 _NOT_HIDDEN = re.compile(
-    r"embed|(^|[._])emb|(^|\.)(wte|wpe|shared)\.|(token|table|vocab)s?(\.weight)?$|norm(?!al)|bias|_log$", re.IGNORECASE
+    r"embed|(^|[._])emb|(^|\.)(wte|wpe|shared)\.|(token|table|vocab|position|pos)s?(\.weight)?$|norm(?!al)|bias|_log$",
+    re.IGNORECASE,
 )
 _HEAD = re.compile(r"(^|\.)((?!multi_)(\w+_)?head|classifier|score|logits|qa_outputs)(\.|$)", re.IGNORECASE)
 _VOCABULARY = 10_000  # A longer table, eight times as long as wide, has the tokens of a vocabulary.
+_NUMBERS = re.compile(r"\d+")
 _BY_NUMBER = re.compile(r"^$|(^|\.)\d+\.weight$")  # a name that does not say what the layer is
 
 _Entry = tuple[str, Tensor]
@@ -138,8 +140,8 @@ def split_groups(
 ) -> list[dict[str, Any]]:
     """Return groups in which a setting has one value for hidden matrices, and another value for other parameters.
 
-    The last matrix is a head unless a name tells the head, and the first one is an embedding if neither its name nor a
-    bias after it tells a layer. A single matrix is hidden.
+    The last matrix is a head unless a name tells the head, or names tell that it is in the last one of several blocks.
+    The first matrix is an embedding if neither its name nor a bias after it tells a layer. A single matrix is hidden.
 
     Args:
         params: The argument of an optimizer: parameters, pairs of a name and a parameter, or groups of them.
@@ -161,7 +163,9 @@ def split_groups(
         place, name, first = matrices[0]
         if _BY_NUMBER.search(name) and entries[place + 1][1].shape != first.shape[:1]:
             excluded.add(first)
-        if not any(_HEAD.search(name) for name, _ in entries):
+        *earlier, last = [(_NUMBERS.sub("", name), p.shape) for _, name, p in matrices]
+        is_in_block = last in earlier and not _BY_NUMBER.search(matrices[-1][1])
+        if not (is_in_block or any(_HEAD.search(name) for name, _ in entries)):
             excluded.add(matrices[-1][-1])
     hidden = {p for name, p in entries if p not in excluded and _fits(p, shortest_side, dims) and _is_hidden(name, p)}
     return [

@@ -46,8 +46,8 @@ BLOCKS = {f"h.{i}.{side}.weight" for i in range(2) for side in ("up", "down")}
 # A model, and its hidden matrices by layers, by names and by the order.
 MODELS = {
     "language": (Language, BLOCKS, BLOCKS, BLOCKS),
-    # The order alone takes the last matrix for the head.
-    "tied": (lambda: Language(tied=True), BLOCKS, BLOCKS - {"h.1.down.weight"}, BLOCKS - {"h.1.down.weight"}),
+    # The order alone takes the last matrix for the head. Blocks with equal names and shapes tell more.
+    "tied": (lambda: Language(tied=True), BLOCKS, BLOCKS, BLOCKS - {"h.1.down.weight"}),
     "sequential": (sequential, {"0.weight", "2.weight"}, {"0.weight", "2.weight"}, {"0.weight", "2.weight"}),
     "numbered tables": (tables, {"1.weight"}, {"1.weight"}, {"1.weight"}),
     "one matrix": (lambda: nn.Linear(8, 4, bias=False), set(), {"weight"}, {"weight"}),
