@@ -1,16 +1,9 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
 __all__ = [
-    "NotedOptimizer",
-    "Optimizer",
-    "clear_gradients",
-    "is_extended_by_default",
-    "learning_rate_factor",
-    "make_optimizer",
-    "note_optimizer",
-    "set_learning_rate",
-    "step_error",
-]
+    "NotedOptimizer", "Optimizer", "clear_gradients", "is_extended_by_default", "learning_rate_factor",
+    "make_optimizer", "note_optimizer", "set_learning_rate", "step_error",
+]  # fmt: skip
 
 import functools
 import logging
@@ -300,27 +293,19 @@ def _state_of_shard(
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value  # a count of steps stays on the device on which the optimizer created it
-        if value.shape == parameter.shape:
-            if not isinstance(parameter, DTensor):
-                return value.to(parameter.device)
-            local = parameter.to_local()
-            begins = local_offsets(parameter)
-            places = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
-            return DTensor.from_local(
-                value[places].to(local.device).clone(),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
         if not isinstance(parameter, DTensor):
             return value.to(parameter.device)
-        raise ConfigError(
-            f"the state that {type(optimizer).__name__} has for {name!r} includes a tensor of shape "
-            f"{tuple(value.shape)}, and the parameter of shape {tuple(parameter.shape)} is sharded: pass a function of "
-            "parameters that makes the optimizer, or use strategy='ddp'"
-        )
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"the state that {type(optimizer).__name__} has for {name!r} includes a tensor of shape "
+                f"{tuple(value.shape)}, and the parameter of shape {tuple(parameter.shape)} is sharded: pass a "
+                "function of parameters that makes the optimizer, or use strategy='ddp'"
+            )
+        local, begins = parameter.to_local(), local_offsets(parameter)
+        places = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
+        values, layout = value[places].to(local.device).clone(), (parameter.device_mesh, parameter.placements)
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(values, *layout, run_check=False, shape=shape, stride=stride)
 
     return tree_map(shard, state)
 
@@ -377,7 +362,7 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if "step" in vars(optimizer) or any("initial_lr" in group for group in optimizer.param_groups):
         raise ConfigError(
             "the optimizer has a scheduler, or another function in the place of its step, and strategy='zero1' steps a "
-            "part of it: make the scheduler of trainer.optimizer in a callback's on_start, with schedule='callback'"
+            "part of it: pass a function that makes the scheduler, as scheduler= of Trainer"
         )
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     if len(dtypes) > 1:

@@ -90,11 +90,16 @@ class TrainableSet:
         # All flags are sent, because a different rank may have changed a flag. Pipeline stages have different
         # parameters.
         flags_of_ranks, changes_of_ranks = zip(*gather_objects((flags, now), None), strict=True)
-        for name, ranks in _differences(flags_of_ranks).items():
-            raise ConfigError(
-                f"the parameter {name!r} requires a gradient on {name_ranks(ranks)} only, and the ranks would train "
-                "different models: freeze and unfreeze parameters on every rank, in the same step"
-            )
+        ranks_by_flag: dict[str, tuple[list[int], list[int]]] = {}
+        for rank, flags_of_rank in enumerate(flags_of_ranks):
+            for name, flag in flags_of_rank.items():
+                ranks_by_flag.setdefault(name, ([], []))[flag].append(rank)
+        for name, (frozen, trained) in ranks_by_flag.items():
+            if frozen and trained:
+                raise ConfigError(
+                    f"the parameter {name!r} requires a gradient on {name_ranks(trained)} only, and the ranks would "
+                    "train different models: freeze and unfreeze parameters on every rank, in the same step"
+                )
         self.changes = {name: flag for changes in changes_of_ranks for name, flag in changes.items()}
         self._agreed = list(flags.values())
         return [name for name in changed if flags[name]]
@@ -111,16 +116,6 @@ class TrainableSet:
                 self.by_name[name].requires_grad_(flag)
                 restored.append(name)
         return restored
-
-
-def _differences(flags_of_ranks: Sequence[Mapping[str, bool]]) -> dict[str, list[int]]:
-    """Return, for each parameter whose flag differs between ranks, the ranks on which it requires a gradient."""
-    differing: dict[str, list[int]] = {}
-    for name in dict.fromkeys(name for flags in flags_of_ranks for name in flags):
-        values = {rank: flags[name] for rank, flags in enumerate(flags_of_ranks) if name in flags}
-        if len(set(values.values())) > 1:
-            differing[name] = [rank for rank, flag in values.items() if flag]
-    return differing
 
 
 def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
