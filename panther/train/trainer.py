@@ -38,7 +38,7 @@ from panther.train.checks import check_arguments, check_batches, check_model, ch
 from panther.train.config import TrainConfig
 from panther.train.coordination.process import catch_signals, join_process_group
 from panther.train.coordination.reductions import sum_over_ranks
-from panther.train.coordination.step_exchange import StepExchange
+from panther.train.coordination.step_exchange import MAX_SAMPLES, StepExchange
 from panther.train.coordination.stopping import StopVotes
 from panther.train.engines.engine import Engine
 from panther.train.history import History, peak_memory
@@ -60,7 +60,6 @@ from panther.train.run_directory import locked_directory
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
 
-_MAX_LISTED = 16  # a note on an error lists at most this many samples
 _log = logging.getLogger(__name__)
 
 
@@ -245,18 +244,9 @@ class Trainer:
 
     def _agree(self, call: str, data: Mapping[str, Any]) -> None:
         """Compare the arguments of all ranks, before a rank waits for an operation that other ranks do not call."""
-        is_new = self._engine is None
-        loss = {"loss_fn": self.loss_fn, "loss_weight": self.loss_weight, "metrics": self.metrics}
-        loss["scheduler"] = self.scheduler
-        agree_on_run(
-            call,
-            self.model if is_new else None,
-            self.optimizer if is_new else None,
-            loss,
-            self.config,
-            self.callbacks,
-            data,
-        )
+        model, optimizer = (self.model, self.optimizer) if self._engine is None else (None, None)
+        functions = {name: getattr(self, name) for name in ("loss_fn", "loss_weight", "metrics", "scheduler")}
+        agree_on_run(call, model, optimizer, functions, self.config, self.callbacks, data)
 
     def _agree_on_progress(self, moment: str) -> None:
         progress = {
@@ -273,10 +263,7 @@ class Trainer:
             return
         # Generators are seeded before the model is distributed, because lazy layers draw their weights then.
         seed_generators(self.config.seed)
-
-        def feed() -> Feed:
-            return Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
-
+        feed = partial(Feed, data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
         is_extended = is_extended_by_default(self.optimizer)
         self._loss_parameters = LossParameters(self.loss_fn, self.model)
         engine, optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight)
@@ -497,7 +484,8 @@ class Trainer:
             self._checked_at = step
             if config.gradient_clipping is not None:
                 clip_gradients(trained, config.gradient_clipping, norm)
-        overflowed = scaler.is_enabled() and _has_overflowed(scaler, self.optimizer)
+        # Whether the scaler will skip the step, because gradients that it has unscaled are infinite.
+        overflowed = scaler.is_enabled() and any(x.item() for x in first_infinities(scaler, self.optimizer))
         try:
             scaler.step(self.optimizer)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -669,11 +657,5 @@ def _state_of(name: str, callback: Any) -> Any:
 def _place_of(step: int, window: list[Batch]) -> str:
     """Return a sentence with the step, the samples and the rank of an error."""
     indices = [str(index) for batch in window for index in batch.indices or ()]
-    more = f" and {len(indices) - _MAX_LISTED} more" if len(indices) > _MAX_LISTED else ""
-    samples = f", on the samples {', '.join(indices[:_MAX_LISTED])}{more}" if indices else ""
+    samples = f", on the samples {list_names(indices, MAX_SAMPLES)}" if indices else ""
     return f"This was in step {step}{samples} of rank {get_rank()}."
-
-
-def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the scaler will skip the step, because gradients that it has unscaled are infinite."""
-    return any(infinity.item() for infinity in first_infinities(scaler, optimizer))

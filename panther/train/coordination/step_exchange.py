@@ -1,6 +1,6 @@
 """The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
-__all__ = ["GradientCarrier", "StepExchange"]
+__all__ = ["MAX_SAMPLES", "GradientCarrier", "StepExchange"]
 
 import math
 import signal
@@ -17,11 +17,12 @@ from panther.distributed import get_distributed_info, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.supervision.ending import SIGNALS
 from panther.errors import ConfigError, TrainingError
+from panther.train.optimization.trainable import list_names
 
 _NAME = "_numbers_of_the_step"
 _NUM_NUMBERS = 10
 _NO_SIGNAL = [0.0, 0.0]
-_MAX_LISTED = 16  # an error message lists at most this many samples of a rank, or parameters
+MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank, or parameters
 
 
 class GradientCarrier:
@@ -196,7 +197,7 @@ class StepExchange:
             self._work.wait()
             if (num_changed := round(float(row[-2]))) < get_world_size():
                 raise ConfigError(
-                    f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:_MAX_LISTED])}, as {num_changed} of "
+                    f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:MAX_SAMPLES])}, as {num_changed} of "
                     f"{get_world_size()} ranks did: freeze and unfreeze parameters on every rank, in the same step"
                 )
 
@@ -239,11 +240,8 @@ class StepExchange:
         parts = []
         for rank, (loss, indices_of_rank) in enumerate(gather_objects((float(self._own_loss), list(indices)), None)):
             if loss - loss != 0.0:
-                more = f" and {len(indices_of_rank) - _MAX_LISTED} more" if len(indices_of_rank) > _MAX_LISTED else ""
-                samples = ", ".join(map(str, indices_of_rank[:_MAX_LISTED])) + more
-                parts.append(
-                    f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if indices_of_rank else "")
-                )
+                samples = list_names([*map(str, indices_of_rank)], MAX_SAMPLES)
+                parts.append(f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if samples else ""))
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"

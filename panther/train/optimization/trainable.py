@@ -23,13 +23,11 @@ from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError
 
-_LISTED = 8  # names of parameters that a message lists
 
-
-def list_names(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str], limit: int = 8) -> str:
     """Return the first names for a message, and the number of further names."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def nonfinite_parameters(by_name: Mapping[str, Any]) -> list[str]:
