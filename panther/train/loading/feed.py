@@ -11,7 +11,6 @@ __all__ = ["Batch", "Feed", "count_samples"]
 import logging
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,23 +25,7 @@ from panther.distributed import get_rank
 from panther.errors import ConfigError
 from panther.train.agreement import agree_on_order
 from panther.train.loading.loader_workers import WorkerSignals, closing_workers, signals_blocked
-from panther.train.loading.streams import StreamWindows, count_samples
-
-
-@dataclass
-class Batch:
-    """One batch on this process."""
-
-    data: Any
-    samples: int
-    """Number of samples that count. It is 0 for a filler, which replaces a batch that only other processes have."""
-    share: float
-    """Number of samples divided by the samples of the window over all processes."""
-    indices: list[int] | None
-    """Indices of the samples in the dataset; None for a stream."""
-    largest: int = 0
-    """Number of samples of this batch on the process that has the most samples."""
-
+from panther.train.loading.streams import Batch, StreamWindows, count_samples
 
 Windows = Generator[list[Batch], None, None]
 
@@ -278,11 +261,7 @@ class Feed:
             batches = filter(count_samples, loaded)  # an empty batch is not the end
             # Earlier batches are ignored, except for the last one, which may become a filler.
             last = next(iter(deque(islice(batches, start * self.accumulation), maxlen=1)), None)
-            for window in self._stream.read(batches, last, is_alone):
-                yield [
-                    Batch(data, samples, samples / (total or 1), None, largest)
-                    for data, samples, total, largest in window
-                ]
+            yield from self._stream.read(batches, last, is_alone)
 
     def state_dict(self) -> Any:
         """Return the state of the user's loader; None if the number of finished windows is enough to continue."""

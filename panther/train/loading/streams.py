@@ -6,7 +6,7 @@ every step the ranks exchange the number of their batches. A rank that has fewer
 once.
 """
 
-__all__ = ["StreamWindows", "count_samples"]
+__all__ = ["Batch", "StreamWindows", "count_samples"]
 
 import logging
 import warnings
@@ -28,15 +28,18 @@ from panther.train.coordination.reductions import gather_over_ranks
 _log = logging.getLogger(__name__)
 
 
-class StreamBatch(NamedTuple):
-    """A batch of this process, or a filler."""
+@dataclass
+class Batch:
+    """One batch on this process."""
 
     data: Any
     samples: int
-    """Number of samples that count; 0 for a filler."""
-    total: int
-    """Number of samples of the window, over all processes."""
-    largest: int
+    """Number of samples that count. It is 0 for a filler, which replaces a batch that only other processes have."""
+    share: float
+    """Number of samples divided by the samples of the window over all processes."""
+    indices: list[int] | None
+    """Indices of the samples in the dataset; None for a stream."""
+    largest: int = 0
     """Number of samples of this batch on the process that has the most samples."""
 
 
@@ -73,7 +76,7 @@ class StreamWindows:
     """Whether this process has read its whole stream, while other processes have not."""
     _is_compared: bool = field(default=False, init=False)
 
-    def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[StreamBatch]]:
+    def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[Batch]]:
         """Yield the windows of an epoch.
 
         Args:
@@ -100,24 +103,20 @@ class StreamWindows:
                 break
             if not self.even and self._lacks_filler:
                 last = self._take_filler(last)
-            is_taken = [not self.even or self._is_even(batch) for batch in sizes]
-            self.left_out += sum(sum(batch) for batch, is_used in zip(sizes, is_taken, strict=True) if not is_used)
-            if is_first and not any(is_taken):
+            window += [last] * (len(sizes) - len(window))
+            pairs = zip(window, sizes, strict=True)
+            used_batches = [(data, batch) for data, batch in pairs if not self.even or self._is_even(batch)]
+            total = sum(sum(batch) for _, batch in used_batches)
+            self.left_out += sum(map(sum, sizes)) - total
+            if is_first and not used_batches:
                 raise ConfigError(
                     "stages of a pipeline take batches of the same size on every process, a multiple of "
                     f"num_microbatches ({self.multiple}), and the first batches of the stream have "
                     f"{', '.join(map(str, sizes[0]))} samples: change the stream's batch size, and use drop_last"
                 )
             is_first = False
-            total = sum(sum(batch) for batch, is_used in zip(sizes, is_taken, strict=True) if is_used)
-            window += [last] * (len(sizes) - len(window))
-            batches = [
-                StreamBatch(data, batch[self.rank], total, max(batch))
-                for data, batch, is_used in zip(window, sizes, is_taken, strict=True)
-                if is_used
-            ]
-            if batches:
-                yield batches
+            if used_batches:
+                yield [Batch(data, n[self.rank], n[self.rank] / (total or 1), None, max(n)) for data, n in used_batches]
         if self.left_out and get_rank() == 0:
             _log.warning(
                 "%d samples of the stream were left out in this epoch, because a pipeline takes batches of the same "
