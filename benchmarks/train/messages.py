@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.train.steps import CASES, Samples, beside, clocks, model_and_data
 from panther.distributed import launch
-from panther.train import Callback, TrainConfig, Trainer
-from panther.train.coordination import process
-from panther.train.coordination.step_exchange import StepExchange
+from panther.train import Callback, TrainConfig, Trainer, coordination
+from panther.train.coordination import StepExchange
 
 SENT_ALONE: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
@@ -96,7 +95,7 @@ def _run(case: str, sent: str, rounds: int) -> Samples:
         **SENT_ALONE[sent],
     )
     trainer = Trainer(model, torch.optim.AdamW, functional.cross_entropy, config, [turns])
-    with patch.object(process, "StepExchange", Exchange), warnings.catch_warnings():
+    with patch.object(coordination, "StepExchange", Exchange), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         trainer.fit(DataLoader(data, batch, shuffle=True))
     return turns.samples

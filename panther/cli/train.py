@@ -225,7 +225,7 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
 
     from panther.distributed import get_rank
     from panther.train import TrainConfig, Trainer
-    from panther.train.coordination.process import join_process_group
+    from panther.train.coordination import join_process_group
 
     config = TrainConfig(**settings)
     torch.manual_seed(config.seed)

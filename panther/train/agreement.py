@@ -26,7 +26,7 @@ from panther.distributed.comm.ranks import name_ranks
 from panther.errors import DistributedError
 from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
-from panther.train.coordination.reductions import gather_over_ranks
+from panther.train.coordination import gather_over_ranks
 from panther.train.optimization.optimizer import Optimizer
 
 _log = logging.getLogger(__name__)

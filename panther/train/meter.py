@@ -5,7 +5,7 @@ __all__ = ["Meter"]
 import time
 
 from panther.distributed import DeviceUtilization, get_rank, get_world_size
-from panther.train.coordination.reductions import sum_over_ranks
+from panther.train.coordination import sum_over_ranks
 
 
 class Meter:

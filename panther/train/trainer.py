@@ -36,10 +36,14 @@ from panther.train.agreement import agree_on_progress, agree_on_run, compare_sam
 from panther.train.callbacks import BuiltInCallback, Callback
 from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.coordination.process import catch_signals, join_process_group
-from panther.train.coordination.reductions import sum_over_ranks
-from panther.train.coordination.step_exchange import MAX_SAMPLES, StepExchange
-from panther.train.coordination.stopping import StopVotes
+from panther.train.coordination import (
+    MAX_SAMPLES,
+    StepExchange,
+    StopVotes,
+    catch_signals,
+    join_process_group,
+    sum_over_ranks,
+)
 from panther.train.engines.engine import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loading.feed import Batch, Feed

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from panther.distributed import data_parallel, get_rank
 from panther.errors import CheckpointError, ConfigError
 from panther.train import Callback, TrainConfig, Trainer
-from panther.train.coordination.step_exchange import GradientCarrier, StepExchange
+from panther.train.coordination import GradientCarrier, StepExchange
 
 pytestmark = pytest.mark.distributed
 
@@ -229,7 +229,7 @@ def test_a_loss_on_a_gpu_gives_the_numbers_of_one_on_the_cpu(monkeypatch, loss, 
 
     found = []
     for value in (loss, torch.tensor(loss, dtype=torch.float64)):  # a tensor is what a GPU gives
-        monkeypatch.setattr("panther.train.coordination.step_exchange.get_world_size", lambda: 2)
+        monkeypatch.setattr("panther.train.coordination.get_world_size", lambda: 2)
         exchange, kept = StepExchange(), Kept()
         exchange.received.append(signal.SIGINT)
         exchange.start(value, 7, reports, kept)

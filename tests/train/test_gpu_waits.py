@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from panther.distributed import data_parallel, get_distributed_info, init, shutdown
-from panther.train.coordination import step_exchange
-from panther.train.coordination.step_exchange import GradientCarrier, StepExchange
+from panther.train import coordination
+from panther.train.coordination import GradientCarrier, StepExchange
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.loading.feed import Batch
 
@@ -56,8 +56,8 @@ def window(device, samples=(4, 3)):
 def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatch, carries, samples, received):
     """On the meta device, which refuses to read a number, as there are none."""
     sent, device = [], torch.device("meta")
-    monkeypatch.setattr(step_exchange, "get_world_size", lambda: 2)
-    monkeypatch.setattr(step_exchange, "get_distributed_info", lambda: SimpleNamespace(device=device))
+    monkeypatch.setattr(coordination, "get_world_size", lambda: 2)
+    monkeypatch.setattr(coordination, "get_distributed_info", lambda: SimpleNamespace(device=device))
     monkeypatch.setattr(dist, "all_reduce", lambda row, async_op: sent.append(row))
     exchange, carrier = StepExchange(), None
     exchange.received.extend(received)
@@ -104,7 +104,7 @@ def test_torch_sees_no_wait_before_backward_on_a_gpu(monkeypatch, carries, preci
             autocast_dtype=precision,
             scaler=scaler,
         )
-        monkeypatch.setattr(step_exchange, "get_world_size", lambda: 2)  # so that a group of one is sent messages
+        monkeypatch.setattr(coordination, "get_world_size", lambda: 2)  # so that a group of one is sent messages
         exchange = StepExchange()
 
         def before_backward(loss_sum):

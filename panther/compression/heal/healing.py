@@ -41,7 +41,7 @@ from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
 from panther.nn.base import CompressedModule
 from panther.train import Callback, Trainer
-from panther.train.coordination.reductions import sum_over_ranks
+from panther.train.coordination import sum_over_ranks
 from panther.train.optimization.optimizer import learning_rate_factor
 from panther.train.progress import ProgressLines
 

@@ -23,7 +23,7 @@ from panther._torch import tree_leaves
 from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError, DistributedError
-from panther.train.coordination.reductions import gather_over_ranks
+from panther.train.coordination import gather_over_ranks
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
 from panther.nn.io import unwrapped
 from panther.train.config import TrainConfig
-from panther.train.coordination.step_exchange import GradientCarrier
+from panther.train.coordination import GradientCarrier
 from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.engines.pipeline_engine import PipelineEngine

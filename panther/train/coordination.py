@@ -1,10 +1,24 @@
-"""The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
+"""What ranks exchange in a run: the numbers of every step, sums, signals that arrived, and the agreement to stop."""
 
-__all__ = ["MAX_SAMPLES", "GradientCarrier", "StepExchange"]
+__all__ = [
+    "MAX_SAMPLES",
+    "GradientCarrier",
+    "StepExchange",
+    "StopVotes",
+    "catch_signals",
+    "gather_over_ranks",
+    "join_process_group",
+    "sum_over_ranks",
+]
 
+import atexit
 import math
+import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,16 +27,37 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import parameters_of, run_backward, tree_map
-from panther.distributed import get_distributed_info, get_rank, get_world_size
+from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
 from panther.distributed.comm.agreement import gather_objects
-from panther.distributed.comm.supervision.ending import SIGNALS
+from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
+from panther.distributed.comm.ranks import in_process_group
+from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
+from panther.distributed.comm.supervision.groups import apply_timeout
 from panther.errors import ConfigError, TrainingError
+from panther.train.callbacks import Callback, may_stop
 from panther.train.optimization.trainable import list_names
 
 _NAME = "_numbers_of_the_step"
 _NUM_NUMBERS = 10
 _NO_SIGNAL = [0.0, 0.0]
 MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank, or parameters
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the sum of each value over all ranks."""
+    if get_world_size() == 1:
+        return list(values)
+    row = torch.tensor(values, dtype=torch.float64, device=get_distributed_info().device)
+    dist.all_reduce(row)
+    return row.tolist()
+
+
+def gather_over_ranks(values: Sequence[int]) -> list[list[int]]:
+    """Return the values of every rank, by rank. All ranks must pass equally many values."""
+    row = torch.tensor(values, dtype=torch.int64, device=get_distributed_info().device)
+    rows = [torch.empty_like(row) for _ in range(get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).tolist()
 
 
 class GradientCarrier:
@@ -245,3 +280,82 @@ class StepExchange:
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"
+
+
+class StopVotes:
+    """Find out at the start of a run whether some rank has callbacks, and whether they may stop the run.
+
+    Args:
+        callbacks: The callbacks of this rank.
+        stop: Whether this rank is to stop already.
+
+    Attributes:
+        has_callbacks: Whether some rank has callbacks.
+        ends: Whether some rank is to stop already.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], stop: bool) -> None:
+        kinds = {type(callback) for callback in callbacks}
+        answers = [[int(bool(kinds)), int(any(map(may_stop, kinds))), int(stop)]]
+        if get_world_size() > 1:
+            answers = gather_over_ranks(answers[0])
+        self.has_callbacks, self._may_stop, self.ends = (any(column) for column in zip(*answers, strict=True))
+
+    def after_step(self, stop: bool, exchange: StepExchange) -> bool:
+        """Return whether all ranks stop after this step."""
+        if get_world_size() == 1:
+            return stop
+        # A separate message takes 12 to 15 % of a step of 5 ms, so it is sent only if a callback may have set `stop`
+        # just now.
+        return sum_over_ranks([stop])[0] > 0 if self._may_stop else exchange.stops
+
+    def after_epoch(self, stop: bool, ends: bool) -> bool:
+        """Return whether all ranks stop after this epoch: some rank is to stop, or they have agreed to end."""
+        return sum_over_ranks([stop])[0] > 0 if self._may_stop else ends
+
+
+def join_process_group(timeout_s: float | None) -> None:
+    """Join the process group of the launcher that started this process, if a launcher has, until the process ends.
+
+    A group that exists gets the timeout, unless it is None. The process does not leave the group when training ends,
+    because evaluating, exporting or training a distributed model further needs it.
+    """
+    if in_process_group():
+        if timeout_s is not None:
+            apply_timeout(timeout_s)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        init(timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    # After an exception, other ranks may be waiting in a different operation, and shutdown would wait for them.
+    if not hasattr(sys, "last_value"):
+        shutdown()
+
+
+@contextmanager
+def catch_signals(grace_period_s: float | None = None) -> Iterator[StepExchange]:
+    """Yield an exchange that is notified of signals; a second SIGINT raises KeyboardInterrupt at once.
+
+    SIGHUP and SIGUSR1 are not caught if the process already has a handler for them or ignores them. After a second
+    signal the process has the grace period to end.
+    """
+    exchange = StepExchange()
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
+        yield exchange
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if number in exchange.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        exchange.received.append(number)
+
+    caught = [number for number in SIGNALS if number in (signal.SIGTERM, signal.SIGINT) or is_free(number)]
+    before = {number: signal.signal(number, note) for number in caught}
+    try:
+        with signals_counted(grace_period_s):
+            yield exchange
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
