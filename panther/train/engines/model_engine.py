@@ -14,8 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._torch import unreduced_positions
 from panther.errors import ConfigError
-from panther.train.engines.engine import Engine, Metrics, Report
-from panther.train.engines.losses import check_loss, loss_of_output, value_of_loss, zero_of_output
+from panther.train.engines.engine import (
+    Engine,
+    Metrics,
+    Report,
+    check_loss,
+    loss_of_output,
+    value_of_loss,
+    zero_of_output,
+)
 from panther.train.loading.feed import Batch
 from panther.train.optimization.trainable import list_names
 

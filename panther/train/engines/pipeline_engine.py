@@ -12,8 +12,7 @@ from torch import Tensor
 from panther._torch import tree_map_only
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
-from panther.train.engines.engine import Engine, Metrics, Report
-from panther.train.engines.losses import value_of_loss, zero_of_output
+from panther.train.engines.engine import Engine, Metrics, Report, value_of_loss, zero_of_output
 from panther.train.loading.feed import Batch
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from panther.distributed.parallelize.rules import possible_strategies
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError, PantherError
 from panther.train.config import TrainConfig
-from panther.train.engines.losses import loss_of_output
+from panther.train.engines.engine import loss_of_output
 from panther.train.loading.feed import Feed, count_samples
 
 if TYPE_CHECKING:
