@@ -59,8 +59,7 @@ from panther.train.optimization.trainable import (
     list_names,
     nonfinite_parameters,
 )
-from panther.train.resuming import SAVED_ATTRIBUTES, read_progress, resume_run
-from panther.train.run_directory import locked_directory
+from panther.train.resuming import SAVED_ATTRIBUTES, locked_directory, read_progress, resume_run
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import built_in_callbacks
 
