@@ -39,7 +39,6 @@ from panther.train.optimization.trainable import list_names
 
 _NAME = "_numbers_of_the_step"
 _NUM_NUMBERS = 10
-_NO_SIGNAL = [0.0, 0.0]
 MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank, or parameters
 
 
@@ -198,29 +197,26 @@ class StepExchange:
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
         # A flag for a signal, and its number. The sums tell which signal it is, if all ranks received the same signal.
-        signals = [1.0, float(self.received[0])] if self.received else _NO_SIGNAL
+        signals = [1.0, float(self.received[0])] if self.received else [0.0, 0.0]
         counted = float(samples) if reports_loss else 0.0
         weighs = counted if weight is None else weight * reports_loss
-        totals = [counted, weighs, float(weight is not None and weight != samples), float(stops)]
-        row: Tensor | list[float]
+        differs = weight is not None and weight != samples
+        # Places 2 and 3 follow: whether the loss is not finite, and the loss.
+        numbers = [*signals, 0.0, 0.0, counted, weighs, *map(float, (differs, stops, bool(changed), get_rank() == 0))]
+        row: Tensor | list[float] = numbers
         if isinstance(loss_sum, Tensor):
             # The row is filled on the GPU, because a copy from the host's memory would wait for all work of the GPU.
             row = loss_sum.new_zeros(_NUM_NUMBERS)
-            *signaled, nonfinite, losses, count, weighed, differs, stopped, changes, first = row.unbind()
-            flags = (*signals, bool(changed), get_rank() == 0)
-            for place, value in zip((*signaled, changes, first), flags, strict=True):
-                if value:
-                    place.fill_(float(value))
-            nonfinite.copy_(loss_sum.isfinite().logical_not())
+            for place, number in zip(row.unbind(), numbers, strict=True):
+                if number:
+                    place.fill_(number)
+            row[2].copy_(loss_sum.isfinite().logical_not())
             if reports_loss:
-                losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # NaN would spread to the loss of all ranks
-            for place, number in zip((count, weighed, differs, stopped), totals, strict=True):
-                place.fill_(number)
-        else:
-            finite = math.isfinite(loss_sum)
-            sent_loss = loss_sum if finite and reports_loss else 0.0
-            flags = (float(bool(changed)), float(get_rank() == 0))
-            row = [*signals, float(not finite), sent_loss, *totals, *flags]
+                row[3].copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # NaN would spread to the loss of all ranks
+        elif not math.isfinite(loss_sum):
+            numbers[2] = 1.0
+        elif reports_loss:
+            numbers[3] = loss_sum
         if carrier is not None:
             carrier.send(row)
         elif self._device is not None:
