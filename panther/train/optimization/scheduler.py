@@ -34,8 +34,8 @@ class RateScheduler:
 
     def __init__(self, make: Callable[[Optimizer], Any], optimizer: Optimizer, config: TrainConfig) -> None:
         groups, self._interval = optimizer.param_groups, config.scheduler_interval
-        before = [dict(group) for group in groups]
-        rates = [float(group["lr"]) for group in before]
+        rates = [float(group["lr"]) for group in groups]
+        self._keys = [group.keys() - {"lr"} for group in groups]  # without the keys that the scheduler adds
         self._optimizer, self._scheduler, self.count = optimizer, make(optimizer), len(groups)
         step, owner = (getattr(self._scheduler, name, None) for name in ("step", "optimizer"))
         is_scheduler = callable(step) and not isinstance(self._scheduler, Optimizer) and owner in (None, optimizer)
@@ -56,7 +56,6 @@ class RateScheduler:
         self.kind = f"{name} of each {self._interval}" + (f" by {self.metric}" if needed else "")
         # OneCycleLR writes its peaks into the groups, and starts below them.
         self._peaks = [float(group.get("max_lr", start)) for group, start in zip(groups, starts, strict=True)]
-        self._keys = [group.keys() - {"lr"} for group in before]
         left_out = ("params", "param_names")
         self._start = [copy.deepcopy({key: group[key] for key in group if key not in left_out}) for group in groups]
         self._num_steps, self._values, self._new_value, self._follows_step = 0, list[float](), None, False
