@@ -100,13 +100,9 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def named_parameters(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's parameters with their names, in the optimizer's order."""
-    return _named(_inner(optimizer), parts)
-
-
-def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the optimizer's parameters on this rank with their names, in the optimizer's order."""
     names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
             f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: pass the model of this "
@@ -123,7 +119,7 @@ def optimizer_state(
     Tensors are added to ``tensors`` under the names ``optimizer.<parameter>.<key>``.
     """
     inner = _inner(optimizer)
-    names = [name for name, _ in _named(inner, parts)]
+    names = [name for name, _ in named_parameters(inner, parts)]
     state_dict = inner.state_dict()
     states = {
         names[number]: encode(state, f"optimizer.{names[number]}", tensors)
@@ -151,7 +147,7 @@ def optimizer_targets(
             f"the checkpoint has the state of {saved['class']}, but the optimizer is {type(inner).__name__}: make the "
             "same kind, or load without an optimizer"
         )
-    parameters = _named(inner, parts)
+    parameters = named_parameters(inner, parts)
     if missing := [name for name, _ in parameters if name not in saved["settings"]]:
         raise CheckpointError(
             f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
@@ -184,9 +180,8 @@ def optimizer_values(
     Raises:
         CheckpointError: If parameters of one group of the optimizer had different settings.
     """
-    inner = _inner(optimizer)
-    names = [name for name, _ in _named(inner, parts)]
-    state_dict = inner.state_dict()
+    names = [name for name, _ in named_parameters(optimizer, parts)]
+    state_dict = _inner(optimizer).state_dict()
     # Numbers of parameters differ between layouts; names do not.
     states = {number: saved["states"][name] for number, name in enumerate(names) if name in saved["states"]}
     state_dict["state"] = decode(states, loaded)

@@ -144,24 +144,14 @@ class _Writer(UnusedHooks, StorageWriter):
         for name, saved in metadata.state_dict_metadata.items():
             assert isinstance(saved, TensorStorageMetadata)
             chunks = [
-                {
-                    "offsets": list(chunk.offsets),
-                    "shape": list(chunk.sizes),
-                    **places[MetadataIndex(name, chunk.offsets)],
-                }
-                for chunk in saved.chunks
+                {"offsets": list(x.offsets), "shape": list(x.sizes), **places[MetadataIndex(name, x.offsets)]}
+                for x in saved.chunks
             ]
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(saved.size), "chunks": chunks}
         files = {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.safetensors"))}
-        manifest = {
-            "format": FORMAT,
-            "format_version": VERSION,
-            "panther_version": __version__,
-            **self.header,
-            "files": files,
-            "tensors": tensors,
-        }
+        versions = {"format": FORMAT, "format_version": VERSION, "panther_version": __version__}
+        manifest = {**versions, **self.header, "files": files, "tensors": tensors}
         # The checksum is of the sorted entries, so that reformatting the file does not count as damage.
         manifest["checksum"] = record_checksum(manifest)
         write_json(self.folder / MANIFEST, manifest, indent=None)

@@ -1,12 +1,6 @@
 """Folders of weights in any supported format: names, shapes and compressed layers, with values read by slices."""
 
-__all__ = [
-    "StoredWeights",
-    "check_architecture",
-    "saved_modules",
-    "stored_weights",
-    "with_saved_layers",
-]
+__all__ = ["StoredWeights", "check_architecture", "saved_modules", "stored_weights", "with_saved_layers"]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,20 +129,21 @@ def _inference_weights(folder: Path, manifest: Mapping[str, Any]) -> StoredWeigh
     path = weights_path(folder, manifest)
     tensors: dict[str, Any] = {}
     chunks = {}
+
+    def add(chunk: Chunk, size: Sequence[int], dtype: torch.dtype) -> None:
+        shape, offsets = torch.Size(size), torch.Size([0] * len(size))
+        stored_chunks = [ChunkStorageMetadata(offsets, shape)]
+        tensors[chunk.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, stored_chunks)
+        chunks[MetadataIndex(chunk.key, offsets)] = chunk
+
     for name, stored in stored_tensors(path).items():
-        shape, offsets = torch.Size(stored.shape), torch.Size([0] * len(stored.shape))
-        kind = TensorProperties(dtype=stored.dtype)
-        tensors[name] = TensorStorageMetadata(kind, shape, [ChunkStorageMetadata(offsets, shape)])
-        chunks[MetadataIndex(name, offsets)] = Chunk(path, name)
+        add(Chunk(path, name), stored.shape, stored.dtype)
     places = {name: name for name in tensors} | manifest["aliases"]
     for key, value in _middle_zeros(manifest["modules"]).items():
         # A layer of symmetric grids has no zero points in the file, and as many of them as scales.
         scales = tensors.get(places.get(f"{key.removesuffix('zeros')}scales", ""))
         if scales is not None:
-            offsets = torch.Size([0] * len(scales.size))
-            kind = TensorProperties(dtype=torch.uint8)
-            tensors[key] = TensorStorageMetadata(kind, scales.size, [ChunkStorageMetadata(offsets, scales.size)])
-            chunks[MetadataIndex(key, offsets)] = Chunk(path, key, constant=value)
+            add(Chunk(path, key, constant=value), scales.size, torch.uint8)
             places[key] = key
     if strangers := sorted(set(places.values()) - tensors.keys()):
         raise FormatError(f"{folder / INFERENCE_MANIFEST} names the tensor {strangers[0]!r}, which {path} lacks")
