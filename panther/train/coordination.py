@@ -1,15 +1,9 @@
 """What ranks exchange in a run: the numbers of every step, sums, signals that arrived, and the agreement to stop."""
 
 __all__ = [
-    "MAX_SAMPLES",
-    "GradientCarrier",
-    "StepExchange",
-    "StopVotes",
-    "catch_signals",
-    "gather_over_ranks",
-    "join_process_group",
+    "GradientCarrier", "StepExchange", "StopVotes", "catch_signals", "gather_over_ranks", "join_process_group",
     "sum_over_ranks",
-]
+]  # fmt: skip
 
 import atexit
 import math
@@ -35,11 +29,10 @@ from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signal
 from panther.distributed.comm.supervision.groups import apply_timeout
 from panther.errors import ConfigError, TrainingError
 from panther.train.callbacks import Callback, may_stop
-from panther.train.optimization.trainable import list_names
+from panther.train.optimization.trainable import MAX_SAMPLES, list_names
 
 _NAME = "_numbers_of_the_step"
 _NUM_NUMBERS = 10
-MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank, or parameters
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:

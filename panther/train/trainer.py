@@ -36,14 +36,7 @@ from panther.train.agreement import agree_on_progress, agree_on_run, compare_sam
 from panther.train.callbacks import BuiltInCallback, Callback
 from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.coordination import (
-    MAX_SAMPLES,
-    StepExchange,
-    StopVotes,
-    catch_signals,
-    join_process_group,
-    sum_over_ranks,
-)
+from panther.train.coordination import StepExchange, StopVotes, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines.engine import Engine
 from panther.train.history import History, peak_memory
 from panther.train.loading.feed import Batch, Feed
@@ -53,6 +46,7 @@ from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
 from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
 from panther.train.optimization.trainable import (
+    MAX_SAMPLES,
     LossParameters,
     TrainableSet,
     average_gradients,

@@ -1,13 +1,9 @@
 """The parameters that are trained: changes during a run, and parameters of the loss, which no optimizer has."""
 
 __all__ = [
-    "LossParameters",
-    "TrainableSet",
-    "average_gradients",
-    "list_names",
-    "nonfinite_parameters",
+    "MAX_SAMPLES", "LossParameters", "TrainableSet", "average_gradients", "list_names", "nonfinite_parameters",
     "reduced_parameters",
-]
+]  # fmt: skip
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +18,8 @@ from panther._torch import version_of
 from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import ConfigError
+
+MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank
 
 
 def list_names(names: Sequence[str], limit: int = 8) -> str:
