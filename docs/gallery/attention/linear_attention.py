@@ -77,7 +77,7 @@ def loss_on(model, passages):
 
 
 model = LanguageModel()
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, steps)
 for _ in range(steps):
     loss = loss_on(model, passages(training, 16))

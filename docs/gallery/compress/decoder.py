@@ -68,7 +68,9 @@ def llama(width, layers):
 
 
 model = llama(128, 2)
-optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+optimizer = torch.optim.AdamW(
+    model.parameters(), weight_decay=0.1, fused=True
+)
 steps = 40 if QUICK else 400
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
 for _ in range(steps):

@@ -103,7 +103,7 @@ def accuracy(model):
 
 
 model = Encoder()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 steps = 60 if QUICK else 500
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
 for _ in range(steps):
