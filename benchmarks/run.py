@@ -24,6 +24,7 @@ SUBJECTS = (
     "compress.tune",
     "train.trainer",
     "train.environment",
+    "train.optimizer_steps",
     "distributed.overhead",
     "distributed.muon",
     "distributed.advisor",

@@ -32,7 +32,6 @@ _RMS = 0.2  # root mean square of the entries of an update at rate 1, as for usu
 # Matrices with a shorter side below this iterate in float32, which takes less time than bfloat16 for them.
 _SHORT_SIDE = 64
 _BATCH_BYTES = 1 << 26  # of the complete matrices, in float32, that a rank orthogonalises together
-_CPU_BATCH_BYTES = 1 << 21  # of matrices that need no messages: larger batches leave the cache and take 3 % more time
 
 
 class MatrixUpdate:
@@ -48,7 +47,6 @@ class MatrixUpdate:
         shape: (m, n) of the complete matrices, tall after a transposition.
         layout: The argument.
         dtype: The dtype of Newton-Schulz iterations.
-        device: The device of the parameter.
 
     """
 
@@ -67,12 +65,12 @@ class MatrixUpdate:
         self.layout = layout
         self._is_transposed = m < n if layout is None else layout.is_transposed
         self.shape = (n, m) if self._is_transposed else (m, n)
-        self.dtype, self.device = iteration_dtype(parameter, group), self._parameter.device
+        self.dtype = iteration_dtype(parameter, group)
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """Return what updates of one batch have in common."""
-        return self.shape, self.layout, self.dtype, self._momentum.dtype, self.device
+        return self.shape, self.layout, self.dtype, self._momentum.dtype, self._parameter.device
 
     @property
     def count(self) -> int:
@@ -82,7 +80,7 @@ class MatrixUpdate:
     def advance_momentum(self) -> Tensor:  # (count, m, n) of this rank
         """Add the gradient to the momentum, and return Nesterov's combination of both, tall after a transposition."""
         decay = self._group["momentum"]
-        self._momentum.mul_(decay).add_(self._gradient)
+        torch.add(self._gradient, self._momentum, alpha=decay, out=self._momentum)
         return self._as_tall(torch.add(self._gradient, self._momentum, alpha=decay))
 
     def _as_tall(self, tensor: Tensor) -> Tensor:
@@ -117,8 +115,7 @@ def batches_of(updates: Iterable[MatrixUpdate]) -> Iterator[list[MatrixUpdate]]:
     for updates_of_key in by_key.values():
         first = updates_of_key[0]
         ranks = 1 if first.layout is None else first.layout.ranks
-        is_local = first.layout is None and first.device.type == "cpu"
-        limit = max(1, ranks * (_CPU_BATCH_BYTES if is_local else _BATCH_BYTES) // (4 * max(1, math.prod(first.shape))))
+        limit = max(1, ranks * _BATCH_BYTES // (4 * max(1, math.prod(first.shape))))
         limit = max(limit // ranks, 1) * ranks  # the owners then have equal numbers of matrices
         batch: list[MatrixUpdate] = []
         for update in updates_of_key:
