@@ -165,7 +165,7 @@ def assert_same(results, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"method": "activation", "allocate": "uniform"},
         pytest.param({"budget": 0.6, "bits": None, "forms": "low_rank"}, marks=pytest.mark.slow),
     ],
