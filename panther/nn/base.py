@@ -37,10 +37,10 @@ from panther.kernels.ops.library import can_autocast
 from panther.nn.factors import inherit_settings
 from panther.nn.sketch_record import (
     RECORD_MARK,
+    check_mark,
     has_values,
     is_rounded,
     make_record,
-    mark_fault,
     read_record,
     record_mark,
 )
@@ -216,8 +216,7 @@ class CompressedModule(nn.Module):
     def _take_mark(self) -> None:
         """Compare the mark, and remove it, if a tool has set each tensor of a state_dict by its name."""
         if self.checked_names and (mark := buffers_of(self).get(RECORD_MARK)) is not None:
-            if fault := mark_fault(mark, buffers_of(self)[self.checked_names[-1]]):
-                raise SketchMismatchError(fault)
+            check_mark(mark, buffers_of(self)[self.checked_names[-1]])
             buffers_of(self)[RECORD_MARK] = None
 
     def _writes(self) -> list[tuple[int, int]]:
@@ -255,9 +254,7 @@ class CompressedModule(nn.Module):
         """Load, if the mark, which earlier versions did not save, belongs to the record."""
         state_dict = dict(state_dict)
         mark = state_dict.pop(prefix + RECORD_MARK, None)
-        record = state_dict.get(prefix + self.checked_names[-1]) if self.checked_names else None
-        if fault := mark_fault(mark, record):
-            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
+        check_mark(mark, state_dict.get(prefix + self.checked_names[-1]) if self.checked_names else None, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -544,8 +541,7 @@ class SketchedModule(CompressedModule):
 
         if not self._fits(state, expected, prefix, *args):
             return
-        if fault := mark_fault(state.get(RECORD_MARK), state["sketch_seed"]):
-            raise SketchMismatchError(f"layer {prefix[:-1]!r}: {fault}" if prefix else fault)
+        check_mark(state.get(RECORD_MARK), state["sketch_seed"], prefix)
 
         if fitted and not self.is_fitted:
             like = self.sketch_like()

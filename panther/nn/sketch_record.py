@@ -1,7 +1,7 @@
 """The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, stream version, checksum."""
 
 __all__ = [
-    "RECORD_MARK", "has_values", "integers_checksum", "is_rounded", "make_record", "mark_fault", "plain_state",
+    "RECORD_MARK", "check_mark", "has_values", "integers_checksum", "is_rounded", "make_record", "plain_state",
     "read_integers", "read_record", "record_mark", "without_marks",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ RECORD_MARK = "record_mark"
 """Name of four floating numbers in a ``state_dict()``, which stand for the record, a tensor of integers.
 
 An average of the floating tensors of two models that keeps the integers of one of them averages these numbers too, and
-no longer fits the record. Files of Panther do not contain them, because no tensor of a file is averaged alone.
+no longer fits the record. Files that Panther writes do not contain them: their formats are older, and have checksums.
 """
 
 
@@ -109,18 +109,21 @@ def record_mark(record: Any) -> Tensor | None:
     return torch.tensor([1 + byte % 128 / 128 for byte in digest], device=record.device)
 
 
-def mark_fault(mark: Any, record: Any) -> str | None:
-    """Return why a mark does not belong to a record; None if it does, or if one of them has no values."""
+def check_mark(mark: Any, record: Any, prefix: str = "") -> None:
+    """Raise SketchMismatchError, with the layer's name, if a mark and a record have values that do not belong together.
+
+    ``prefix`` is the name of the layer with a dot, as ``load_state_dict`` passes it.
+    """
     expected = record_mark(record)
     if expected is None or type(mark) is not Tensor or not has_values(mark):
-        return None
+        return
     # Numbers of two marks differ by 1/128 or more, and an average of many equal numbers is rounded.
-    if mark.shape == expected.shape and bool(((mark.double().cpu() - expected.cpu()).abs() < 2**-9).all()):
-        return None
-    return (
-        "the floating tensors do not belong to the seed or the integers beside them, as after an average of the "
-        "floating tensors of two models: average models that share seeds and integers"
-    )
+    if mark.shape != expected.shape or not bool(((mark.double().cpu() - expected.cpu()).abs() < 2**-9).all()):
+        raise SketchMismatchError(
+            (f"layer {prefix[:-1]!r}: " if prefix else "")
+            + "the floating tensors do not belong to the seed or the integers beside them, as after an average of the "
+            "floating tensors of two models: average models that share seeds and integers"
+        )
 
 
 def plain_state(module: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
