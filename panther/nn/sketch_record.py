@@ -1,8 +1,8 @@
 """The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, stream version, checksum."""
 
 __all__ = [
-    "RECORD_MARK", "check_mark", "has_values", "integers_checksum", "is_rounded", "make_record", "plain_state",
-    "read_integers", "read_record", "record_mark", "without_marks",
+    "RECORD_MARK", "DrawnModule", "check_mark", "has_values", "integers_checksum", "is_rounded", "make_record",
+    "plain_state", "read_integers", "read_record", "record_mark", "without_marks",
 ]  # fmt: skip
 
 import hashlib
@@ -134,3 +134,30 @@ def plain_state(module: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
 def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a ``state_dict()`` that are not marks."""
     return {name: value for name, value in state.items() if name.rpartition(".")[2] != RECORD_MARK}
+
+
+class DrawnModule(nn.Module):
+    """A module whose ``_extra_state`` begins with the seed of its random buffers and how often they were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(RECORD_MARK, None)  # Tools that look up the names of a state_dict find this one.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        mark = record_mark(_draws_in(destination.get(f"{prefix}_extra_state")))
+        buffers = list(self.buffers(recurse=False))
+        if mark is not None and buffers and all(map(has_values, buffers)):
+            destination[prefix + RECORD_MARK] = mark
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, if the mark, which earlier versions did not save, belongs to the seed."""
+        state_dict = dict(state_dict)
+        mark = state_dict.pop(prefix + RECORD_MARK, None)
+        check_mark(mark, _draws_in(state_dict.get(f"{prefix}_extra_state")), prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _draws_in(state: Any) -> Any:
+    """Return the seed and the number of draws, or None if these are not integers, which are refused later."""
+    return state[:2].clone() if isinstance(state, Tensor) and state.dim() and state.dtype is torch.int64 else None

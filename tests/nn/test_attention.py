@@ -667,7 +667,7 @@ def test_drawing_continues_after_loading():
 def test_state_dict_holds_the_directions():
     layer, names = attention_of(), {"Wq", "Wk", "Wv", "W0", "bq", "bk", "bv", "b0"}
     assert {name for name, _ in layer.named_parameters()} == names
-    assert set(layer.state_dict()) == names | {"directions", "_extra_state"}
+    assert set(layer.state_dict()) == names | {"directions", "record_mark", "_extra_state"}
     with torch.device("meta"):
         empty = attention_of()
     empty.to_empty(device="cpu").reset_parameters()

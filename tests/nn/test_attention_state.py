@@ -9,7 +9,7 @@ import torch
 from tolerances import KERNEL_RMS, rms_error
 from torch import nn
 
-from panther.errors import DTypeError, ShapeError
+from panther.errors import DTypeError, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, sinSRPE
 from panther.nn.attention.random_features import RandomFeatureAttention
 
@@ -290,3 +290,36 @@ def test_projected_attention_reads_a_cache(kernel):
     whole = attention(q, k, v, key_mask, is_causal=True)
     last = attention(q[:, :, -2:], k, v, key_mask, is_causal=True)
     assert rms_error(last, whole[:, :, -2:]) < KERNEL_RMS[torch.float64]
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda seed, kernel=kernel: attention_of(kernel, seed=seed) for kernel in KERNELS if kernel != "taylor"),
+        lambda seed: RandomFeatureAttention(H, E // H, 24, seed=seed),
+        lambda seed: sinSRPE(H, E // H, sines=2, num_realizations=8, seed=seed),
+    ],
+    ids=[*KERNELS[:-1], "module", "SRPE"],
+)
+def test_soups_of_two_seeds_are_refused(make, weight):
+    """People average the floating tensors of two runs and keep the integers of one of them."""
+    model, (one, two) = nn.Sequential(make(2)), [nn.Sequential(make(seed)).state_dict() for seed in (0, 1)]
+    soup = {k: (1 - weight) * v + weight * two[k] if v.is_floating_point() else v for k, v in one.items()}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(SketchMismatchError, match="layer '0': the floating tensors do not belong to the seed"):
+        model.load_state_dict(soup)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model.load_state_dict({k: v.bfloat16() if v.is_floating_point() else v for k, v in one.items()})
+    del one["0.record_mark"]
+    model.load_state_dict(one)  # as earlier versions saved it
+    assert all(torch.equal(v, one[k]) for k, v in model.state_dict().items() if k in one)
+
+
+def test_a_soup_of_one_seed_and_two_numbers_of_draws_is_refused():
+    layers = [attention_of("softmax"), attention_of("softmax").redraw_features_()]
+    one, two = (layer.state_dict() for layer in layers)
+    soup = {k: (v + two[k]) / 2 if v.is_floating_point() else v for k, v in one.items()}
+    with pytest.raises(SketchMismatchError, match="the floating tensors do not belong to the seed"):
+        layers[0].load_state_dict(soup)
+    assert "record_mark" not in attention_of("taylor").state_dict()

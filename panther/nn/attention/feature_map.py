@@ -29,13 +29,13 @@ from panther.nn.attention._hermite import (
 from panther.nn.attention.decoding.fingerprints import fingerprint_of, renew_fingerprint
 from panther.nn.attention.decoding.states import AttentionState, units_with
 from panther.nn.functional import linear_attention
-from panther.nn.sketch_record import has_values, read_integers
+from panther.nn.sketch_record import DrawnModule, has_values, read_integers
 
 KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # Files store the index of a kernel, so append new kernels.
 _FORWARD_BITS = 40
 
 
-class FeatureMap(nn.Module):
+class FeatureMap(DrawnModule):
     """Base of :class:`RandMultiHeadAttention`, which makes the buffers and explains them."""
 
     directions: Tensor | None

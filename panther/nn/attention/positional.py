@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_floating, check_size
-from panther.nn.sketch_record import read_integers
+from panther.nn.sketch_record import DrawnModule, read_integers
 from panther.sketch import GaussianSketch, check_seed
 
 
-class sinSRPE(nn.Module):  # noqa: N801  the paper's name
+class sinSRPE(DrawnModule):  # noqa: N801  the paper's name
     r"""Encode relative positions into the queries and keys of every head, by multiplication with random codes.
 
     The covariance of the codes is a stationary kernel of positions for each feature d of a head,
