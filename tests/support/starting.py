@@ -124,6 +124,7 @@ def peaks(layout, kind, folders, with_values):
 
 def export_peaks(folder):
     """The rise of writing a sharded model, and of writing it for inference."""
+    return_large_tensors()  # before the first tensors, of which the heap would keep room for later ones
     [model] = started("fsdp", dense)
     saved, _ = rise_of(lambda: checkpoint.save(folder / "saved", model, step=1))
     exported, _ = rise_of(lambda: checkpoint.export(model, folder / "exported"))
