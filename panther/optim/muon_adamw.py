@@ -106,9 +106,10 @@ class MuonAdamW(CheckedGroups):
         precision: str | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.selects_matrices = orthogonalize is None
-        if self.selects_matrices:
-            params = split_groups(params, "orthogonalize", (True, False), max(2, rank or 0), {2, 3})
+        self.selects_matrices = False
+        if orthogonalize is None:
+            sides = max(2, rank or 0)
+            params, self.selects_matrices = split_groups(params, "orthogonalize", (True, False), sides, {2, 3})
         defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "rank": rank, "precision": precision}
         super().__init__(params, defaults)
         trained = sum(len(group["params"]) for group in self.param_groups)

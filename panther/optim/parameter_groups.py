@@ -137,15 +137,18 @@ def sketched_param_groups(
 
 def split_groups(
     params: Iterable[Any], setting: str, values: tuple[Any, Any], shortest_side: int, dims: set[int]
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], bool]:
     """Return groups in which a setting has one value for hidden matrices, and another value for other parameters.
+
+    The second value is whether this function selected the matrices. It is False if a group has the setting: groups are
+    then returned as they are.
 
     The last matrix is a head unless a name tells the head, or names tell that it is in the last one of several blocks.
     The first matrix is an embedding if neither its name nor a bias after it tells a layer. A single matrix is hidden.
 
     Args:
         params: The argument of an optimizer: parameters, pairs of a name and a parameter, or groups of them.
-        setting: The key of the setting. Groups are returned as they are if one of them has it.
+        setting: The key of the setting.
         values: The value for hidden matrices, and the other value.
         shortest_side: The number of rows and columns that a hidden matrix has at least.
         dims: The numbers of dimensions of hidden matrices; 3 adds stacks whose name has the word "expert".
@@ -154,7 +157,7 @@ def split_groups(
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     if any(setting in group or isinstance(group["params"], set) for group in groups):
-        return groups  # torch refuses sets, which have no order
+        return groups, False  # torch refuses sets, which have no order
     lists = [[group["params"]] if isinstance(group["params"], Tensor) else list(group["params"]) for group in groups]
     entries = [_named(entry) for members in lists for entry in members]
     matrices = [(place, *entry) for place, entry in enumerate(entries) if entry[1].ndim == 2]
@@ -168,13 +171,14 @@ def split_groups(
         if not (is_in_block or any(_HEAD.search(name) for name, _ in entries)):
             excluded.add(matrices[-1][-1])
     hidden = {p for name, p in entries if p not in excluded and _fits(p, shortest_side, dims) and _is_hidden(name, p)}
-    return [
+    divided = [
         {**group, "params": part, setting: values[not is_hidden]}
         for group, members in zip(groups, lists, strict=True)
         for is_hidden in (True, False)
         if (part := [entry for entry in members if (_named(entry)[1] in hidden) is is_hidden])
         or not (members or is_hidden)
     ]
+    return divided, True
 
 
 def _named(entry: Any) -> _Entry:

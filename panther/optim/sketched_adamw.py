@@ -118,8 +118,9 @@ class SketchedAdamW(CheckedGroups):
         seed: int | None = None,
         bf16_stochastic_round: bool = False,
     ) -> None:
+        self.selects_matrices = False
         if rank is not None:
-            params = split_groups(params, "rank", (rank, None), rank + 1, {2})
+            params, self.selects_matrices = split_groups(params, "rank", (rank, None), rank + 1, {2})
         settings = {"lr": lr, "rank": rank, "update": update, "period": period, "betas": betas, "eps": eps}
         settings |= {"weight_decay": weight_decay, "seed": 0 if seed is None else seed}
         super().__init__(params, settings | {"bf16_stochastic_round": bf16_stochastic_round})
