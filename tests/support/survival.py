@@ -9,17 +9,19 @@ import signal
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from panther.distributed import checkpoint, launch
 from panther.errors import DistributedError
 from panther.nn import SKLinear
+from panther.optim import MuonAdamW, SketchedAdamW
 from panther.train import Callback, TrainConfig, Trainer
 
 STEPS, EVERY = 24, 2  # of a run; between two of its checkpoints
@@ -29,6 +31,8 @@ MOMENTS = (
     "before an old one goes", "in start-up", "while resuming",
 )  # fmt: skip
 VICTIMS = ("worker", "process group")
+LAYOUTS = ("ddp", "fsdp", "zero1", "tp", "pp", "hybrid")  # of two ranks; the last one of two by two
+OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in (torch.optim.AdamW, SketchedAdamW, MuonAdamW)}
 _OF_RANK_0 = MOMENTS[2:7]  # the other rank has no part in these
 
 
@@ -42,6 +46,25 @@ class Trial:
     rank: int
     fraction: float
     """Of the time of a whole run, for ``ANY``; of the times that the moment comes, for the others."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained."""
+
+    layout: str = "ddp"
+    optimizer: str = "AdamW"
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if self.layout == "hybrid" else 2
+
+    def model(self) -> nn.Sequential:
+        """A model for DDP; for other runs one without buffers, which differ between ranks, and with a wide matrix."""
+        if self == Run():
+            return nn.Sequential(SKLinear(32, 64, 2), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+        hidden = [nn.Linear(64, 64), nn.ReLU()]
+        return nn.Sequential(SKLinear(32, 64, 2), nn.LayerNorm(64), nn.Dropout(0.2), *hidden, nn.Linear(64, 4))
 
 
 def trials(n: int, seed: int = 0) -> list[Trial]:
@@ -74,17 +97,17 @@ class _Report(Callback):
                 os.fsync(file.fileno())
 
 
-def train(directory: str, begun: float, kill: Trial | None, whole_s: float) -> str | None:
-    """What a worker runs; the digest of the trained model on rank 0."""
+def train(directory: str, begun: float, run: Run, kill: Trial | None, whole_s: float) -> str:
+    """What a worker runs; the digest of what the rank holds of the trained model."""
     if kill is not None:
-        _arm(kill, whole_s)
+        _arm(kill, OPTIMIZERS[run.optimizer], whole_s)
     torch.manual_seed(100 + dist.get_rank())
-    model = nn.Sequential(SKLinear(32, 64, 2), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(90, 32, generator=generator), torch.randint(4, (90,), generator=generator)
+    generator, samples = torch.Generator().manual_seed(1), 96 if run.layout in ("pp", "hybrid") else 90
+    x, y = torch.randn(samples, 32, generator=generator), torch.randint(4, (samples,), generator=generator)
     config = TrainConfig(
         max_steps=STEPS,
-        strategy="ddp",
+        strategy=run.layout,
+        tensor_parallel_size=2 if run.layout == "hybrid" else None,
         learning_rate=0.01,
         schedule="cosine",
         checkpoint_dir=f"{directory}/run",
@@ -93,15 +116,20 @@ def train(directory: str, begun: float, kill: Trial | None, whole_s: float) -> s
         timeout_s=600,  # No rank waits so long: launch ends all ranks when one is killed.
     )
     data = DataLoader(TensorDataset(x, y), 8, shuffle=True)
-    trainer = Trainer(model, torch.optim.AdamW, nn.CrossEntropyLoss(), config, [_Report(Path(directory), begun)])
+    model, optimizer = run.model(), OPTIMIZERS[run.optimizer]
+    if run.layout == "pp":  # matrices are selected in the whole model, of which a stage does not know the rest
+        optimizer = optimizer(model.named_parameters())
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config, [_Report(Path(directory), begun)])
     trainer.fit(data)
     digest = hashlib.sha256()
-    for name, value in sorted(trainer.model.module.state_dict().items()):
-        digest.update(name.encode() + value.numpy().tobytes())
+    for part in trainer.model if isinstance(trainer.model, list) else [trainer.model]:
+        for name, value in sorted(part.state_dict().items()):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            digest.update(name.encode() + local.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _arm(kill: Trial, whole_s: float) -> None:
+def _arm(kill: Trial, optimizer: type[torch.optim.Optimizer], whole_s: float) -> None:
     """Set the trap in the process that is to die, or that ends its whole group."""
     if dist.get_rank() != kill.rank:
         return
@@ -139,7 +167,7 @@ def _arm(kill: Trial, whole_s: float) -> None:
 
     saves = STEPS // EVERY
     if kill.moment == "in a step":
-        trap(torch.optim.AdamW, "step", STEPS, before=kill.rank == 0)
+        trap(optimizer, "step", STEPS, before=kill.rank == 0)
     elif kill.moment == "in a file":
         trap(storage, "write_file", saves)
     elif kill.moment == "before the manifest":
@@ -154,8 +182,13 @@ def _arm(kill: Trial, whole_s: float) -> None:
         trap(folders, "publish", saves, before=kill.moment == "before the rename")
 
 
-def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> tuple[str | None, float]:
-    """One launch of two workers in a process group of their own; the digest, None if it did not end, and seconds."""
+def run_in_group(
+    directory: Path,
+    kill: Trial | None,
+    whole_s: float = 0.0,
+    run: Run = Run(),
+) -> tuple[str | None, float]:
+    """One launch of workers in a process group of their own; the digest, None if it did not end, and seconds."""
     begun = time.time()
     pid = os.fork()
     if pid == 0:
@@ -164,8 +197,9 @@ def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> t
             os.setsid()
             os.environ["SURVIVAL_GROUP"] = str(os.getpid())
             tempfile.tempdir = str(directory)  # what launch cannot remove, being killed, goes with the trial
-            digest, _ = launch(train, str(directory), begun, kill, whole_s, nproc=2, start_method="fork")
-            (directory / "digest").write_text(digest or "")
+            arguments = (str(directory), begun, run, kill, whole_s)
+            digests = launch(train, *arguments, nproc=run.num_ranks, start_method="fork")
+            (directory / "digest").write_text(" ".join(digests))
             code = 0
         except DistributedError as error:
             (directory / "error").write_text(str(error))
@@ -195,26 +229,33 @@ class Outcome:
     """From the second start to its first step."""
 
 
-def survive(directory: Path, trial: Trial, expected: str, whole_s: float) -> Outcome:
+def survive(
+    directory: Path,
+    trial: Trial,
+    expected: str,
+    whole_s: float,
+    run: Run = Run(),
+) -> Outcome:
     """Kill a run, look at what it left, resume it, and compare."""
     directory.mkdir()
     if trial.moment == "while resuming":  # there must be something to go on from
-        run_in_group(directory, Trial(trial.seed, "after the rename", "process group", 0, trial.fraction), whole_s)
-    digest, _ = run_in_group(directory, trial, whole_s)
+        first = replace(trial, moment="after the rename", victim="process group", rank=0)
+        run_in_group(directory, first, whole_s, run)
+    digest, _ = run_in_group(directory, trial, whole_s, run)
     killed = digest is None
     finished = max((line["finished"] for line in _seen(directory) if line["finished"]), default="")
     left = checkpoint.checkpoints(directory / "run")
     unreadable = 0
     for path in left:
-        model = nn.Sequential(SKLinear(32, 64, 2), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+        model = run.model()
         try:
-            checkpoint.load(path, model, torch.optim.AdamW(model.parameters()))
+            checkpoint.load(path, model, OPTIMIZERS[run.optimizer](model.named_parameters()))
         except Exception:
             unreadable += 1
     lost = bool(finished) and (not left or left[-1].name < finished)
     (directory / "seen").unlink(missing_ok=True)
     if killed:
-        digest, _ = run_in_group(directory, None)
+        digest, _ = run_in_group(directory, None, run=run)
     first = next((line["first_step_s"] for line in _seen(directory) if "first_step_s" in line), float("nan"))
     return Outcome(trial, killed, digest == expected, unreadable, lost, first)
 
