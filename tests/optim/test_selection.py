@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.errors import CheckpointError
+from panther.errors import CheckpointError, ConfigError
 from panther.optim import MuonAdamW, SketchedAdamW, param_groups, sketched_param_groups
+from panther.train.optimization.optimizer import make_optimizer
 
 
 class Language(nn.Module):
@@ -128,3 +129,22 @@ def test_a_state_of_one_group_is_refused_in_a_sentence():
     state["param_groups"][0] |= {"momentum": 0.95, "rank": None}
     with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters, and the optimizer has \[2, 4\]"):
         MuonAdamW(model.parameters()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("optimizer", "setting"), [(MuonAdamW, "orthogonalize"), (SketchedAdamW, "rank")])
+def test_a_stage_takes_groups_and_selects_no_matrices(optimizer, setting):
+    """A stage does not know which matrices of the model are the first and the last one."""
+    by_name = dict(sequential().named_parameters())
+    with pytest.raises(
+        ConfigError, match=rf"{optimizer.__name__} selects hidden matrices by .* makes groups"
+    ):
+        make_optimizer(optimizer, None, by_name, strategy="pp", stages=2)
+    value = {"orthogonalize": True, "rank": 2}[setting]
+    made = make_optimizer(
+        lambda params: optimizer([{"params": [p for p in params if p.ndim > 1], setting: value}]),
+        None,
+        by_name,
+        strategy="pp",
+        stages=2,
+    )
+    assert [(len(group["params"]), group[setting]) for group in made.param_groups] == [(3, value)]
