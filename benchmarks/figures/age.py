@@ -52,6 +52,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "host": ("benchmarks/gpu/host.py", "kernels/ops", "kernels/_triton"),
     "interpolative": ("benchmarks/layers/interpolative.py", "panther/nn/interpolative.py"),
     "kernel_resources": ("benchmarks/gpu/kernel_resources.py", "benchmarks/gpu/kernel_cases.py", "kernels/_triton"),
+    "default-optimizers": (
+        "benchmarks/train/trial_default_optimizers.py",
+        "benchmarks/train/optimizer_tasks.py",
+        "panther/optim",
+    ),
     "linearize": (
         "benchmarks/compress/trial_linearize.py",
         "panther/compression/linearization",

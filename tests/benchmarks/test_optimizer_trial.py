@@ -222,3 +222,16 @@ def test_updates_of_low_rank_are_trained():
         pass
     numbers = {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
     assert numbers["whole"] < numbers["rank 4"] < numbers["rank 16"] < numbers["rank 64"]  # whole ones keep no basis
+
+
+def test_default_optimizers_select_matrices_by_themselves():
+    from benchmarks.train.trial_default_optimizers import METHODS
+    from benchmarks.train.trial_optimizers import Progress, run
+
+    methods = [replace(method, seeds=(0,), most_rates=1) for method in METHODS.values()]
+    progress = Progress()
+    for _ in run(["characters"], methods, progress, quick=True):
+        pass
+    numbers = {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
+    assert numbers["MuonAdamW"] < numbers["AdamW"]
+    assert numbers["SketchedAdamW"] < numbers["AdamW"]
