@@ -686,3 +686,22 @@ def test_an_error_of_an_asynchronous_checkpoint_is_told_once(tmp_path):
     with pytest.raises(CheckpointError, match="nope"):
         checkpoint.save(tmp_path, model, step=3)
     checkpoint.save(tmp_path, model, step=3)
+
+
+def test_a_rank_without_parameters_of_a_group_gets_its_settings(tmp_path):
+    """A ZeroRedundancyOptimizer gives the only vector to one rank, and schedulers of all ranks read its rate."""
+
+    def rates_after_loading():
+        def make(lr, momentum):
+            layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+            groups = [{"params": [layers[0].weight, layers[1].weight]}, {"params": [layers[1].bias], "lr": lr}]
+            return layers, ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=momentum)
+
+        model, optimizer = make(0.5, 0.9)
+        optimizer.param_groups[0]["lr"] = 0.3
+        checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+        model, optimizer = make(0.2, 0.0)
+        checkpoint.load(tmp_path / "run", model, optimizer)
+        return [[(g["lr"], g["momentum"]) for g in o.param_groups] for o in (optimizer, optimizer.optim)]
+
+    assert on_ranks(rates_after_loading, 2) == [[[(0.3, 0.9), (0.5, 0.9)]] * 2] * 2

@@ -132,9 +132,14 @@ def optimizer_state(
         group_settings = {key: value for key, value in latest if key not in ("params", "param_names")}
         for number in group["params"]:
             settings[names[number]] = encode(group_settings, f"optimizer.{names[number]}.setting", tensors)
-    name_of = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
-    groups = [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = _names_by_group(optimizer, parts)
     return {"class": type(inner).__name__, "states": states, "settings": settings, "groups": groups}
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[list[str]]:
+    """Return the names of each group's parameters, with those whose state a ZeroRedundancyOptimizer has elsewhere."""
+    names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def optimizer_targets(
@@ -147,12 +152,15 @@ def optimizer_targets(
             f"the checkpoint has the state of {saved['class']}, but the optimizer is {type(inner).__name__}: make the "
             "same kind, or load without an optimizer"
         )
-    parameters = named_parameters(inner, parts)
-    if missing := [name for name, _ in parameters if name not in saved["settings"]]:
+    parameters, groups = named_parameters(inner, parts), _names_by_group(optimizer, parts)
+    if missing := [name for group in groups for name in group if name not in saved["settings"]]:
         raise CheckpointError(
             f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
         )
-    return {
+    settings = {
+        place: empty(entries[place]) for group in groups for name in group for place in places(saved["settings"][name])
+    }
+    return settings | {
         place: _like(parameter, entries[place])
         for name, parameter in parameters
         for place in places([saved["states"].get(name), saved["settings"][name]])
@@ -185,8 +193,11 @@ def optimizer_values(
     # Numbers of parameters differ between layouts; names do not.
     states = {number: saved["states"][name] for number, name in enumerate(names) if name in saved["states"]}
     state_dict["state"] = decode(states, loaded)
-    for index, group in enumerate(state_dict["param_groups"]):
-        saved_settings = [saved["settings"][names[number]] for number in group["params"]]
+    # A rank of a ZeroRedundancyOptimizer may have no parameter of a group, whose settings it needs all the same.
+    for index, (group, members) in enumerate(
+        zip(state_dict["param_groups"], _names_by_group(optimizer, parts), strict=True)
+    ):
+        saved_settings = [saved["settings"][name] for name in members]
         # Settings with tensors are not compared, because the names of the tensors differ.
         if any(each != saved_settings[0] for each in saved_settings if not any(places(each))):
             raise CheckpointError(
