@@ -59,6 +59,14 @@ class Run:
     def num_ranks(self) -> int:
         return 4 if self.layout == "hybrid" else 2
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the parameters are divided, so that only names tell which matrices an optimizer selects."""
+        return self.layout in ("pp", "zero1")
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](model.named_parameters() if self.is_named else model.parameters())
+
     def model(self) -> nn.Sequential:
         """A model for DDP; for other runs one without buffers, which differ between ranks, and with a wide matrix."""
         if self == Run():
@@ -116,9 +124,8 @@ def train(directory: str, begun: float, run: Run, kill: Trial | None, whole_s: f
         timeout_s=600,  # No rank waits so long: launch ends all ranks when one is killed.
     )
     data = DataLoader(TensorDataset(x, y), 8, shuffle=True)
-    model, optimizer = run.model(), OPTIMIZERS[run.optimizer]
-    if run.layout == "pp":  # matrices are selected in the whole model, of which a stage does not know the rest
-        optimizer = optimizer(model.named_parameters())
+    model = run.model()
+    optimizer = run.make_optimizer(model) if run.is_named else OPTIMIZERS[run.optimizer]
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config, [_Report(Path(directory), begun)])
     trainer.fit(data)
     digest = hashlib.sha256()
@@ -249,7 +256,7 @@ def survive(
     for path in left:
         model = run.model()
         try:
-            checkpoint.load(path, model, OPTIMIZERS[run.optimizer](model.named_parameters()))
+            checkpoint.load(path, model, run.make_optimizer(model))
         except Exception:
             unreadable += 1
     lost = bool(finished) and (not left or left[-1].name < finished)
