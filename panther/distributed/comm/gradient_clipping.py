@@ -37,13 +37,22 @@ def gradient_norm(
     sharded = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
     if not sharded:
         gradients = by_shards.get(1, [])
-        return get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+        return _norm(gradients) if gradients else torch.zeros((), device=device)
     copies = dist.get_world_size(group) // stages
     square = torch.zeros((), dtype=torch.float64, device=device)  # squares of large float32 norms overflow
     for shards, gradients in by_shards.items():  # each rank that has a shard counts it
-        square += get_total_norm(gradients).double() ** 2 * shards / copies
+        square += _norm(gradients).double() ** 2 * shards / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of tensors, in float64 where squares or the norm overflow in their dtype."""
+    norm = get_total_norm(gradients)
+    if norm.isinf():
+        norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float64)) for x in gradients]
+        norm = torch.stack([x.to(norm.device) for x in norms]).norm()
+    return norm
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

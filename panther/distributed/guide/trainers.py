@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed.comm.diagnostics import watched
+from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.data.strategies import data_parallel
@@ -122,7 +123,8 @@ class AdvancedDistributedTrainer:
                 optimizer.zero_grad()
                 loss = criterion(self.ddp_model(data), target)
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.ddp_model.parameters(), self.gradient_clipping)
+                parameters = list(self.ddp_model.parameters())
+                clip_gradients(parameters, self.gradient_clipping, gradient_norm(parameters))
                 optimizer.step()
                 sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
         with watched("train_epoch"):
