@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import zlib
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -211,7 +212,14 @@ def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
 
 
 def test_values_of_all_kinds_come_back():
-    value = {"a": (1, 2.5, None, [True, "x"]), 3: {"$b": float("inf")}, "t": torch.arange(3), "e": {}, (1, 2): -0.0}
+    value = {
+        "a": (1, 2.5, None, [True, "x"]),
+        "milestones": Counter((4, 4, 8)),
+        3: {"$b": float("inf")},
+        "t": torch.arange(3),
+        "e": {},
+        (1, 2): -0.0,
+    }
     from panther.distributed.checkpoint.state import decode, encode
 
     tensors = {}
@@ -219,7 +227,7 @@ def test_values_of_all_kinds_come_back():
     back = decode(json.loads(text), tensors)
     assert torch.equal(back.pop("t"), value.pop("t"))
     assert back == value
-    assert type(back["a"]) is tuple
+    assert [type(back[key]) for key in ("a", "milestones")] == [tuple, Counter]
     with pytest.raises(CheckpointError, match=r"extra.f is a builtin_function_or_method: a checkpoint holds numbers"):
         encode({"f": print}, "extra", {})
 

@@ -19,7 +19,7 @@ MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "panther-checkpoint", 2
 DEEPEST = 200  # largest number of nested containers in a value, far below Python's recursion limit
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_CONTAINERS = ("$tensor", "$tuple", "$dict")
+_CONTAINERS = ("$tensor", "$tuple", "$dict", "$counter")
 
 
 class _InvalidError(Exception):
@@ -193,8 +193,9 @@ def _check_value(value: Any, place: str, tensors: Mapping[str, Any], depth: int 
     if not isinstance(inner, list):
         raise _InvalidError(f"{place} has a {mark} that is not a list")
     _check_value(inner, place, tensors, depth + 1)
-    if mark == "$dict" and not all(isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0]) for pair in inner):
-        raise _InvalidError(f"{place} has a $dict that is not a list of keys and values")
+    are_pairs = all(isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0]) for pair in inner)
+    if mark in ("$dict", "$counter") and not are_pairs:
+        raise _InvalidError(f"{place} has a {mark} that is not a list of keys and values")
 
 
 def _is_key(value: Any) -> bool:

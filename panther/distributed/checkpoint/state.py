@@ -15,6 +15,7 @@ __all__ = [
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -308,9 +309,10 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
             for step, (key, item) in zip(steps, value.items(), strict=True)
         ]
         # JSON has only string keys. Other keys, and keys that look like the marks of this format, become pairs.
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        is_counter = isinstance(value, Counter)  # MultiStepLR's milestones
+        if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)
-        return {"$dict": pairs}
+        return {"$counter" if is_counter else "$dict": pairs}
     raise CheckpointError(
         f"{place} is a {type(value).__name__}: a checkpoint holds numbers, strings, None, lists, tuples, dicts and "
         "tensors"
@@ -326,8 +328,9 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors.get(value["$tensor"])
         if "$tuple" in value:
             return tuple(decode(item, tensors) for item in value["$tuple"])
-        if "$dict" in value:
-            return {_hashable(decode(key, tensors)): decode(item, tensors) for key, item in value["$dict"]}
+        for mark, mapping in (("$dict", dict), ("$counter", Counter)):
+            if mark in value:
+                return mapping({_hashable(decode(key, tensors)): decode(item, tensors) for key, item in value[mark]})
         return {key: decode(item, tensors) for key, item in value.items()}
     return value
 
