@@ -33,6 +33,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -846,7 +847,9 @@ def logs_of(agent: Any) -> Any:
 
 
 def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> None:
-    """Let an agent end its workers within ``timeout_s`` once one of them has failed, and call ``before(agent)`` first.
+    """Let an agent end its workers within ``timeout_s`` once one of them has failed, whenever it has failed.
+
+    ``before(agent)`` is called first.
 
     The context of the agent's functions waits 30 seconds for them. Then the agent calls ``close`` without a timeout,
     which waits 30 seconds as well. torch has no public setting for these times; the fallback is to wait. The timeout of
@@ -861,6 +864,11 @@ def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> 
         close(context, death_sig, timeout)
 
     agent._pcontext.close = limited
+    if (finished := getattr(agent._pcontext, "_worker_finished_event", None)) is not None:
+        # Workers wait for this event after their results, and setting it waits for ever for one that has been killed
+        # there. From a thread, the agent goes on, and finds the exit code of that worker.
+        set_finished = finished.set
+        finished.set = lambda: threading.Thread(target=set_finished, daemon=True).start()
     processes = getattr(agent._pcontext, "_pc", None)
     if processes is not None and hasattr(processes, "_join_procs_with_timeout"):
         join, functions = type(processes)._join_procs_with_timeout, weakref.proxy(processes)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import waits
 from launchers import Launcher, until
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from panther.distributed.comm.handshake import RankInfo, decide, own_gpu
@@ -314,6 +315,23 @@ def test_ranks_meet_however_often_they_met_before(monkeypatch, tmp_path):
 
     assert started(member(0, 2, 3, 3), member(1, 2, 3, 3), member(2, 3, 3)) == [[2.0, 3.0, 3.0]] * 2 + [[3.0, 3.0]]
     assert [file for folder in tmp_path.iterdir() for file in folder.iterdir()] == []
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not tell how many processes wait")
+def test_a_worker_that_is_killed_after_its_result_ends_the_launch(monkeypatch):
+    """It waits for the other workers then, and torch's event waits for it."""
+    is_done = MultiprocessContext._is_done
+
+    def kill_when_done(context):
+        if is_done(context):
+            waits.until(lambda: context._worker_finished_event._cond._sleeping_count.get_value() == 2, "no wait")
+            os.kill(context.pids()[1], signal.SIGKILL)
+            return True
+        return False
+
+    monkeypatch.setattr(MultiprocessContext, "_is_done", kill_when_done)
+    with pytest.raises(DistributedError, match="rank 1 .*SIGKILL"):
+        launch(os.getpid, nproc=2)
 
 
 def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
