@@ -330,7 +330,7 @@ def test_a_worker_that_is_killed_after_its_result_ends_the_launch(monkeypatch):
         return False
 
     monkeypatch.setattr(MultiprocessContext, "_is_done", kill_when_done)
-    with pytest.raises(DistributedError, match="rank 1 .*SIGKILL"):
+    with pytest.raises(DistributedError, match=r"rank 1 .*SIGKILL"):
         launch(os.getpid, nproc=2)
 
 

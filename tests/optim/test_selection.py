@@ -135,9 +135,7 @@ def test_a_state_of_one_group_is_refused_in_a_sentence():
 def test_a_stage_takes_groups_and_selects_no_matrices(optimizer, setting):
     """A stage does not know which matrices of the model are the first and the last one."""
     by_name = dict(sequential().named_parameters())
-    with pytest.raises(
-        ConfigError, match=rf"{optimizer.__name__} selects hidden matrices by .* makes groups"
-    ):
+    with pytest.raises(ConfigError, match=rf"{optimizer.__name__} selects hidden matrices by .* makes groups"):
         make_optimizer(optimizer, None, by_name, strategy="pp", stages=2)
     value = {"orthogonalize": True, "rank": 2}[setting]
     made = make_optimizer(

@@ -247,6 +247,68 @@ def test_gradients_of_zero_change_nothing_but_the_decay():
         assert (p.detach() - before).abs().max() > 1e-4  # no limit comes from the step without an update
 
 
+def deep(is_transposed=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+    for layer in model if is_transposed else ():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+    return model, {"rank": 4, "lr": 0.01}
+
+
+def steps_of(model, optimizer, scales):
+    """Take steps whose losses have these factors; the norms of the changes of the first matrix."""
+    sizes = []
+    for number, scale in enumerate(scales):
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(number))
+        (scale * model(x).square().mean()).backward()
+        optimizer.step()
+        sizes.append(float((model[0].weight.detach() - before).norm()))
+    return sizes
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_steps_without_gradients_do_not_trap_a_matrix(kind):
+    """A limit on the growth of steps must let go of zero: FluxML/Optimisers.jl#196."""
+    model, settings = deep()
+    optimizer = SketchedAdamW(model.parameters(), update=kind, weight_decay=0.0, **settings)
+    first = steps_of(model, optimizer, [0, 0, 1])
+    again = steps_of(model, optimizer, [1, 1] + [0] * 12 + [1])
+    fresh, settings = deep()
+    usual = steps_of(fresh, SketchedAdamW(fresh.parameters(), update=kind, weight_decay=0.0, **settings), [1])
+    assert first[:2] == [0, 0]
+    assert 0.5 < first[2] / usual[0] < 2
+    assert again[-1] > 0.1 * usual[0]
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_states_are_plain_tensors_that_may_be_loaded_safely_or_cleared(kind, tmp_path):
+    """Projectors in states cannot be read by weights_only (ms-swift#10161), or be reset (Ecosystem_WebUI#383)."""
+    models, settings = [deep()[0] for _ in range(2)], deep()[1]
+    optimizers = [SketchedAdamW(model.parameters(), update=kind, **settings) for model in models]
+    steps_of(models[0], optimizers[0], [1] * 3)
+    torch.save([models[0].state_dict(), optimizers[0].state_dict()], tmp_path / "state.pt")
+    for target, state in zip((models[1], optimizers[1]), torch.load(tmp_path / "state.pt"), strict=True):
+        target.load_state_dict(state)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        steps_of(model, optimizer, [1] * 3)
+        optimizer.state.clear()
+        steps_of(model, optimizer, [1])
+    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_the_strides_of_matrices_do_not_matter(kind):
+    """Models in channels_last have weights of other strides: clovaai/AdamP#17."""
+    models = [deep(is_transposed)[0] for is_transposed in (False, True)]
+    for model in models:
+        steps_of(model, SketchedAdamW(model.parameters(), update=kind, **deep()[1]), [1] * 3)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_bad_input_is_refused_before_anything_changes():
     named = parameters([(6, 5), (9, 4)])
     for settings, error, message in [
