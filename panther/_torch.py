@@ -866,7 +866,7 @@ def limit_closing(agent: Any, timeout_s: int, before: Callable[[Any], None]) -> 
     agent._pcontext.close = limited
     if (finished := getattr(agent._pcontext, "_worker_finished_event", None)) is not None:
         # Workers wait for this event after their results, and setting it waits for ever for one that has been killed
-        # there. From a thread, the agent goes on, and finds the exit code of that worker.
+        # there. From a thread, the agent continues, and finds the exit code of that worker.
         set_finished = finished.set
         finished.set = lambda: threading.Thread(target=set_finished, daemon=True).start()
     processes = getattr(agent._pcontext, "_pc", None)
