@@ -134,7 +134,7 @@ def train(form, optimizer_name, lr, seed):
     model = network(form)
     if optimizer_name == "AdamW":
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, weight_decay=0.1
+            model.parameters(), lr=lr, weight_decay=0.1, fused=True
         )
     else:
         hidden, head = (pr.nn.SKLinear, nn.Linear), str(len(model) - 1)

@@ -23,7 +23,9 @@ def prepared(accelerator: Accelerator) -> tuple:
     model = nn.Sequential(
         pr.nn.SKLinear(64, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 10)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, fused=True
+    )
     data = torch.utils.data.TensorDataset(images, labels)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, torch.utils.data.DataLoader(data, 8)

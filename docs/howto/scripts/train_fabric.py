@@ -32,7 +32,8 @@ def prepared() -> tuple:
         pr.nn.SKLinear(64, 64, 4, seed=1), nn.ReLU(), nn.Linear(64, 10)
     )
     model, optimizer = fabric.setup(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
     )
     if fabric.world_size > 1:
         pr.distributed.verify_sketches(model)

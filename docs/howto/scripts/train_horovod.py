@@ -26,7 +26,7 @@ if torch.cuda.is_available():
 model = nn.Sequential(
     pr.nn.SKLinear(64, 256, 8), nn.ReLU(), nn.Linear(256, 10)
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 # Here they become equal.
 optimizer = DistributedOptimizer(optimizer, model, compression="fp16")
 

@@ -33,7 +33,7 @@ class Net(lightning.LightningModule):
         return nn.functional.cross_entropy(self.model(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 processes = int(os.environ.get("WORLD_SIZE", 1))
