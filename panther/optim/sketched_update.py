@@ -295,8 +295,9 @@ class _Batch:
         if not self.has_factors:
             return is_scaled or bool(self.sketches.isfinite().all())
         self.squares = torch.stack(squares)
-        vanish = (self.squares < _SAFE_SQUARES[0]) & (self.sketches != 0).any(1)
-        is_exact = is_scaled or bool((self.squares < _SAFE_SQUARES[1]).logical_and_(~vanish).all())
+        is_exact = is_scaled or bool((self.squares < _SAFE_SQUARES[1]).all())
+        if is_exact and not is_scaled and bool((small := self.squares < _SAFE_SQUARES[0]).any()):
+            is_exact = not bool((small & (self.sketches != 0).any(1)).any())
         if self._kind == "tensor":
             self.squares = self.squares.sum(1, keepdim=True)
         return is_exact
