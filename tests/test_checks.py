@@ -3,6 +3,7 @@
 import sys
 
 import checks
+import count_lines
 import measured_seconds
 from command_queue import Command, CommandQueue, counts_of_tests
 from measured_seconds import NUM_SHARES, Unit, divide, pack
@@ -148,3 +149,15 @@ def test_seconds_that_were_recorded_do_not_divide_what_continues(tmp_path, monke
     assert checks.main(["verify"]) == 0
     assert divided[0] == checks.parse_seconds(checks._git("show", "HEAD:tests/support/seconds.csv"))
     assert divided[0]
+
+
+def test_the_table_of_lines_has_the_lines_of_a_revision_beside_those_of_today():
+    *packages, total = (line.split() for line in count_lines.table("HEAD")[1:])
+    assert {"kernels", "panther/nn"} <= {package for package, *_ in packages}
+    assert total[:2] == ["in", "all"]
+    assert int(total[2].replace(",", "")) == sum(int(row[1].replace(",", "")) for row in packages)
+    assert total[-1].replace(",", "").isdigit() or total[-1] == "-"
+
+
+def test_the_table_of_lines_does_without_history():
+    assert all(line.endswith("-") for line in count_lines.table("no-such-revision")[1:-1])

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import count_lines
 from command_queue import Command, CommandQueue
 from instruction_sets import FILES, FOLDERS, instruction_set_variables
 from measured_seconds import (
@@ -338,6 +339,8 @@ def main(arguments=None):
                 progress.add(outcome)
 
         queue.run(on_end)
+    if options.checks == "verify":
+        print("\n" + "\n".join(count_lines.table(count_lines.last_release())))
     return _summarise(queue)
 
 

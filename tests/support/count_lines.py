@@ -1,4 +1,7 @@
-"""Count the lines of the library by package: ``python tests/support/count_lines.py``.
+"""Count the lines of the library by package: ``python tests/support/count_lines.py [REVISION]``.
+
+Beside them stand the lines of a revision: the tag of the last release, or, before there is one, the commit since which
+the library is to become smaller. ``make verify`` prints the table.
 
 A line of code is not blank, and neither a comment nor part of a docstring. A line *refuses* if it is part of a
 ``raise``, of the condition of an ``if`` whose body only raises, or of a function whose name begins with ``check``.
@@ -6,12 +9,17 @@ A line of code is not blank, and neither a comment nor part of a docstring. A li
 
 import ast
 import io
+import subprocess
+import sys
+import tarfile
+import tempfile
 import tokenize
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("lines", "code", "comments", "refusing")
+BEFORE_RELEASES = "f7ae3fc2"
 
 
 def count(source):
@@ -51,16 +59,36 @@ def count_packages(root=ROOT):
     return counts
 
 
-def main():
-    """Print a table."""
-    counts = count_packages()
-    counts["in all"] = sum(counts.values(), Counter())
-    print(f"{'':24}{''.join(f'{name:>10}' for name in COLUMNS)}  comments per 100  refusing in %")
+def count_revision(revision):
+    """Return the counts at a revision; empty on a clone without its history."""
+    archive = subprocess.run(["git", "archive", revision, "panther", "kernels"], cwd=ROOT, capture_output=True)
+    if archive.returncode != 0:
+        return {}
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+        return count_packages(Path(folder))
+
+
+def last_release():
+    """Return the tag of the last release, or the commit to compare with before there is one."""
+    tag = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], cwd=ROOT, capture_output=True, text=True)
+    return tag.stdout.strip() or BEFORE_RELEASES
+
+
+def table(revision):
+    """Return the lines of a table of the packages, beside their lines at a revision."""
+    counts, earlier = count_packages(), count_revision(revision)
+    counts |= {package: Counter() for package in earlier if package not in counts}
+    for packages in (counts, earlier):
+        packages["in all"] = sum(packages.values(), Counter())
+    lines = [f"{'':24}{''.join(f'{name:>10}' for name in COLUMNS)}  comments per 100  refusing in %  {revision[:9]:>9}"]
     for package, numbers in counts.items():
-        shares = (100 * numbers[name] / numbers["code"] for name in ("comments", "refusing"))
+        shares = (100 * numbers[name] / max(1, numbers["code"]) for name in ("comments", "refusing"))
         cells = "".join(f"{numbers[name]:10,}" for name in COLUMNS)
-        print(f"{package:24}{cells}  {next(shares):16.1f}  {next(shares):13.1f}")
+        lines_then = f"{earlier[package]['lines']:9,}" if package in earlier else f"{'-':>9}"
+        lines.append(f"{package:24}{cells}  {next(shares):16.1f}  {next(shares):13.1f}  {lines_then}")
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(table(sys.argv[1] if len(sys.argv) > 1 else last_release())))
