@@ -88,6 +88,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "sparse": ("benchmarks/linalg/sparse.py", "panther/linalg", "panther/sketch"),
     "step-in-backward": ("benchmarks/train/step_in_backward.py", "panther/optim"),
     "survival": ("benchmarks/train/trial_survival.py", "panther/distributed/checkpoint", "panther/train"),
+    "survival-layouts": (
+        "benchmarks/train/trial_survival.py",
+        "panther/distributed/checkpoint",
+        "panther/train",
+        "panther/optim",
+    ),
     "train": ("benchmarks/train/trainer.py", "panther/train"),
     "train-messages": ("benchmarks/train/messages.py", "panther/train", "panther/distributed/data"),
     "train-newcomer": ("benchmarks/train/newcomer.py", "panther/cli"),
