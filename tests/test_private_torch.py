@@ -45,7 +45,7 @@ OTHER_LIBRARIES = {
 }  # fmt: skip
 
 # Attributes of torch's classes that are methods or attributes of Panther's classes too, and mean these.
-PANTHERS_OWN = {"_check_inputs", "_device", "_scale", "_to_dense", "_values"}
+PANTHERS_OWN = {"_check_inputs", "_device", "_scale", "_values"}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Base classes of compressed layers and of sketched layers: the seed, the two modes, saving and loading.
+"""The base class of sketched layers: the seed, the two modes, saving and loading.
 
 In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer, which
 loaded a checkpoint with sketches of its own, they are Parameters. ``sketch_seed`` in the state_dict stores the mode and
@@ -12,29 +12,23 @@ __all__ = [
     "check_linear_input",
     "is_autocasting",
     "keep_own_forward",
-]
+]  # The protocol's names are imported from here by modules that do not name nn/protocol.py yet.
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther._keywords import explain_keywords_of_class
 from panther._torch import (
     buffers_of,
-    children_of,
-    is_transformed,
     parameters_of,
-    put_forward_pre_hooks,
     unsaved_buffers_of,
-    version_of,
 )
 from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.kernels.ops.library import can_autocast
-from panther.nn.factors import inherit_settings
+from panther.nn.protocol import CompressedModule, arguments_of, keep_own_forward
 from panther.nn.sketch_record import (
     RECORD_MARK,
     check_mark,
@@ -42,44 +36,11 @@ from panther.nn.sketch_record import (
     is_rounded,
     make_record,
     read_record,
-    record_mark,
 )
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
-_MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
-
-
-def keep_own_forward(module: nn.Module, args: Any) -> None:
-    """Do nothing, as a forward pre-hook: torch's fast paths are off for a module that has a hook.
-
-    nn.TransformerEncoderLayer in eval mode reads the weights of its linear layers and its attention instead of calling
-    them. Of a sketched layer that would be a dense product, and of a sharded one a rank's shard.
-    """
-
-
-class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
-    """Forward pre-hooks that are false while :func:`keep_own_forward` is the only one.
-
-    nn.TransformerEncoderLayer counts hooks, and nn.Module tests whether there are hooks. Calling this hook would take
-    as long as a small product.
-    """
-
-    def __bool__(self) -> bool:
-        return len(self) > 1
-
-
-def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return arguments of a constructor as JSON has them, read from the attributes of a sketched or a dense layer."""
-    values = {name: getattr(layer, name) for name in names}
-    if "bias" in values:
-        values["bias"] = layer.bias is not None
-    return {name: _as_in_json(value) for name, value in values.items()}
-
-
-def _as_in_json(value: Any) -> Any:
-    return [_as_in_json(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def is_autocasting(device_type: str) -> bool:
@@ -98,204 +59,6 @@ def check_linear_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
     if not (torch.jit.is_tracing() or x.is_nested) and (not x.dim() or x.shape[-1] != in_features):
         features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
         raise ShapeError(f"the input has {features} and the layer takes {in_features}")
-
-
-class CompressedModule(nn.Module):
-    """Base of layers that replace a dense layer with fewer numbers or bits. The inference format can store them."""
-
-    dense_class: type[Any]
-    """The class of torch.nn that the layer replaces."""
-
-    dense_arguments: tuple[str, ...]
-    """Names of the constructor's arguments that the dense class has too."""
-
-    size_arguments: tuple[str, ...]
-    """Names of those that say how much is stored."""
-
-    saved_buffer_names: tuple[str, ...]
-    """Names of the buffers that are saved with the parameters."""
-
-    factor_names: tuple[str, ...] = ()
-    """Names of the parameters that are factors of the weight, where the products of factors are the weight."""
-
-    checked_names: tuple[str, ...] = ()
-    """Names of the buffers on which arithmetic has no meaning, such as codes and seeds; the record is the last."""
-
-    _checked: list[tuple[int, int]] | None = None
-    """Which tensors :meth:`check_writes` last saw, and how often they had been written to."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        explain_keywords_of_class(cls)
-
-    def __init__(self) -> None:
-        super().__init__()
-        put_forward_pre_hooks(self, _UncalledHooks())
-        self.register_forward_pre_hook(keep_own_forward)
-        self.register_buffer(RECORD_MARK, None)  # Tools that look up the names of a state_dict find this one.
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._check_settable(name)
-        super().__setattr__(name, value)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, or raise AttributeError if the layer computes a tensor of this name."""
-        self._check_settable(name)  # torchao registers quantized weights
-        super().register_parameter(name, param)
-
-    def _check_settable(self, name: str) -> None:
-        # nn.Module raises a KeyError without a reason if a Parameter has the name of a property.
-        attribute = getattr(type(self), name, None)
-        if isinstance(attribute, property) and attribute.fset is None:
-            raise AttributeError(
-                f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
-                "change these tensors, make a new layer from a dense layer by "
-                f"{next(name for name in _MAKERS if hasattr(self, name))}, or call pr.to_linears_(model) "
-                "first for a tool that looks for torch's layers"
-            )
-
-    bias: nn.Parameter | None
-
-    def stored_names(self) -> tuple[str, ...]:
-        """Return the names of the tensors that the weight is computed from."""
-        raise NotImplementedError
-
-    @classmethod
-    def _in_place_of(cls, dense: Any, **size: Any) -> Self:
-        """Return a new layer of this size with the arguments, the device and the dtype of a dense layer."""
-        make: Any = cls  # The constructors of subclasses have arguments.
-        weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
-        layer: Self = make(**arguments, **size, device=weight.device, dtype=weight.dtype)
-        return layer
-
-    @torch.no_grad()
-    def _with_bias_of(self, dense: Any) -> Self:
-        """Copy the bias and the settings of the dense layer that this layer replaces, and return this layer."""
-        if self.bias is not None:
-            self.bias.copy_(dense.bias)
-        inherit_settings(self, dense)
-        return self
-
-    @torch.no_grad()
-    def _to_dense(self) -> Any:
-        """Return a dense layer with copies of the effective weight and the bias, in the same training mode."""
-        weight: Any = self.weight
-        arguments = arguments_of(self, self.dense_arguments)
-        dense = self._new_dense(**arguments, device=weight.device, dtype=weight.dtype)
-        dense.weight.copy_(weight)
-        if self.bias is not None:
-            dense.bias.copy_(self.bias)
-        return dense.train(self.training)
-
-    def _new_dense(self, **arguments: Any) -> Any:
-        """Return a new dense layer with these arguments of its constructor."""
-        return self.dense_class(**arguments)
-
-    def check_record(self) -> None:
-        """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""
-        raise NotImplementedError
-
-    def check_writes(self) -> None:
-        """Call :meth:`follow_writes` if a checked buffer was written to or replaced since the last call.
-
-        Other code writes to buffers in place: it broadcasts or copies them, which the layer has to follow, or averages
-        them, which destroys codes and seeds. A forward only compares the versions of a few tensors.
-
-        Raises:
-            SketchMismatchError: If the buffers do not belong together.
-        """
-        if not torch.compiler.is_compiling() and (writes := self._writes()) != self._checked:
-            tensors = self._checked_tensors()
-            # Tensors without values, shards, and tensors inside of vmap or a trace cannot be compared.
-            plain = all(type(tensor) is Tensor and has_values(tensor) for tensor in tensors)
-            if plain and not torch.jit.is_tracing() and not any(map(is_transformed, tensors)):
-                self._take_mark()
-                self.follow_writes(writes)
-                self._checked = self._writes()
-
-    def _take_mark(self) -> None:
-        """Compare the mark, and remove it, if a tool has set each tensor of a state_dict by its name."""
-        if self.checked_names and (mark := buffers_of(self).get(RECORD_MARK)) is not None:
-            check_mark(mark, buffers_of(self)[self.checked_names[-1]])
-            buffers_of(self)[RECORD_MARK] = None
-
-    def _writes(self) -> list[tuple[int, int]]:
-        """Return the identity and the number of writes of each checked buffer; inference tensors count no writes."""
-        tensors = map(buffers_of(self).get, self.checked_names)
-        try:
-            return [(id(tensor), version_of(tensor)) for tensor in tensors if tensor is not None]
-        except RuntimeError:
-            return [(id(tensor), -1) for tensor in self._checked_tensors()]
-
-    def note_writes(self) -> None:
-        """Regard the present values of the checked buffers as valid, if there are values."""
-        self._checked = self._writes() if all(map(has_values, self._checked_tensors())) else None
-
-    def _checked_tensors(self) -> list[Tensor]:
-        return [tensor for name in self.checked_names if (tensor := buffers_of(self).get(name)) is not None]
-
-    def follow_writes(self, writes: list[tuple[int, int]]) -> None:
-        """Compute with what other code wrote to the checked buffers, or raise SketchMismatchError."""
-        self.check_record()
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save, unless the checked buffers do not belong together: the error names the layer."""
-        try:
-            self._take_mark()
-            self.check_record()
-        except SketchMismatchError as error:
-            if self._checked is not None:  # Otherwise the values are still being loaded.
-                raise SketchMismatchError(f"layer {prefix[:-1]!r}: {error}" if prefix else str(error)) from None
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.checked_names and (mark := record_mark(destination.get(prefix + self.checked_names[-1]))) is not None:
-            destination[prefix + RECORD_MARK] = mark
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, if the mark, which earlier versions did not save, belongs to the record."""
-        state_dict = dict(state_dict)
-        mark = state_dict.pop(prefix + RECORD_MARK, None)
-        check_mark(mark, state_dict.get(prefix + self.checked_names[-1]) if self.checked_names else None, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn``, which moves or casts the values of checked buffers, and does not change them."""
-        was_checked = self._checked is not None and self._checked == self._writes()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if was_checked:
-            self._checked = self._writes()
-        return self
-
-    def _fits(self, state: dict[str, Any], expected: Mapping[str, torch.Size], prefix: str, *args: Any) -> bool:
-        """Return whether a checkpoint has all tensors in the expected shapes; report differences as torch does."""
-        missing_keys, unexpected_keys, error_msgs = args[-3:]
-        strange = [name for name in expected if name in state and not isinstance(state[name], Tensor)]
-        if strange:
-            error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
-            return False
-        missing = [prefix + name for name in expected if name not in state]
-        unexpected = [
-            prefix + name
-            for name in state
-            if name not in {*expected, RECORD_MARK} and name.partition(".")[0] not in children_of(self)
-        ]
-        wrong = [
-            f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
-            f"the shape in current model is {tuple(shape)}."
-            for name, shape in expected.items()
-            if name in state and state[name].shape != shape
-        ]
-        matching = [name for name in expected if name in state and name != "bias"]
-        if missing and matching:  # strict=False would hide that these are not loaded
-            wrong.append(
-                f"{type(self).__name__} {prefix[:-1]!r} needs all of its tensors, and the state_dict only has "
-                f"{', '.join(matching)}: load the shards of a checkpoint as one state_dict, or by pr.from_pretrained."
-            )
-        elif missing:
-            missing = [prefix + name for name in expected]
-        missing_keys += missing
-        unexpected_keys += unexpected
-        error_msgs += wrong
-        return not (missing or wrong)
 
 
 class SketchedModule(CompressedModule):

@@ -208,7 +208,7 @@ class InterpolativeLinear(CompressedModule):
         """
         check_dense(linear, nn.Linear, "from_linear")
         A = fittable(linear.weight.detach())
-        layer = cls._in_place_of(linear, low_rank=low_rank)
+        layer = cls.in_place_of(linear, low_rank=low_rank)
         layer.set_factors_(*leading_factors(A, layer.low_rank))
         return layer._with_bias_of(linear)
 
@@ -267,7 +267,7 @@ class InterpolativeLinear(CompressedModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        linear: nn.Linear = self._to_dense()
+        linear: nn.Linear = self.to_dense()
         return linear
 
     def stored_names(self) -> tuple[str, ...]:

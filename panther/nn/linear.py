@@ -260,7 +260,7 @@ class SKLinear(SketchedModule):
         check_dense(linear, nn.Linear, "from_linear")
         check_init(init)
         A = fittable(linear.weight.detach()).mT
-        layer = cls._in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
+        layer = cls.in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
         U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
         if init == "lstsq":
             S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
@@ -281,7 +281,7 @@ class SKLinear(SketchedModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        linear: nn.Linear = self._to_dense()
+        linear: nn.Linear = self.to_dense()
         return linear
 
     @torch.no_grad()

@@ -234,7 +234,7 @@ def reason_to_skip(module: CompressedModule) -> str | None:
 def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
     """Return the plain layers of a compressed layer. They share weights if the compressed layers share factors."""
     if isinstance(module, QuantizedMatrix) and (module.bits is not None or getattr(module, "groups", 1) > 1):
-        new: nn.Module = module._to_dense()
+        new: nn.Module = module.to_dense()
         new.get_parameter("weight").requires_grad_(_is_trained(module))
         last = new
     else:

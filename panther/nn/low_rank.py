@@ -260,7 +260,7 @@ class LowRankLinear(_LowRank):
         """
         check_dense(linear, nn.Linear, "from_linear")
         A = fittable(linear.weight.detach())
-        layer = cls._in_place_of(linear, rank=rank)
+        layer = cls.in_place_of(linear, rank=rank)
         layer.set_factors_(*leading_factors(A, layer.rank, seed), seed)
         return layer._with_bias_of(linear)
 
@@ -273,7 +273,7 @@ class LowRankLinear(_LowRank):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        linear: nn.Linear = self._to_dense()
+        linear: nn.Linear = self.to_dense()
         return linear
 
     def extra_repr(self) -> str:
@@ -432,7 +432,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
         """
         check_dense(conv, nn.Conv2d, "from_conv")
         A = fittable(conv.weight.detach()).flatten(1).unflatten(0, (conv.groups, -1))
-        layer = cls._in_place_of(conv, rank=rank)
+        layer = cls.in_place_of(conv, rank=rank)
         pairs = [leading_factors(group, layer.rank // layer.groups, seed) for group in A]
         left, right = (torch.stack(factors) for factors in zip(*pairs, strict=True))
         layer.set_factors_(left, right, seed)
@@ -451,7 +451,7 @@ class LowRankConv2d(ConvGeometry, _LowRank):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv: nn.Conv2d = self._to_dense()
+        conv: nn.Conv2d = self.to_dense()
         take_format_(conv, self.down)
         return conv
 

@@ -25,11 +25,19 @@ from panther._torch import buffers_of, parameters_of, plain_name
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn.attention.record import attention_records
-from panther.nn.base import CompressedModule, SketchedModule, arguments_of
+from panther.nn.base import SketchedModule
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.low_rank import LowRankConv2d, LowRankLinear
+from panther.nn.protocol import (
+    TRAINED_SCALES,
+    CompressedModule,
+    allow_saving,
+    allowed_layers,
+    arguments_of,
+    recorded_class,
+)
 from panther.nn.quantized import (
     QuantizedConv2d,
     QuantizedEmbedding,
@@ -42,29 +50,12 @@ from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import stacked_layers
 from panther.nn.sketch_record import plain_state
 
-# Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
-_CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
-        *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts),
-        InterpolativeLinear,
-    )
-}
-
-
-def allow_saving(*layers: type[CompressedModule]) -> None:
-    """Let files contain further layers, by the names of their classes.
-
-    A layer that is not Panther's own has to be allowed in each process that loads such a file.
-
-    Raises:
-        FormatError: If another class has the same name.
-    """
-    for layer in layers:
-        if _CLASSES.setdefault(layer.__name__, layer) is not layer:
-            raise FormatError(f"{layer.__name__!r} names another class in files: rename the class {layer}")
-
+allow_saving(
+    *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
+    *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts),
+    InterpolativeLinear,
+)
+_CLASSES = allowed_layers()
 
 _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integers.
 
@@ -72,9 +63,6 @@ _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integ
 # reads. Version 2, which is no longer written, has parts, whose layers have their names within the part.
 # Version 3 has symmetric layers without zero points, see SYMMETRIC.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 3
-
-# Key of a record in a training checkpoint: the layer has parameters that train its scales.
-TRAINED_SCALES = "trained_scales"
 
 # Key of a record in a folder: the grids are symmetric, and the folder has no zero points, which are the middle codes.
 SYMMETRIC = "symmetric"
@@ -104,10 +92,11 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
             modules[name] = {"alias_of": first_name[module]}
             continue
         first_name[module] = name
-        kind = _class_of(module)
-        if kind not in _CLASSES:
+        kind = recorded_class(module)
+        if kind is None:
             raise FormatError(
-                f"module {name!r} is a {kind}, which the format does not know: it knows {', '.join(_CLASSES)}"
+                f"module {name!r} is a {type(module).__name__}, which the format does not know: it knows "
+                f"{', '.join(_CLASSES)}"
             )
         _check_plain(name, module, in_training)
         modules[name] = {
@@ -310,16 +299,6 @@ def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None
             f"module {name!r} is saved as its {', '.join(sorted(saved_names))}, but its state_dict differs by "
             f"{', '.join(extra)}: remove the parametrization or pruning first"
         )
-
-
-def _class_of(module: CompressedModule) -> str:
-    """Return the name of a layer's class, without the subclasses that fully_shard and tensor parallelism derive."""
-    for kind in type(module).__mro__:
-        if _CLASSES.get(kind.__name__) is kind:
-            return kind.__name__
-        if not kind.__module__.startswith(("torch.distributed.", "panther.distributed.")):
-            break
-    return type(module).__name__
 
 
 def _with_saved_settings(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:

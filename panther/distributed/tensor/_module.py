@@ -112,8 +112,8 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
         """The dense weight, full; every rank must ask for it."""
         return unshard_module(self).weight  # type: ignore[return-value]
 
-    def _to_dense(self) -> Any:
-        return unshard_module(self)._to_dense()  # type: ignore[operator]
+    def to_dense(self) -> Any:
+        return unshard_module(self).to_dense()  # type: ignore[operator]
 
 
 def _is_full(value: Any, shape: tuple[int, ...]) -> bool:

@@ -407,7 +407,7 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
 def _dense(module: Any) -> Any:
     """Return the layer of torch.nn with a compressed layer's effective weight, or the stacked weight of experts."""
     if isinstance(module, QuantizedExperts):
-        return module._to_dense()
+        return module.to_dense()
     convert = next(getattr(module, name) for name in ("to_conv", "to_embedding", "to_linear") if hasattr(module, name))
     return convert()
 

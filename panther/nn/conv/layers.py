@@ -145,7 +145,7 @@ class _SKConv(ConvGeometry, SketchedModule):
         check_init(init)
         weight = conv.weight.detach()
         A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
-        layer = cls._in_place_of(conv, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
+        layer = cls.in_place_of(conv, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         # The mean of U^T S over sketches is A / scale.
@@ -164,7 +164,7 @@ class _SKConv(ConvGeometry, SketchedModule):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self._to_dense()
+        conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self.to_dense()
         take_format_(conv, self.S)
         return conv
 

@@ -179,7 +179,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv: nn.Conv2d = self._to_dense()
+        conv: nn.Conv2d = self.to_dense()
         return conv
 
     @property

@@ -191,7 +191,7 @@ class QuantizedEmbedding(QuantizedTable):
             >>> torch.equal(layer(indices), layer.to_embedding()(indices))
             True
         """
-        embedding: nn.Embedding = self._to_dense()
+        embedding: nn.Embedding = self.to_dense()
         return embedding
 
 
@@ -274,7 +274,7 @@ class QuantizedEmbeddingBag(QuantizedTable):
 
     def to_embedding(self) -> nn.EmbeddingBag:
         """Return the nn.EmbeddingBag with this layer's effective weight, copied."""
-        embedding: nn.EmbeddingBag = self._to_dense()
+        embedding: nn.EmbeddingBag = self.to_dense()
         return embedding
 
     def extra_repr(self) -> str:

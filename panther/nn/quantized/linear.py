@@ -228,7 +228,7 @@ class QuantizedLinear(QuantizedMatrix):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        linear: nn.Linear = self._to_dense()
+        linear: nn.Linear = self.to_dense()
         return linear
 
     def extra_repr(self) -> str:

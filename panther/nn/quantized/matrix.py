@@ -142,7 +142,7 @@ class QuantizedMatrix(QuantizedState):
     def _fitted_to(cls, dense: Any, **form: Any) -> Self:
         """Return a layer of this form, fitted to the weight of a dense layer, with its bias and training mode."""
         A = fittable(dense.weight.detach()).flatten(1)
-        layer = cls._in_place_of(dense, **form)
+        layer = cls.in_place_of(dense, **form)
         layer._fit_(A)
         return layer._with_bias_of(dense)
 
