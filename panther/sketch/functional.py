@@ -24,6 +24,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_flag, check_floating, check_size
 from panther.sketch.dense import GaussianSketch, SignSketch, UniformSketch
 from panther.sketch.operator import SketchingOperator, TransposedSketch, as_device, check_storage
@@ -76,6 +77,7 @@ def scaled_sign_sketch(
     return SignSketch(m, n, seed=seed, device=device, dtype=dtype).dense()
 
 
+@inherit_arguments(scaled_sign_sketch)
 def dense_sketch_operator(
     m: int,
     n: int,
@@ -91,17 +93,10 @@ def dense_sketch_operator(
     :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor.
 
     Args:
-        m: Number of rows, the sketch size.
-        n: Number of columns.
         distribution: The distribution of the entries, or its name in lower case.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
         scale: False gives entries of variance 1, as panther-ml has them (uniform ones in :math:`\pm\sqrt 3`).
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Raises:
-        ShapeError: If a size is negative.
-        DTypeError: If ``dtype`` is not one that :class:`GaussianSketch` takes.
         ValueError: If ``distribution`` is unknown, or ``seed`` is outside its range.
 
     Cost: ``m n / 4`` Philox calls; the references are in the classes.
@@ -125,6 +120,7 @@ def dense_sketch_operator(
     return S.mul_(math.sqrt(3)) if kind is UniformSketch and not scale else S
 
 
+@inherit_arguments(scaled_sign_sketch)
 def gaussian_skop(
     m: int,
     d: int,
@@ -136,19 +132,10 @@ def gaussian_skop(
     """Return a Gaussian matrix of shape (m, d) and variance 1/m, m the sketch size: a :class:`GaussianSketch`.
 
     Args:
-        m: Number of rows, the sketch size.
         d: Number of columns, the dimension that is sketched.
-        device: None is torch's default.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Returns:
         A dense tensor of shape (m, d), with independent normal entries of variance 1/m.
-
-    Raises:
-        ShapeError: If a size is negative.
-        DTypeError: If ``dtype`` is not one of those.
-        ValueError: If ``seed`` is outside its range.
 
     Cost: ``m d / 4`` Philox calls (W. B. Johnson and J. Lindenstrauss, 1984, doi:10.1090/conm/026/737400).
 
@@ -160,6 +147,7 @@ def gaussian_skop(
     return GaussianSketch(check_size("m", m, least=0), d, seed=seed, device=device, dtype=dtype).dense()
 
 
+@inherit_arguments(gaussian_skop)
 def count_skop(
     m: int,
     d: int,
@@ -172,20 +160,8 @@ def count_skop(
 
     To apply it in O(nnz), use :class:`SparseSketch` with ``vec_nnz=1``.
 
-    Args:
-        m: Number of rows, the sketch size.
-        d: Number of columns, the dimension that is sketched.
-        device: None is torch's default.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-
     Returns:
         A dense tensor of shape (m, d) with d entries that are not zero.
-
-    Raises:
-        ShapeError: If a size is negative.
-        DTypeError: If ``dtype`` is not one of those.
-        ValueError: If ``seed`` is outside its range.
 
     Cost: d Philox calls and ``m d`` numbers of memory (M. Charikar, K. Chen and M. Farach-Colton, 2004,
     doi:10.1016/S0304-3975(03)00400-6).
@@ -197,6 +173,7 @@ def count_skop(
     return sjlt_skop(m, d, 1, device, dtype, seed=seed)
 
 
+@inherit_arguments(gaussian_skop)
 def sjlt_skop(
     m: int,
     d: int,
@@ -212,20 +189,13 @@ def sjlt_skop(
     To apply it in O(nnz), use :class:`SparseSketch`.
 
     Args:
-        m: Number of rows, the sketch size.
-        d: Number of columns, the dimension that is sketched.
         sparsity: Entries of each column that are not zero, from 1 to m.
-        device: None is torch's default.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Returns:
         A dense tensor of shape (m, d).
 
     Raises:
         ShapeError: If a size is negative, or ``sparsity`` is below 1 or above m.
-        DTypeError: If ``dtype`` is not one of those.
-        ValueError: If ``seed`` is outside its range.
 
     Cost: ``(sparsity + 1) / 4`` Philox calls a column, rounded up, and ``m d`` numbers of memory (D. M. Kane and J.
     Nelson, 2014, doi:10.1145/2559902).
@@ -242,6 +212,7 @@ def sjlt_skop(
     return SparseSketch(m, d, sparsity, axis, seed=seed, device=device, dtype=dtype).dense()
 
 
+@inherit_arguments(scaled_sign_sketch)
 def sparse_sketch_operator(
     m: int,
     n: int,
@@ -258,20 +229,14 @@ def sparse_sketch_operator(
     ``vec_nnz`` entries, along the long axis each vector of the longer dimension. :class:`SparseSketch` is the operator.
 
     Args:
-        m: Number of rows, the sketch size.
-        n: Number of columns, the dimension that is sketched.
         vec_nnz: Entries of each vector, from 1 to its length.
         axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
-        device: None is torch's default.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Returns:
         A sparse tensor of shape (m, n) in COO layout, coalesced, with entries +1 and -1.
 
     Raises:
         ShapeError: If a size is negative, or ``vec_nnz`` is below 1 or above the length of the vectors.
-        DTypeError: If ``dtype`` is not one of those.
         ValueError: If ``seed`` is outside its range, or ``axis`` is neither.
 
     Cost: ``(vec_nnz + 1) / 4`` Philox calls a vector, rounded up, and a sort of the entries; memory for these alone (D.
@@ -285,6 +250,7 @@ def sparse_sketch_operator(
     return SparseSketch(m, n, vec_nnz, axis, scale=False, seed=seed, device=device, dtype=dtype).to_sparse()
 
 
+@inherit_arguments(scaled_sign_sketch)
 def srht(
     x: Tensor,  # (*batch, n)
     m: int,
@@ -299,7 +265,6 @@ def srht(
         m: Sketch size.
         scale: Whether entries are :math:`\pm 1/\sqrt m`, an isometry in expectation; False gives orthonormal rows of
             entries :math:`\pm 1/\sqrt N`, as panther-ml has them, N the least power of two no smaller than both sizes.
-        seed: As for :func:`dense_sketch_operator`.
 
     Returns:
         A tensor of shape ``(*batch, m)``, in the dtype of x.
@@ -307,7 +272,6 @@ def srht(
     Raises:
         ShapeError: If x has no dimension, or m is negative.
         DTypeError: If x is not floating.
-        ValueError: If ``seed`` is outside its range.
 
     Cost: as :class:`SRHT`, whose docstring has the references.
 
@@ -349,6 +313,7 @@ def sketch_tensor(
 ) -> Tensor: ...
 
 
+@inherit_arguments(dense_sketch_operator)
 def sketch_tensor(
     input: Tensor,
     axis: int,
@@ -371,8 +336,6 @@ def sketch_tensor(
         device: Where to compute; None is where ``input`` is.
         dtype: Floating dtype to compute and return; None is the dtype of ``input``.
         sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
-        scale: As for :func:`dense_sketch_operator`, which draws the matrix.
-        seed: As for :func:`dense_sketch_operator`.
 
     Returns:
         The sketched tensor and the matrix S of shape (new_size, input.shape[axis]) if ``distribution`` is given; only

@@ -4,12 +4,12 @@ __all__ = ["SketchingOperator", "TransposedSketch", "check_storage"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from inspect import cleandoc, getdoc
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from panther._docstrings import inherit_arguments
 from panther._keywords import explain_keywords_of_class
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference import coo_tensor
@@ -58,11 +58,7 @@ class SketchingOperator(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         explain_keywords_of_class(cls)
-        shared = getdoc(SketchingOperator)
-        # A class without an ``__init__`` of its own has the arguments of this one; option -OO removes docstrings.
-        if shared and cls.__doc__ and "__init__" not in vars(cls):
-            arguments = shared[shared.index("Args:") :]
-            cls.__doc__ = cleandoc(cls.__doc__).replace("\nCost:", f"\n{arguments}\n\nCost:", 1)
+        inherit_arguments(SketchingOperator)(cls)
 
     def __init__(
         self,

@@ -60,20 +60,12 @@ class SparseSketch(SketchingOperator):
     Chen and M. Farach-Colton (CountSketch), 2004, doi:10.1016/S0304-3975(03)00400-6.
 
     Args:
-        d: Sketch size, the number of rows.
-        m: Number of columns, the dimension that is sketched.
         vec_nnz: Entries a column or row, at least 1; None is 4, or their length if that is less.
         axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: float64, float32, float16 or bfloat16; None is torch's default.
-        device: Where products take place; None is torch's default.
 
     Raises:
         ShapeError: If a size is negative or above 2^31 - 1, or ``vec_nnz`` is below 1 or exceeds the length of the
             vectors.
-        DTypeError: If ``dtype`` is not one of those.
         TypeError: If a size, ``vec_nnz``, the seed or the stream is not an integer.
         ValueError: If ``seed`` or ``stream`` is outside its range, or ``axis`` is neither.
 
