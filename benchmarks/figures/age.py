@@ -71,6 +71,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
     "muon-ranks": ("benchmarks/train/trial_muon_ranks.py", "panther/optim"),
     "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),
+    "optimizer-steps": ("benchmarks/train/optimizer_steps.py", "panther/optim"),
     "optimizers": (
         "benchmarks/train/trial_optimizers.py",
         "benchmarks/train/optimizer_methods.py",
