@@ -3,7 +3,8 @@
 __all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"]
 
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,37 @@ class CheckedGroups(torch.optim.Optimizer):
                 for key in _WIDE_STATES:
                     if key in saved and state[key].dtype != dtype:
                         state[key] = saved[key].to(state[key].device, dtype, copy=True)
+
+    def _agreed_layouts(self, matrices: Iterable[tuple[str, Tensor]]) -> dict[Tensor, Any]:
+        """Return how the sharded ones of some matrices lie, after all ranks agree on the gradients that exist."""
+        # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
+        if "torch.distributed.tensor" not in sys.modules:
+            return {}
+        from panther.optim.exchange import check_gradients
+        from panther.optim.shards import layout_of
+
+        sharded = [(name, layout, p) for name, p in matrices if (layout := layout_of(p)) is not None]
+        check_gradients([(name, layout, p.grad is not None) for name, layout, p in sharded], self._call_name)
+        return {p: layout for _, layout, p in sharded}
+
+    @property
+    def _call_name(self) -> str:
+        return f"{type(self).__name__}.step"
+
+    def _refuse_sparse(self, name: str, p: Tensor) -> None:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse, and {type(self).__name__} takes dense gradients: set sparse=False "
+                "for the embedding"
+            )
+
+    def _check_kind(self, subject: str, saved: Mapping[str, Any], keys: Iterable[str]) -> None:
+        """Raise CheckpointError if a part of a saved state lacks one of the keys that this kind of optimizer has."""
+        if missing := [key for key in keys if key not in saved]:
+            raise CheckpointError(
+                f"{subject} has no {missing[0]!r}, so that it is of another kind of optimizer than "
+                f"{type(self).__name__}: make an optimizer of this kind, or load no state"
+            )
 
     def _refuse_capture(self) -> None:
         """Raise RuntimeError in the capture of a CUDA graph, which would replay the present count of steps."""

@@ -18,7 +18,6 @@ __all__ = [
     "Owners",
     "check_gradients",
     "mean_bytes",
-    "orthogonalize_shards",
     "triangle_bytes",
     "update_shards",
     "whole_matrix_bytes",
@@ -86,28 +85,12 @@ def mean_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
     return total(layout, dtype) / layout.ranks
 
 
-def orthogonalize_shards(
-    shards: Tensor,  # (batch, rows, columns) of this rank
-    layout: ShardLayout,
-    owners: Sequence[int],
-) -> Generator[None, None, Tensor]:
-    """Return this rank's shards of the orthogonalised matrices; yield after each message was sent.
-
-    Args:
-        shards: This rank's shards, of any floating dtype. All ranks pass the same number of them.
-        layout: The shards of all ranks.
-        owners: The owner of each matrix, equal on all ranks.
-    """
-    if _sends_triangles(layout, shards.dtype):
-        return (yield from _by_triangles(shards, layout, owners))
-    return (yield from _by_owners(shards, layout, owners))
-
-
 def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[None, None, None]:
     """Update sharded matrices of one layout; yield while messages travel."""
     layout = batch[0].layout
     assert layout is not None
-    shards = advance_momenta(batch)
+    shards = advance_momenta(batch)  # (batch, rows, columns) of this rank
+    orthogonalize_shards = _by_triangles if _sends_triangles(layout, shards.dtype) else _by_owners
     owners_of_batch = owners.choose(layout, shards.dtype, len(shards))
     apply_updates(batch, (yield from orthogonalize_shards(shards, layout, owners_of_batch)))
 
@@ -145,14 +128,14 @@ def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name
         def describe(of_group: Sequence[tuple[str, ShardLayout, bool]] = of_group) -> dict[str, str]:
             if error := next((layout.error for _, layout, _ in of_group if layout.error), None):
                 raise DistributedError(error)
-            texts: dict[str, str] = {}
+            presence: dict[str, str] = {}
             for name, _, has_gradient in of_group:
-                text = "present" if has_gradient else "missing"
-                texts[name] = f"{texts[name]} and {text}" if name in texts else text
-            return texts
+                state = "present" if has_gradient else "missing"
+                presence[name] = f"{presence[name]} and {state}" if name in presence else state
+            return presence
 
-        text = repr([(name, has_gradient, layout.error is None) for name, layout, has_gradient in of_group])
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        compared = repr([(name, has_gradient, layout.error is None) for name, layout, has_gradient in of_group])
+        digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=7).digest())
         extremes = torch.tensor([digest, -digest], device=transport(group))
         with watched(call_name, group):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)

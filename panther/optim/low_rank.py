@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from panther.linalg.orthogonal import orthonormalize
-from panther.optim.matrix_updates import MatrixUpdate, local_part
+from panther.optim.matrix_updates import MatrixUpdate, local_part, placed_like
 from panther.sketch import GaussianSketch
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class LowRankUpdate(MatrixUpdate):
         self.rank: int = group["rank"]
         if "basis" not in state:
             state["basis"] = self._first_basis(parameter)
-        state["basis"] = _placed(parameter, state["basis"])
+        # It is sharded over experts as the parameter is, and otherwise complete on every rank.
+        state["basis"] = placed_like(parameter, state["basis"], 0 if parameter.dim() == 3 else -1)
         basis: Tensor = local_part(state["basis"])
         self.basis = basis if basis.dim() == 3 else basis[None]
 
@@ -103,19 +104,6 @@ class LowRankUpdate(MatrixUpdate):
 
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         return DTensor.from_local(complete, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _placed(parameter: Any, basis: Any) -> Any:
-    """Return a basis that is sharded over experts as its parameter, and replicated along all other axes of the mesh."""
-    if not hasattr(parameter, "to_local"):
-        return basis
-    from torch.distributed.tensor import Replicate
-
-    is_stack = parameter.dim() == 3
-    placements = [p if is_stack and getattr(p, "dim", None) == 0 else Replicate() for p in parameter.placements]
-    if tuple(basis.placements) == tuple(placements):
-        return basis
-    return basis.redistribute(placements=placements)
 
 
 def update_low_rank(batch: Sequence[Any], sums: _Sum | None = None) -> Generator[None, None, None]:

@@ -5,12 +5,12 @@ __all__ = [
     "advance_momenta",
     "apply_updates",
     "batches_of",
-    "check_parameter",
     "iteration_dtype",
     "local_part",
     "moment_dtype",
     "orthogonalize_batch",
     "placed_like",
+    "placements_like",
     "run_overlapped",
 ]
 
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from panther.errors import DistributedError, ShapeError
 from panther.optim.newton_schulz import orthogonalize
 
 if TYPE_CHECKING:
@@ -166,44 +165,6 @@ def _advance(tasks: Sequence[Generator[None, None, None]], active: deque[Generat
             active.remove(task)
 
 
-def check_parameter(parameter: Tensor, state: Mapping[str, Any], rank: int | None) -> None:
-    """Check a parameter and its state before a step.
-
-    Args:
-        parameter: The parameter.
-        state: Its state, which may be empty.
-        rank: The rank of its group; None is the full rank, which needs no basis.
-
-    Raises:
-        ValueError: If the gradient is sparse.
-        ShapeError: If the parameter or the rank of its group has changed since its state was made.
-        DistributedError: If the parameter is sharded, and its state is not.
-    """
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and MuonAdamW takes dense "
-            "gradients: set sparse=False for the embedding"
-        )
-    for key in ("momentum_buffer", "exp_avg", "basis"):
-        if (tensor := state.get(key)) is None:
-            continue
-        if key == "basis" and rank is not None and tensor.shape[-1] != rank:
-            raise ShapeError(
-                f"the basis of a parameter of shape {tuple(parameter.shape)} has the rank {tensor.shape[-1]}, and its "
-                f"group now has rank={rank}: make a new optimizer after the rank changes"
-            )
-        if key != "basis" and tensor.shape != parameter.shape:
-            raise ShapeError(
-                f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape "
-                f"{tuple(parameter.shape)}: make a new optimizer after parameters change their shape"
-            )
-        if hasattr(parameter, "to_local") and not hasattr(tensor, "to_local"):
-            raise DistributedError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded, and its {key} is a complete tensor: load "
-                "the state by panther.distributed.checkpoint.load"
-            )
-
-
 def moment_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's moments: its own one, or float32 for half precision."""
     return torch.promote_types(parameter.dtype, torch.float32)
@@ -214,8 +175,19 @@ def local_part(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def placed_like(parameter: Any, tensor: Any) -> Any:
-    """Return a tensor with the placements of a parameter; gradients may be terms of sums, for example."""
-    if not hasattr(parameter, "to_local") or tuple(tensor.placements) == tuple(parameter.placements):
+def placed_like(parameter: Any, tensor: Any, dim: int | None = None) -> Any:
+    """Return a tensor with the placements of a parameter; gradients may be terms of sums, for example.
+
+    With ``dim``, the tensor is sharded as the parameter is along this dimension, and replicated along other axes.
+    """
+    if not hasattr(parameter, "to_local"):
         return tensor
-    return tensor.redistribute(placements=parameter.placements)
+    placements = placements_like(parameter, dim)
+    return tensor if tuple(tensor.placements) == placements else tensor.redistribute(placements=placements)
+
+
+def placements_like(parameter: Any, dim: int | None) -> tuple[Any, ...]:
+    """Return the placements of a DTensor along a dimension, and Replicate in place of the rest; None keeps all."""
+    from torch.distributed.tensor import Replicate
+
+    return tuple(p if dim in (None, getattr(p, "dim", None)) else Replicate() for p in parameter.placements)

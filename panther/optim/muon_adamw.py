@@ -3,8 +3,7 @@
 __all__ = ["MuonAdamW"]
 
 import logging
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther._torch import default_store
-from panther.errors import CheckpointError, DTypeError, ShapeError, check_size
+from panther.errors import DistributedError, DTypeError, ShapeError, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
     batches_of,
-    check_parameter,
     iteration_dtype,
     orthogonalize_batch,
     run_overlapped,
@@ -147,10 +145,11 @@ class MuonAdamW(CheckedGroups):
         for group in orthogonalized:
             if group.get("rank") is None and group.get("precision") is None and group["params"]:
                 group["precision"] = _job_precision(group["params"][0].device)
-        layouts = self._sharded_layouts(orthogonalized)
+        layouts = self._agreed_layouts(_named_matrices(orthogonalized))
         for group in self.param_groups:
             for p in group["params"]:
-                check_parameter(p, self.state.get(p, {}), group.get("rank") if group["orthogonalize"] else None)
+                self._refuse_sparse(f"a parameter of shape {tuple(p.shape)}", p)
+                _check_moments(p, self.state.get(p, {}), group.get("rank") if group["orthogonalize"] else None)
         updates = [
             _update_class(group)(p, group, self.state[p], layouts.get(p))
             for group in orthogonalized
@@ -166,10 +165,15 @@ class MuonAdamW(CheckedGroups):
         Raises:
             CheckpointError: Before anything changes, if the state is of another kind of optimizer.
         """
-        _check_state(state_dict)
-        before = [group["orthogonalize"] for group in self.param_groups]
+        for number, group in enumerate(state_dict["param_groups"]):
+            subject = f"group {number} of the state"
+            self._check_kind(subject, group, ("orthogonalize", "momentum", "betas"))
+            keys = ("momentum_buffer",) if group["orthogonalize"] else ("exp_avg", "exp_avg_sq", "step")
+            for state in filter(None, map(state_dict["state"].get, group["params"])):
+                self._check_kind(subject, state, keys)
+        orthogonalized = [group["orthogonalize"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for number, (group, was_orthogonalized) in enumerate(zip(self.param_groups, before, strict=True)):
+        for number, (group, was_orthogonalized) in enumerate(zip(self.param_groups, orthogonalized, strict=True)):
             if was_orthogonalized and not group["orthogonalize"]:
                 _log.warning(
                     "group %d continues with AdamW, as in the state; a Trainer keeps its learning rate", number
@@ -185,26 +189,6 @@ class MuonAdamW(CheckedGroups):
         # The side of the basis does not depend on the layout, which transposes some square matrices.
         is_transposed = parameter.shape[0] < parameter.shape[1]
         return low_rank.mean_bytes(layout.oriented(is_transposed), group["rank"])
-
-    def _sharded_layouts(self, groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
-        """Return how the sharded matrices lie, after all ranks agree on the gradients that exist."""
-        # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
-        if "torch.distributed.tensor" not in sys.modules:
-            return {}
-        from panther.optim.exchange import check_gradients
-        from panther.optim.shards import layout_of
-
-        layouts, matrices = {}, []
-        for number, group in enumerate(groups):
-            names = group.get("param_names", ())
-            for place, p in enumerate(group["params"]):
-                if (layout := layout_of(p)) is not None:
-                    shape = tuple(p.shape)
-                    name = names[place] if names else f"parameter {place} of matrix group {number}, of shape {shape},"
-                    layouts[p] = layout
-                    matrices.append((name, layout, p.grad is not None))
-        check_gradients(matrices)
-        return layouts
 
     def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
         """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""
@@ -274,18 +258,34 @@ def _check_matrices(group: dict[str, Any]) -> None:
             )
 
 
-def _check_state(state_dict: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a state has the settings and the tensors of this kind of optimizer."""
-    for number, group in enumerate(state_dict["param_groups"]):
-        missing = [key for key in ("orthogonalize", "momentum", "betas") if key not in group]
-        if not missing:
-            keys = {"momentum_buffer"} if group["orthogonalize"] else {"step", "exp_avg", "exp_avg_sq"}
-            states = [state_dict["state"].get(index) for index in group["params"]]
-            missing = [key for state in states if state for key in sorted(keys - state.keys())]
-        if missing:
-            raise CheckpointError(
-                f"group {number} of the state has no {missing[0]!r}, so that it is of another kind of optimizer than "
-                "MuonAdamW: make an optimizer of this kind, or load no state"
+def _named_matrices(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(groups):
+        names = group.get("param_names", ())
+        for place, p in enumerate(group["params"]):
+            shape = tuple(p.shape)
+            yield names[place] if names else f"parameter {place} of matrix group {number}, of shape {shape},", p
+
+
+def _check_moments(p: Tensor, state: Mapping[str, Any], rank: int | None) -> None:
+    """Raise an error if a parameter or the rank of its group has changed since its state, or only it is sharded."""
+    shape = tuple(p.shape)
+    for key in ("momentum_buffer", "exp_avg", "basis"):
+        if (tensor := state.get(key)) is None:
+            continue
+        if key == "basis" and rank is not None and tensor.shape[-1] != rank:
+            raise ShapeError(
+                f"the basis of a parameter of shape {shape} has the rank {tensor.shape[-1]}, and its group now has "
+                f"rank={rank}: make a new optimizer after the rank changes"
+            )
+        if key != "basis" and tensor.shape != p.shape:
+            raise ShapeError(
+                f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape {shape}: make a new "
+                "optimizer after parameters change their shape"
+            )
+        if hasattr(p, "to_local") and not hasattr(tensor, "to_local"):
+            raise DistributedError(
+                f"a parameter of shape {shape} is sharded, and its {key} is a complete tensor: load the state by "
+                "panther.distributed.checkpoint.load"
             )
 
 

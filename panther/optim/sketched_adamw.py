@@ -14,9 +14,9 @@ from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.parameter_groups import split_groups
 from panther.optim.sketched_checks import (
     check_group_settings,
-    check_parameter,
+    check_moments,
+    check_saved_moments,
     check_sketch,
-    check_state,
     is_sketched,
     plain_name,
 )
@@ -27,7 +27,8 @@ from panther.sketch import check_seed
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
-_CALL = "SketchedAdamW.step"
+_PLAIN = ("step", "exp_avg", "exp_avg_sq")
+_SKETCHED = ("step", "sketch_avg", "sketch_avg_sq", "update_norm")
 _Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
 """The name of a parameter, the parameter and its group."""
 
@@ -255,9 +256,11 @@ class SketchedAdamW(CheckedGroups):
         self._refuse_capture()
         entries = [self.entry(number, index) for number, index in places]
         sketched = [entry for entry in entries if is_sketched(entry[1], entry[2])]
-        layouts = self._sharded_layouts(sketched)
+        self._agree_on_sketches()
+        layouts = self._agreed_layouts((name, p) for name, p, _ in sketched)
         for name, p, group in entries:
-            check_parameter(name, p, self.state.get(p, {}), group)
+            self._refuse_sparse(name, p)
+            check_moments(name, p, self.state.get(p, {}), group)
         updates = [
             self._update_class(name, p, group, self.state[p], layouts.get(p), self.period_signs)
             for name, p, group in sketched
@@ -300,38 +303,31 @@ class SketchedAdamW(CheckedGroups):
         # torch has an error for other numbers of groups and of parameters.
         if len(groups) == len(self.param_groups) and len(indices) == len(entries):
             for (number, place), index in zip(entries, indices, strict=True):
-                check_state(*self.entry(number, place)[:2], state_dict["state"].get(index, {}), groups[number])
+                name, p, _ = self.entry(number, place)
+                state, subject = state_dict["state"].get(index, {}), f"the state of {name}"
+                self._check_kind(subject, groups[number], ("rank", "update", "period", "seed"))
+                if state:
+                    self._check_kind(subject, state, _SKETCHED if is_sketched(p, groups[number]) else _PLAIN)
+                check_saved_moments(name, p, state, groups[number])
         super().load_state_dict(state_dict)
         self._has_agreed = False  # the groups may have other seeds now
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
         if not is_sketched(parameter, group):
             return 0.0
-        m, n = layout.shape
-        layout = layout.oriented(parameter.shape[0] < parameter.shape[1])  # square matrices are not transposed here
-        is_partial = any(len(rectangle.columns) < n for rectangle in layout.rectangles if rectangle.size)
+        m, _ = layout.shape
+        # Square matrices are not transposed here.
+        is_partial = not layout.oriented(parameter.shape[0] < parameter.shape[1]).has_full_rows
         # Sums of squares are in float64.
         num_sums = {"projected": 0, "tensor": 2, "channel": 2 + m * is_partial}[group["update"]]
         sketch_bytes = group["rank"] * m * is_partial * torch.promote_types(parameter.dtype, torch.float32).itemsize
         return 2 * (layout.ranks - 1) / layout.ranks * float(8 * num_sums + sketch_bytes)
 
-    def _sharded_layouts(self, sketched: Sequence[_Entry]) -> dict[Tensor, Any]:
-        """Return how the sharded matrices lie, after all ranks agree on their gradients and, once, on all seeds."""
-        # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
-        if "torch.distributed.tensor" not in sys.modules:
-            return {}
-        from panther.optim.exchange import check_gradients
-        from panther.optim.shards import layout_of
-
-        if not self._has_agreed:
-            self._agree_on_sketches()
-            self._has_agreed = True
-        layouts = {p: layout for _, p, _ in sketched if (layout := layout_of(p)) is not None}
-        check_gradients([(name, layouts[p], p.grad is not None) for name, p, _ in sketched if p in layouts], _CALL)
-        return layouts
-
     def _agree_on_sketches(self) -> None:
-        """Raise on every rank unless the ranks that share matrices have the same sketches of the same names."""
+        """Raise on every rank, once, unless the ranks that share matrices have the same sketches of the same names."""
+        # Parameters are plain tensors if nothing has imported DTensor, whose import takes a while.
+        if self._has_agreed or "torch.distributed.tensor" not in sys.modules:
+            return
         from panther.distributed.comm.agreement import agree
         from panther.optim.shards import layout_of
 
@@ -346,4 +342,5 @@ class SketchedAdamW(CheckedGroups):
                     texts[name] = " and ".join(filter(None, (texts.get(name), text.format(**group))))
         fix = "give all ranks the same settings and names of parameters"
         for ranks, texts in descriptions.items():
-            agree(_CALL, lambda texts=texts: texts, ranks, fix, "sketches")  # type: ignore[misc]
+            agree(self._call_name, lambda texts=texts: texts, ranks, fix, "sketches")  # type: ignore[misc]
+        self._has_agreed = True

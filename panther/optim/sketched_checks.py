@@ -1,11 +1,10 @@
-"""What SketchedAdamW refuses: settings, gradients, shapes, and states of other optimizers."""
+"""What SketchedAdamW refuses: settings, shapes, and saved moments of other matrices."""
 
 __all__ = [
-    "SKETCHED_STATES",
     "check_group_settings",
-    "check_parameter",
+    "check_moments",
+    "check_saved_moments",
     "check_sketch",
-    "check_state",
     "is_sketched",
     "plain_name",
 ]
@@ -13,13 +12,11 @@ __all__ = [
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from panther.errors import CheckpointError, ShapeError, check_flag, check_size
 from panther.optim.sketched_update import UPDATES
 
-SKETCHED_STATES = ("sketch_avg", "sketch_avg_sq", "update_norm")
 # Under these names wrappers hold a module: DistributedDataParallel, DataParallel and AveragedModel, torch.compile,
 # activation checkpointing, the older FSDP, and Lightning Fabric.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
@@ -69,13 +66,8 @@ def check_sketch(name: str, p: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def check_parameter(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise an error if the gradient is sparse, or if the parameter has changed its shape."""
-    if p.grad is not None and p.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {name} is sparse, and SketchedAdamW takes dense gradients: set sparse=False for the "
-            "embedding"
-        )
+def check_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise ShapeError if the parameter has changed its shape."""
     moment = state.get("sketch_avg", state.get("exp_avg"))
     if moment is not None and tuple(moment.shape) != _moment_shape(p, group):
         raise ShapeError(
@@ -85,17 +77,8 @@ def check_parameter(name: str, p: Tensor, state: Mapping[str, Any], group: Mappi
         )
 
 
-def check_state(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a saved state fits a parameter with the settings of the saved group."""
-    missing = [key for key in ("rank", "update", "period", "seed") if key not in group]
-    if not missing and state:
-        keys = ("step", *SKETCHED_STATES) if is_sketched(p, group) else ("step", "exp_avg", "exp_avg_sq")
-        missing = [key for key in keys if key not in state]
-    if missing:
-        raise CheckpointError(
-            f"the state of {name} has no {missing[0]!r}, so that it is of another kind of optimizer than "
-            "SketchedAdamW: make an optimizer of this kind, or load no state"
-        )
+def check_saved_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless saved moments fit a parameter with the settings of the saved group."""
     for key in ("sketch_avg", "sketch_avg_sq", "exp_avg", "exp_avg_sq"):
         if key in state and tuple(state[key].shape) != _moment_shape(p, group):
             raise CheckpointError(

@@ -14,7 +14,7 @@ from panther.errors import TrainingError
 from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
 from panther.optim.adamw_step import moment_dtype
-from panther.optim.matrix_updates import local_part, placed_like
+from panther.optim.matrix_updates import local_part, placed_like, placements_like
 from panther.optim.rounding import copy_rounded
 from panther.sketch import signs
 
@@ -65,6 +65,12 @@ class SketchedUpdate:
         state: The state of the optimizer for this parameter, which gets moments if it is empty.
         layout: The layout of a sharded matrix; None if this rank has all of it.
         period_signs: Draws the signs of the projection.
+
+    Attributes:
+        shape: The numbers of rows and columns of the tall matrix on all ranks.
+        rank: The number of rows of the sketch.
+        counts_rows: Whether this rank counts its rows of the sketch, which ranks with other columns have too.
+        has_all_columns: Whether the sketch of this rank is complete.
     """
 
     def __init__(
@@ -76,15 +82,26 @@ class SketchedUpdate:
         layout: "ShardLayout | None",
         period_signs: PeriodSigns,
     ) -> None:
-        self.layout = layout
-        self.name, self.group, self._state = name, group, state
+        self.name, self.group, self.state = name, group, state
+        self.rank: int = group["rank"]
         self._period_signs = period_signs
         self._whole, self._parameter = parameter, local_part(parameter)
-        self.is_transposed, self.rows, self._columns = _columns_of(parameter, layout)
         self.dtype = moment_dtype(parameter)
         self.gradient = local_part(placed_like(parameter, parameter.grad))
+        self.is_transposed = parameter.shape[0] < parameter.shape[1]
+        # The layout takes square matrices as tall ones after a transposition too.
+        self.layout = layout = None if layout is None else layout.oriented(self.is_transposed)
+        rows, columns = (range(size) for size in sorted(parameter.shape, reverse=True))
+        self.shape, self.has_all_columns = (len(rows), len(columns)), True
+        if layout is not None:
+            rows, columns = layout.rectangle.rows, layout.rectangle.columns
+            self.has_all_columns = layout.has_full_rows
+        self.rows, self._columns = rows, columns
+        self.counts_rows = len(columns) > 0 and columns.start == 0
         if not state:
-            state |= self._new_state(parameter)
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {key: self._new_moment(parameter) for key in ("sketch_avg", "sketch_avg_sq")}
+            state["update_norm"] = torch.zeros((), dtype=self.dtype, device=self.gradient.device)
         for key in ("sketch_avg", "sketch_avg_sq"):
             state[key] = self._as_sharded(parameter, state[key])
         state["step"] += 1
@@ -94,55 +111,13 @@ class SketchedUpdate:
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """Return what updates of one batch have in common."""
-        settings = (self.group[key] for key in ("update", "rank", "eps"))
+        settings = *(self.group[key] for key in ("update", "rank", "eps")), *self.group["betas"], self.step
         gradient = self.gradient
-        return (
-            *settings,
-            *self.group["betas"],
-            self.step,
-            gradient.shape,
-            gradient.dtype,
-            self.dtype,
-            gradient.device,
-            self.layout,
-        )
-
-    @property
-    def rank(self) -> int:
-        """Return the number of rows of the sketch."""
-        rank: int = self.group["rank"]
-        return rank
-
-    @property
-    def norm_before(self) -> Tensor:
-        """Return the norm of the update of the last step, which the next one replaces; 0 before the first step."""
-        norm: Tensor = self._state["update_norm"]
-        return norm
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns of the tall matrix on all ranks."""
-        return (len(self.rows), len(self._columns)) if self.layout is None else self.layout.shape
-
-    @property
-    def counts_rows(self) -> bool:
-        """Return whether this rank counts its rows of the sketch, which ranks with other columns have too."""
-        return len(self._columns) > 0 and self._columns.start == 0
-
-    @property
-    def has_all_columns(self) -> bool:
-        """Return whether the sketch of this rank is complete."""
-        if self.layout is None:
-            return True
-        return all(
-            len(r.columns if self.layout.is_transposed is self.is_transposed else r.rows) == self.layout.shape[1]
-            for r in self.layout.rectangles
-            if r.size
-        )
+        return *settings, self.layout, gradient.shape, gradient.dtype, self.dtype, gradient.device
 
     def moment(self, key: str) -> Tensor:  # (rank, rows)
         """Return a view of a moment on this rank."""
-        return self._oriented(self._state[key]).mT
+        return self._oriented(self.state[key]).mT
 
     def apply(self, values: Tensor) -> None:
         """Change the parameter; half precision is rounded once, after the decay and the update.
@@ -174,67 +149,34 @@ class SketchedUpdate:
         tensor = local_part(moment)
         return tensor.mT if self.is_transposed else tensor
 
-    def _new_state(self, parameter: Any) -> dict[str, Any]:
-        device = self.gradient.device
+    def _new_moment(self, parameter: Any) -> Any:
         shape = (self.rank, len(self.rows)) if self.is_transposed else (len(self.rows), self.rank)
-        moments = [self._placed(parameter, torch.zeros(shape, dtype=self.dtype, device=device)) for _ in range(2)]
-        return {
-            "step": torch.zeros((), dtype=torch.float32),
-            "sketch_avg": moments[0],
-            "sketch_avg_sq": moments[1],
-            "update_norm": torch.zeros((), dtype=self.dtype, device=device),
-        }
+        return self._placed(parameter, torch.zeros(shape, dtype=self.dtype, device=self.gradient.device))
 
     def _placed(self, parameter: Any, moment: Tensor) -> Any:
-        """Return this rank's part of a moment as a tensor with the placements of :meth:`_placements`."""
+        """Return this rank's part of a moment as a tensor that is sharded as the parameter is along its longer side."""
         if not hasattr(parameter, "to_local"):
             return moment
         from torch.distributed.tensor import DTensor
 
         shape = (self.rank, parameter.shape[1]) if self.is_transposed else (parameter.shape[0], self.rank)
-        placements = self._placements(parameter)
+        placements = placements_like(parameter, int(self.is_transposed))
         return DTensor.from_local(
             moment, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
         )
 
     def _as_sharded(self, parameter: Any, moment: Any) -> Any:
         """Return a moment with the placements of a new one; a checkpoint of another layout leaves it complete."""
-        if not hasattr(parameter, "to_local"):
-            return moment
-        if not hasattr(moment, "to_local"):
-            part = moment.narrow(int(self.is_transposed), self.rows.start, len(self.rows))
-            return self._placed(parameter, part.clone())
-        placements = self._placements(parameter)
-        return moment if tuple(moment.placements) == placements else moment.redistribute(placements=placements)
-
-    def _placements(self, parameter: Any) -> tuple[Any, ...]:
-        """Return placements that shard a moment as the longer side of the parameter is, and replicate it elsewhere."""
-        from torch.distributed.tensor import Replicate
-
         longer = int(self.is_transposed)
-        return tuple(
-            placement if getattr(placement, "dim", None) == longer else Replicate()
-            for placement in parameter.placements
-        )
+        if hasattr(moment, "to_local") or not hasattr(parameter, "to_local"):
+            return placed_like(parameter, moment, longer)
+        return self._placed(parameter, moment.narrow(longer, self.rows.start, len(self.rows)).clone())
 
 
 def projection_seed(name: str, seed: int, period: int) -> int:
     """Return the seed of the projection of a parameter in a period, equal on all ranks."""
     text = f"{seed} {period} {name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _columns_of(parameter: Tensor, layout: "ShardLayout | None") -> tuple[bool, range, range]:
-    """Return whether the tall matrix is the transposed parameter, and its rows and columns on this rank."""
-    is_transposed = parameter.shape[0] < parameter.shape[1]
-    if layout is None:
-        rows, columns = (range(size) for size in sorted(parameter.shape, reverse=True))
-        return is_transposed, rows, columns
-    # The layout takes square matrices as tall ones after a transposition too.
-    rectangle = layout.rectangle
-    if layout.is_transposed is not is_transposed:
-        rectangle = rectangle.transposed
-    return is_transposed, rectangle.rows, rectangle.columns
 
 
 class _Batch:
@@ -343,14 +285,14 @@ class _Batch:
         elif not first.has_all_columns:
             squares = self.sums[:, 2:][:, first.rows.start : first.rows.stop]
         norms = self.sums[:, 0].sqrt()
-        before = torch.stack([update.norm_before for update in self.updates]).to(norms)
-        limits = (_GROWTH * before).clamp_(min=_FREE_SIZE * math.prod(first.shape) ** 0.5)
-        limited = torch.where(before > 0, torch.minimum(norms, limits), norms)
+        last_norms = torch.stack([update.state["update_norm"] for update in self.updates]).to(norms)
+        limits = (_GROWTH * last_norms).clamp_(min=_FREE_SIZE * math.prod(first.shape) ** 0.5)
+        limited = torch.where(last_norms > 0, torch.minimum(norms, limits), norms)  # 0 before the first step
         row_norms = norms[:, None] if self._kind == "tensor" else self._row_squares.sqrt()
         factors = torch.where(norms == 0, 0.0, limited / norms)[:, None] * row_norms
         self._factors = torch.where(squares == 0, 0.0, factors / squares.sqrt()).to(first.dtype)
         for update, norm in zip(self.updates, limited, strict=True):
-            update.norm_before.copy_(norm)
+            update.state["update_norm"].copy_(norm)
         self.is_valid = norms.isfinite() | ~self.sums[:, 1].isfinite()
 
     def apply(self) -> None:
