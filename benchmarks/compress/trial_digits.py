@@ -24,7 +24,7 @@ class DigitNet(nn.Module):
         super().__init__()
         sizes = (1, *channels)
         self.convs = nn.ModuleList(
-            nn.Conv2d(before, after, 3, padding=1, bias=False) for before, after in zip(sizes, channels, strict=False)
+            nn.Conv2d(inner, outer, 3, padding=1, bias=False) for inner, outer in zip(sizes, channels, strict=False)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in channels)
         self.head = nn.Linear(channels[-1], 10)

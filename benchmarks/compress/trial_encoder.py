@@ -24,9 +24,9 @@ QUICK, QUICK_STEPS, QUICK_RATE = Shape(width=64, hidden=256, layers=2, heads=4, 
 def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
     """Train or load, compress by every method, and return the rows."""
     shape, steps, lr = (QUICK, QUICK_STEPS, QUICK_RATE) if quick else (Shape(), STEPS, RATE)
-    text, held_out = gather(limit=200 if quick else None)
-    print(f"{len(text):,} characters to train on, {len(held_out):,} held out")
-    model, train_s = trained(shape, text, steps=steps, lr=lr, cache=cache)
+    training, held_out = gather(limit=200 if quick else None)
+    print(f"{len(training):,} characters to train on, {len(held_out):,} held out")
+    model, train_s = trained(shape, training, steps=steps, lr=lr, cache=cache)
     pieces = blocks(held_out, shape.context + 1, 200 if quick else 400, seed=1)
     tokens, labels = pieces[:, :-1], pieces[:, 1:].flatten()
 
@@ -43,13 +43,13 @@ def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         return {"loss": loss, "accuracy": accuracy, **distance(output, original)}
 
     def smaller(kept: float) -> tuple[nn.Module, float]:
-        return trained(twin(shape, kept), text, steps=steps, lr=lr, cache=cache)
+        return trained(twin(shape, kept), training, steps=steps, lr=lr, cache=cache)
 
     def train_on(model: nn.Module) -> TextModel:
         assert isinstance(model, TextModel)
-        return train(model, text, steps=steps // 4, lr=5e-4, seed=10**6)
+        return train(model, training, steps=steps // 4, lr=5e-4, seed=10**6)
 
-    calibration = list(blocks(text, shape.context, 16 * (24 if quick else 40), seed=2).split(16))
+    calibration = list(blocks(training, shape.context, 16 * (24 if quick else 40), seed=2).split(16))
     task = Task(model, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300)
     return compare(task, (BOUND_AT,) if quick else BUDGETS, None if quick else BOUND_AT)
 

@@ -134,8 +134,8 @@ def row(name: str, method: str, case: Case, figures: dict[str, Any]) -> dict[str
 
 def predicted(first: Case, phases: dict[str, float], case: Case, processes: int) -> dict[str, Any]:
     """Return the time of a case on each of several processes, and its disk, from the phases of another case."""
-    before, after = first.work(), case.work()
-    scaled = {phase: phases[phase] * after[phase] / before[phase] / processes for phase in before}
+    first_work, work = first.work(), case.work()
+    scaled = {phase: phases[phase] * work[phase] / first_work[phase] / processes for phase in first_work}
     disk = case.disk_bytes(2)
     return {
         "cpu_s": sum(scaled.values()),

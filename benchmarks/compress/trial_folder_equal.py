@@ -77,7 +77,7 @@ def make(folder: Path, sizes: Sizes) -> None:
     plain.save_pretrained(folder / "source")
     tokenize = partial(token_numbers, transformers.AutoTokenizer.from_pretrained(packaged, **options))
     texts = [passages(tokenize, sizes.tokens, 20, held_out) for held_out in (False, True)]
-    torch.save([text % plain.config.vocab_size for text in texts], folder / "texts.pt")
+    torch.save([tokens % plain.config.vocab_size for tokens in texts], folder / "texts.pt")
 
 
 def compressed(method: str, folder: Path) -> None:

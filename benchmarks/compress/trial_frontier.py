@@ -172,8 +172,8 @@ def kept_model(task: str, name: str, subject: Subject, cache: Path) -> nn.Module
 
 def _file(cache: Path, task: str, case: Case) -> Path:
     content = repr((case.name, case.options, case.heal_steps, *[case.further] * (case.further > 0)))
-    words = "".join(letter if letter.isalnum() else "-" for letter in case.name)
-    return cache / f"frontier-{task}" / f"{words}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
+    file_name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
+    return cache / f"frontier-{task}" / f"{file_name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
 
 
 def _row(task: str, case: Case, quality: dict[str, float], figures: dict[str, Any]) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def rise_mb(call: Callable[[], Any]) -> tuple[Any, float | str]:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest mark starts again from here
     except OSError:
         return call(), ""
-    before = _memory("VmRSS")
-    return call(), figure(max(_memory("VmHWM") - before, 1e-3))
+    first_mb = _memory("VmRSS")
+    return call(), figure(max(_memory("VmHWM") - first_mb, 1e-3))
 
 
 def _memory(name: str) -> float:

@@ -48,7 +48,7 @@ def _encoder(quick: bool) -> list[dict[str, Any]]:
         model = transformers.AutoModel.from_pretrained(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tokenize = partial(token_numbers, tokenizer)
-        training, held_out = (passages(tokenize, 512, n, held) for n, held in ((32, False), (40, True)))
+        training, held_out = (passages(tokenize, 512, n, is_held_out) for n, is_held_out in ((32, False), (40, True)))
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> Tensor:
@@ -91,8 +91,8 @@ def _sliding(quick: bool) -> list[dict[str, Any]]:
         for window in windows:
             seen = (distance >= 0) & ((distance < window) | (columns < FIRST))
             forwards = _Forwards(attention_mask=seen[None, None])
-            for text in passages_:
-                forwards.add(model.eval(), text)
+            for passage in passages_:
+                forwards.add(model.eval(), passage)
             for count in (1024, 2048) if length == 2048 else (length,):
                 loss = torch.stack(forwards.losses)[:, :count].mean().item()
                 sizes = {"length": count, "held_out": len(passages_), "window": window, "first": FIRST}
@@ -132,9 +132,9 @@ def _language_model(
     rows = []
     for length, passages_ in texts.items():
         found, names = {name: _Forwards() for name in models}, list(models)
-        for text in passages_:
+        for passage in passages_:
             for name in names:
-                found[name].add(models[name], text)
+                found[name].add(models[name], passage)
             names.append(names.pop(0))  # no model always comes first, as in the harness
         # A causal model's outputs at the first positions do not depend on those after them.
         for count in (1024, 2048) if length == 2048 else (length,):
@@ -155,12 +155,12 @@ class _Forwards:
         self.seconds: list[float] = []
 
     @torch.no_grad()
-    def add(self, model: Any, text: Tensor) -> None:  # (length + 1,)
+    def add(self, model: Any, passage: Tensor) -> None:  # (length + 1,)
         start = time.process_time()
-        hidden = model.model(text[None, :-1], use_cache=False, **self.options).last_hidden_state
+        hidden = model.model(passage[None, :-1], use_cache=False, **self.options).last_hidden_state
         model.lm_head(hidden[:, -1])  # as in a prefill, which needs no other logits
         self.seconds.append(time.process_time() - start)
-        parts = zip(hidden[0].split(512), text[1:].split(512), strict=True)  # all logits would take gigabytes
+        parts = zip(hidden[0].split(512), passage[1:].split(512), strict=True)  # all logits would take gigabytes
         losses = [functional.cross_entropy(model.lm_head(x), targets, reduction="none") for x, targets in parts]
         self.losses.append(torch.cat(losses))
         self.states.append(hidden[0])

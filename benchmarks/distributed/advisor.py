@@ -71,7 +71,7 @@ def rows_of(
     stats = ModelStats.transformer(**sizes)
     chosen = chosen_plan(stats, world, layouts)
     arguments = chosen, sizes, budget_s, repetitions
-    cluster, seconds, least = launch(seconds_of, *arguments, nproc=world, start_method=start_method)[0]
+    cluster, seconds, minima = launch(seconds_of, *arguments, nproc=world, start_method=start_method)[0]
     memory = launch(_memory, chosen, sizes, nproc=world, start_method=start_method)  # by rank and layout
     # A small model can fit into memory that the process has freed before.
     peaks = [max(1.0, *ranks) for ranks in zip(*memory, strict=True)]
@@ -91,7 +91,7 @@ def rows_of(
             "memory_ratio": figure(predictions[layout].memory.total / peak),
             **{f"{part}_ms": round(1e3 * value, 2) for part, value in predictions[layout].seconds.items()},
         }
-        for layout, measured, fastest, peak in zip(layouts, seconds, least, peaks, strict=True)
+        for layout, measured, fastest, peak in zip(layouts, seconds, minima, peaks, strict=True)
     ]
 
 
@@ -190,14 +190,14 @@ def _memory(plan: ParallelismPlan, sizes: dict[str, Any]) -> list[float]:
         # What the first operations of a process load is not the model's.
         _Trainer(plan, place, {**SMALL, "sketch": sizes["sketch"] and 2}).step()
         gc.collect()
-        before = _resident()
+        first_bytes = _resident()
         trainer = _Trainer(plan, place, sizes)
         for _ in range(2):
             trainer.step()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         for _ in range(2):
             trainer.step()
-        peaks.append(float((peak_memory() or 0) - before))
+        peaks.append(float((peak_memory() or 0) - first_bytes))
         del trainer
         gc.collect()
     return peaks

@@ -46,9 +46,9 @@ def run(links: dict[str, float], budget_s: float, quick: bool = False) -> list[d
             given = {"folder": folder, "budget_s": budget_s, "quick": quick, "slow": rate < 5e8}
             for sketch in (None, 2 if quick else SKETCH):
                 sizes = {**(SMALL if quick else SIZES), "sketch": sketch}
-                seconds, least = _train(nodes, Path(folder), {**given, "sizes": sizes})
+                seconds, minima = _train(nodes, Path(folder), {**given, "sizes": sizes})
                 cluster = ClusterSpec.load(Path(folder) / "cluster.json")
-                rows += _rows(link, sizes, cluster, seconds, least)
+                rows += _rows(link, sizes, cluster, seconds, minima)
                 if not quick:
                     cluster.save(RESULTS / f"cluster-link-{link.lower().replace(' ', '-').replace('/s', '')}.json")
             print(f"{link}: load {os.getloadavg()[0]:.1f}", flush=True)
@@ -59,7 +59,7 @@ def run(links: dict[str, float], budget_s: float, quick: bool = False) -> list[d
 
 
 def _rows(
-    link: str, sizes: dict[str, Any], cluster: ClusterSpec, seconds: list[float], least: list[float]
+    link: str, sizes: dict[str, Any], cluster: ClusterSpec, seconds: list[float], minima: list[float]
 ) -> list[dict[str, Any]]:
     stats = ModelStats.transformer(**sizes)
     # Plans leave tensor parallelism between nodes out.
@@ -77,7 +77,7 @@ def _rows(
             "fastest_ratio": figure(options[layout].step_seconds / fastest),
             **{f"{part}_ms": round(1e3 * value, 2) for part, value in options[layout].seconds.items()},
         }
-        for layout, measured, fastest in zip(LAYOUTS[2], seconds, least, strict=True)
+        for layout, measured, fastest in zip(LAYOUTS[2], seconds, minima, strict=True)
     ]
 
 

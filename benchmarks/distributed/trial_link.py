@@ -166,8 +166,8 @@ def _row(link: str, one: Run, rounds: list[dict[str, Any]], seconds: float, npro
         # PowerSGD's first ten steps send whole gradients.
         steps = found["steps"][len(found["steps"]) // 2 :]
         pairs = list(itertools.pairwise(steps))
-        wall.append(statistics.median(after["s"] - before["s"] for before, after in pairs))
-        cpu.append(statistics.median(after["cpu_s"] - before["cpu_s"] for before, after in pairs))
+        wall.append(statistics.median(later["s"] - earlier["s"] for earlier, later in pairs))
+        cpu.append(statistics.median(later["cpu_s"] - earlier["cpu_s"] for earlier, later in pairs))
         sent.append((steps[-1]["sent"] - steps[0]["sent"]) / len(pairs))
     last = rounds[-1]["steps"]
     end = last[-1]["s"] - seconds / 2

@@ -175,9 +175,9 @@ def why(refusal: str) -> str:
     Raises:
         KeyError: If ``REASONS`` has no words for it.
     """
-    for words, part in REASONS.items():
+    for reason, part in REASONS.items():
         if part in refusal:
-            return words
+            return reason
     raise KeyError(f"benchmarks.engines.deployment.REASONS has no words for: {refusal}")
 
 
@@ -215,10 +215,10 @@ def tables(rows: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _table(title: str, lines: Sequence[Sequence[str]], *, options: str = ":class: lookup") -> str:
-    text = [f".. list-table:: {title}", "   :header-rows: 1", f"   {options}", ""]
+    directive = [f".. list-table:: {title}", "   :header-rows: 1", f"   {options}", ""]
     for line in lines:
-        text += [f"   {'* -' if not number else '  -'} {cell}".rstrip() for number, cell in enumerate(line)]
-    return "\n".join(text) + "\n"
+        directive += [f"   {'* -' if not number else '  -'} {cell}".rstrip() for number, cell in enumerate(line)]
+    return "\n".join(directive) + "\n"
 
 
 def _megabytes(size: float) -> str:
@@ -285,9 +285,9 @@ def _deployment_tables(found: Mapping[tuple[str, str], Cell]) -> str:
     lines = [["Weights", "Memory", *(f"{size} row{'s' * (size > 1)}" for size in sizes)]]
     for kind, (names, share) in _KINDS.items():
         measured = [cell for place, cell in found.items() if _place_name(*place) in names and cell.times]
-        for words, largest in (("any", None), (f"at most {share:.2g} of dense", share * dense_bytes)):
+        for limit, largest in (("any", None), (f"at most {share:.2g} of dense", share * dense_bytes)):
             fitting = [cell for cell in measured if largest is None or 0 < cell.memory_bytes <= largest]
-            lines.append([kind, words, *(_fastest(fitting, size) for size in sizes)])
+            lines.append([kind, limit, *(_fastest(fitting, size) for size in sizes)])
     choice = _table("What to take: the fastest form, its engine, and times as fast as nn.Linear in float32", lines)
     lines = [["Form", "Rows", *(_HEADINGS[engine] for engine in _TIMED), "H200, predicted"]]
     for form in forms:
@@ -334,8 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             writer.writeheader()
             writer.writerows(rows)
     if not options.quick and {row["engine"] for row in read_csv(path)} == set(cases.ENGINES):
-        for name, text in tables(read_csv(path)).items():
-            PAGES[name].write_text(text)
+        for name, table in tables(read_csv(path)).items():
+            PAGES[name].write_text(table)
 
 
 if __name__ == "__main__":

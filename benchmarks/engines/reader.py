@@ -217,10 +217,10 @@ def _checked(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         return {"error": float((output.double() - y).norm() / y.norm())}
     _first_call(folder, case, x)  # It loads the engine, and its memory is free again afterwards.
     gc.collect()
-    before = _resident_bytes()
+    first_bytes = _resident_bytes()
     call = _first_call(folder, case, x)
     gc.collect()
-    memory = _resident_bytes() - before
+    memory = _resident_bytes() - first_bytes
     output = _first(call(x)).double()
     _LOADED.append(call)  # so that the next model does not use its memory
     return {"error": float((output - y).norm() / y.norm()), "memory_bytes": memory}

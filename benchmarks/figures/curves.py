@@ -214,9 +214,9 @@ def _draw_kept(axis: Any, rows: list[dict[str, str]], column: str) -> None:
     axis.axhline(original, color="black", linestyle="--", label="original")
     if column == "loss":
         axis.set_ylim(0.97 * original, 1.5 * original)
-        least = math.floor(min(float(row[column]) for row in values["random"]))
+        lowest = math.floor(min(float(row[column]) for row in values["random"]))
         place = {"transform": axis.transAxes, "ha": "right", "va": "top"}
-        axis.text(0.97, 0.97, f"random: above {least}", fontsize=9, **place)
+        axis.text(0.97, 0.97, f"random: above {lowest}", fontsize=9, **place)
 
 
 def draw_training(threads: int = 1) -> Path:

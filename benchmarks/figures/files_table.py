@@ -48,11 +48,11 @@ def files_table(model: str, rows: list[dict[str, str]]) -> str:
         head.insert(3, "Aim")
         for line in body:
             line.insert(3, AIMS.get(line[0], ""))
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *body])
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([head, *body])
     cpus = " and ".join(dict.fromkeys(cpu_name(row["device"]) for row in rows))
     lines = [f".. csv-table:: {TITLES[model]}, {cpus}", "   :header-rows: 1", ""]
-    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n\n"
+    return "\n".join([*lines, *(f"   {line}" for line in table.getvalue().splitlines())]) + "\n\n"
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ TEXTS = ("model", "method", "forms", "tokens")
 def folder_table(rows: list[dict[str, str]]) -> str:
     """Return the rows as a table."""
     body = [[row[name] if name in TEXTS else short(row[name]) for name in COLUMNS] for row in rows]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
     cpus = " and ".join(dict.fromkeys(cpu_name(row["device"]) for row in rows))
     title = f".. csv-table:: Models compressed part by part, {cpus}, one thread"
     lines = [title, "   :header-rows: 1", "   :class: compact", ""]
-    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
+    return "\n".join([*lines, *(f"   {line}" for line in table.getvalue().splitlines())]) + "\n"
 
 
 if __name__ == "__main__":

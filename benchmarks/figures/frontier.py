@@ -66,12 +66,12 @@ def draw_models(found: dict[str, Rows]) -> Path:
     """Draw the other models, a panel for each of their tables."""
     drawn = [panel for panel in PANELS if any(row["method"] in panel[2] for row in found.get(panel[0], []))]
     figure, axes = _panels(-(-len(drawn) // 2), 2)
-    for axis, (name, title, styles, measure, least) in zip(axes, drawn, strict=False):
+    for axis, (name, title, styles, measure, lowest_score) in zip(axes, drawn, strict=False):
         axis.set_title(title, fontsize=10)
         if name == "smollm2":
             _draw_loss(axis, found[name], styles, measure)
         else:
-            draw_correlation(axis, found[name], styles, measure, least)
+            draw_correlation(axis, found[name], styles, measure, lowest_score)
             axis.set_ylabel("correlation with the original")
     for axis in axes[len(drawn) :]:
         axis.remove()
@@ -98,17 +98,17 @@ def _draw_loss(axis: Any, rows: Rows, styles: Any, measure: tuple[str, str, tupl
 
 
 def draw_correlation(
-    axis: Any, rows: Rows, styles: Any, measure: tuple[str, str, tuple[float, float]], least: float
+    axis: Any, rows: Rows, styles: Any, measure: tuple[str, str, tuple[float, float]], lowest_score: float
 ) -> None:
     """Draw correlations on a scale that ends in 1: a tenth of what is missing is a step."""
     column, label, limits = measure
     for method, (name, marker, colour, line) in reversed(styles.items()):
         points = sorted((float(row[column]), 1 - float(row["correlation"])) for row in rows if row["method"] == method)
-        shown = [(x, lost) for x, lost in points if 0 < lost < 1 - least]
+        shown = [(x, lost) for x, lost in points if 0 < lost < 1 - lowest_score]
         if shown:
             axis.plot(*zip(*shown, strict=True), line, marker=marker, color=colour, label=name, markersize=6)
     axis.set_yscale("log")
-    high, low = 1 - least, axis.get_ylim()[0] / 1.2
+    high, low = 1 - lowest_score, axis.get_ylim()[0] / 1.2
     axis.set_ylim(high, low)  # upside down: better is higher
     ticks: list[float] = []
     for tick in reversed(_TICKS):

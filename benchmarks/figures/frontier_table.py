@@ -84,11 +84,11 @@ def aims_table(rows: Rows, speeds: dict[str, Rows]) -> str:
     """Return which aims were reached by the first encoder; ``speeds`` are the rows of each CPU."""
     found = {f"{row['method']}, {row['size']}": row for row in rows}
     body = []
-    for name, least, title in AIMS:
+    for name, minimum, title in AIMS:
         if name in found:
             reached = float(found[name]["correlation"])
-            body.append([title, f"{least:g}", f"{reached:.4f}", "yes" if reached >= least else "no"])
-    for form, beside, least, title in FASTER:
+            body.append([title, f"{minimum:g}", f"{reached:.4f}", "yes" if reached >= minimum else "no"])
+    for form, beside, minimum, title in FASTER:
         for device, own in speeds.items():
             # Medians over the rounds of each round's ratio, as in the tables of times; a ratio of two medians differs.
             speed = {(row["form"], row["batch"], row["tokens"]): float(row["x float32"]) for row in own}
@@ -96,9 +96,9 @@ def aims_table(rows: Rows, speeds: dict[str, Rows]) -> str:
                 at = ("32", str(tokens))
                 if (form, *at) in speed:
                     ratio = speed[form, *at] / speed[beside, *at]
-                    verdict = "yes" if ratio >= least else "no"
+                    verdict = "yes" if ratio >= minimum else "no"
                     body.append(
-                        [f"{title}, {tokens} tokens, {cpu_name(device)}", f"{least:g}", f"{ratio:.2f}", verdict]
+                        [f"{title}, {tokens} tokens, {cpu_name(device)}", f"{minimum:g}", f"{ratio:.2f}", verdict]
                     )
     return _table("all-MiniLM-L6-v2: what was reached", ["", "Aim", "Measured", "Reached"], body)
 
@@ -114,9 +114,9 @@ def cpu_name(device: str) -> str:
 
 
 def _table(title: str, head: list[str], body: list[list[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *body])
-    lines = [".. csv-table::", "   :header-rows: 1", "", *(f"   {line}" for line in text.getvalue().splitlines())]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([head, *body])
+    lines = [".. csv-table::", "   :header-rows: 1", "", *(f"   {line}" for line in table.getvalue().splitlines())]
     folded = [f"   {line}".rstrip() for line in lines]  # what is drawn can be unfolded
     return "\n".join([f".. dropdown:: {title}", "", *folded]) + "\n\n"
 

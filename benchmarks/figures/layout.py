@@ -57,7 +57,7 @@ def save(figure: Any, axes: Any, name: str, labels: dict[str, str]) -> Path:
     """Write the figure with one legend for all panels, that of the first; the labels are those of the rows, by CPU."""
     for (cpu, label), line in zip(labels.items(), axes, strict=True):
         for axis in line[::SIDE_BY_SIDE]:
-            axis.set_ylabel("\n".join(text for text in (cpu, label) if text))
+            axis.set_ylabel("\n".join(part for part in (cpu, label) if part))
     handles, entries = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, entries, loc="outside lower center", ncols=min(len(entries), 3), frameon=False, fontsize=9)
     return write(figure, name)

@@ -23,11 +23,11 @@ TEXTS = ("method", "correlation", "error")
 def onnx_table(rows: list[dict[str, str]]) -> str:
     """Return the rows as a table."""
     body = [[row[name] if name in TEXTS else short(row[name]) for name in COLUMNS] for row in rows]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([[*COLUMNS.values()], *body])
     cpus = " and ".join(dict.fromkeys(cpu_name(row["device"]) for row in rows))
     lines = [f".. csv-table:: ONNX files of all-MiniLM-L6-v2, {cpus}, one thread", "   :header-rows: 1", ""]
-    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
+    return "\n".join([*lines, *(f"   {line}" for line in table.getvalue().splitlines())]) + "\n"
 
 
 if __name__ == "__main__":

@@ -71,10 +71,10 @@ def summary_table(tables: Sequence[tuple[str, Rows]]) -> str:
 
 
 def _csv_table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(rows)
     head = [f".. csv-table:: {title}", "   :header-rows: 1", ""]
-    return "\n".join([*head, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n\n"
+    return "\n".join([*head, *(f"   {line}" for line in table.getvalue().splitlines())]) + "\n\n"
 
 
 def _best_losses(runs: Rows, equal: str) -> list[float]:
@@ -107,9 +107,9 @@ def main() -> None:
         pages = {subject: "".join(parts)}
         if subject == SUMMARIZED:
             pages[f"{subject}-summary"] = GENERATED + summary_table(tables)
-        for page, text in pages.items():
+        for page, content in pages.items():
             path = PAGES / f"{page}.inc"
-            path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+            path.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
             print(path)
 
 

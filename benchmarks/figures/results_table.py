@@ -408,8 +408,8 @@ LINES = (
 
 def results_table() -> str:
     """Return the table."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([HEAD, *(line.cells() for line in LINES)])
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([HEAD, *(line.cells() for line in LINES)])
     lines = [
         ".. Written by python -m benchmarks.figures.results_table.",
         "",
@@ -419,7 +419,7 @@ def results_table() -> str:
         "   :class: lookup",
         "",
     ]
-    return "\n".join([*lines, *(f"   {line}" for line in text.getvalue().splitlines())]) + "\n"
+    return "\n".join([*lines, *(f"   {line}" for line in table.getvalue().splitlines())]) + "\n"
 
 
 if __name__ == "__main__":

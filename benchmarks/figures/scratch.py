@@ -36,8 +36,8 @@ def chosen(rows: list[dict[str, str]]) -> Runs:
             by_rate[row["optimizer"], row["form"], row["lr"]].append(row)
     best: Runs = {}
     for (optimizer, form, _), found in by_rate.items():
-        before = best.get((optimizer, form), [])
-        if len({row["seed"] for row in found}) > len({row["seed"] for row in before}):
+        best_rows = best.get((optimizer, form), [])
+        if len({row["seed"] for row in found}) > len({row["seed"] for row in best_rows}):
             best[optimizer, form] = found
     return best
 

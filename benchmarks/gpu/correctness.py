@@ -200,8 +200,8 @@ def _sketched_checks(device: str) -> Iterator[Check]:
         return panther.kernels.sketched_matmul(x, S1, U1, S2, U2, bias, 0.25)
 
     def packed_product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
-        words = reference.pack_signs(U1), reference.pack_signs(U2.mT.contiguous())
-        return panther.kernels.sketched_matmul(x, S1, words[0], S2, words[1], bias, 0.25)
+        packed = reference.pack_signs(U1), reference.pack_signs(U2.mT.contiguous())
+        return panther.kernels.sketched_matmul(x, S1, packed[0], S2, packed[1], bias, 0.25)
 
     def halves(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
         return panther.kernels.sketched_outer(panther.kernels.sketched_inner(x, S1, U2, 0.25), U1, S2, bias)

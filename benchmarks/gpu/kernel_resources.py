@@ -133,12 +133,12 @@ def _launches_go_to(handle: Callable[..., None]) -> Iterator[None]:
     def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: handle(kernel, grid, args, kwargs)
 
-    before = KernelInterface.__getitem__
+    previous_launcher = KernelInterface.__getitem__
     KernelInterface.__getitem__ = getitem
     try:
         yield
     finally:
-        KernelInterface.__getitem__ = before
+        KernelInterface.__getitem__ = previous_launcher
 
 
 def _named_kernels() -> dict[str, Any]:
@@ -277,9 +277,9 @@ def violations(variant: Variant) -> list[str]:
         broken.append(f"takes {variant.shared_bytes} bytes of shared memory, and there are {variant.shared_limit}")
     if variant.dots and not variant.matrix_instructions:
         broken.append(f"has {variant.dots} matrix products and no instruction of the matrix units")
-    where = f"{variant.kernel} for {variant.target}, {variant.case}, {variant.dtype}, precision {variant.precision}"
+    place = f"{variant.kernel} for {variant.target}, {variant.case}, {variant.dtype}, precision {variant.precision}"
     setting = f"{variant.config}, {variant.warps} warps, {variant.stages} stages"
-    return [f"{where} ({setting}): {sentence}" for sentence in broken]
+    return [f"{place} ({setting}): {sentence}" for sentence in broken]
 
 
 Task = tuple[Case, torch.dtype, str, Target, Sequence[str] | None]
@@ -397,15 +397,15 @@ def main() -> int:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items() if value != ""))
     broken = sum(len(violations(variant)) for variant in variants)
-    missing = set() if options.only else kernels() - {variant.kernel for variant in variants}
-    for name in sorted(missing):
+    uncompiled = set() if options.only else kernels() - {variant.kernel for variant in variants}
+    for name in sorted(uncompiled):
         print(f"{name} is launched by no case", file=sys.stderr)
     if options.write:
         table = _merge_table(variants)
         _write(_TABLE, [asdict(variant) for variant in table])
         _write(_SUMMARY, summary(table))
-    print(f"{len(variants)} compiled with triton {triton.__version__}, {broken + len(missing)} violations")
-    return 1 if broken or missing else 0
+    print(f"{len(variants)} compiled with triton {triton.__version__}, {broken + len(uncompiled)} violations")
+    return 1 if broken or uncompiled else 0
 
 
 if __name__ == "__main__":

@@ -80,23 +80,23 @@ def _sparse(m: int, n: int, d: int, vec_nnz: int, dtype: torch.dtype, device: st
     S = SparseSketch(d, m, vec_nnz, seed=0, device=device, dtype=dtype)
     nnz = vec_nnz * m
     flops = 2.0 * nnz * n
-    least = A.nbytes + d * n * A.element_size() + 12 * nnz + 8 * d
+    minimum_bytes = A.nbytes + d * n * A.element_size() + 12 * nnz + 8 * d
 
     def exact() -> list[Tensor]:
         S64 = SparseSketch(d, m, vec_nnz, seed=0, device=device, dtype=torch.float64)
         return [torch.sparse.mm(S64.to_sparse().to_sparse_coo(), A.double())]
 
-    alternatives: dict[str, Alternative | str] = {"panther": Alternative(lambda: S @ A, least, flops, exact)}
+    alternatives: dict[str, Alternative | str] = {"panther": Alternative(lambda: S @ A, minimum_bytes, flops, exact)}
     if dtype is torch.float32:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch calls its CSR tensors a prototype
             csr = S.to_sparse().to_sparse_csr()
-        alternatives["torch CSR"] = Alternative(lambda: csr @ A, least, flops, exact)
+        alternatives["torch CSR"] = Alternative(lambda: csr @ A, minimum_bytes, flops, exact)
     else:
         alternatives["torch CSR"] = "measured in float32"
     if d * m * A.element_size() <= 1 << 32:
         matrix = S.dense()
-        dense_bytes = least - 12 * nnz - 8 * d + matrix.nbytes
+        dense_bytes = minimum_bytes - 12 * nnz - 8 * d + matrix.nbytes
         alternatives["dense"] = Alternative(lambda: matrix @ A, dense_bytes, 2.0 * d * m * n, exact)
     else:
         alternatives["dense"] = "the dense matrix would take more than 4 GB"

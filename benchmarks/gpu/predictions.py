@@ -44,9 +44,9 @@ def _path_contradictions(rows: Sequence[Row], triton: bool) -> Iterator[str]:
                 continue
             fastest = min(paths_us, key=paths_us.__getitem__)
             if paths_us[chosen] > _FACTOR * paths_us[fastest]:
-                words = ", ".join(word for word in facts if word) + suffix
+                call = ", ".join(word for word in facts if word) + suffix
                 yield (
-                    f"{words}: choose_path takes {chosen}, {paths_us[chosen]:.4g} us, and {fastest} takes "
+                    f"{call}: choose_path takes {chosen}, {paths_us[chosen]:.4g} us, and {fastest} takes "
                     f"{paths_us[fastest]:.4g} us"
                 )
 

@@ -60,7 +60,7 @@ class Aim:
     mode: str
     direction: str
     column: str
-    least: float
+    minimum: float
 
 
 # Under a CUDA graph: the roofline knows nothing of the host, which takes longer to launch than these shapes to compute.
@@ -187,7 +187,7 @@ def verdict(aim: Aim, rows: Sequence[Mapping[str, str]]) -> tuple[str, str]:
         ):
             if row["status"] != "measured" or not row[aim.column]:
                 return "", f"not measured: {row['note']}"
-            return row[aim.column], "reached" if float(row[aim.column]) >= aim.least else "missed"
+            return row[aim.column], "reached" if float(row[aim.column]) >= aim.minimum else "missed"
     return "", "not measured"
 
 
@@ -230,9 +230,9 @@ def document(rows: Sequence[Mapping[str, str]], stamped: Mapping[str, str], rehe
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _escaped(text: Any) -> str:
+def _escaped(cell: Any) -> str:
     """Return text in which reStructuredText finds no markup."""
-    return re.sub(r"([\\*`|]|_(?!\w))", r"\\\1", str(text))
+    return re.sub(r"([\\*`|]|_(?!\w))", r"\\\1", str(cell))
 
 
 def _blocks(rows: Sequence[Mapping[str, str]], stamped: Mapping[str, str], rehearsal: bool) -> list[Block]:
@@ -280,7 +280,7 @@ def _aims(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, Any]]:
             {
                 "case": aim.case,
                 "what": f"{aim.alternative}, {aim.direction}, {aim.mode}, bfloat16",
-                "aim": f"{aim.least} {kind}",
+                "aim": f"{aim.minimum} {kind}",
                 "measured": figure,
                 "verdict": outcome,
             }

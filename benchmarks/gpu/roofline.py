@@ -24,7 +24,7 @@ def ceilings(device: str, tiny: bool = False) -> dict[str, float]:
     target = torch.empty_like(source)
     found = {"copy": 2 * source.nbytes / _median_s(lambda: target.copy_(source), device)}
     n = _MATMUL_SIZE >> (6 if tiny else 0)
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     try:
         for name, dtype, precision in (
             ("bfloat16", torch.bfloat16, "highest"),
@@ -35,7 +35,7 @@ def ceilings(device: str, tiny: bool = False) -> dict[str, float]:
             A, B = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
             found[name] = 2 * n**3 / _median_s(lambda A=A, B=B: A @ B, device)  # type: ignore[misc]
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
     found["float32"] = max(found["float32"], found["tf32"] / 3)
     one = torch.zeros(1, device=device)
 

@@ -132,12 +132,12 @@ def _suite(options: argparse.Namespace) -> int:
 
 def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float) -> None:
     skipped = {"section": "tests", "case": "gpu", "status": "skipped"}
-    missing = [name for name in _TEST_PACKAGES if importlib.util.find_spec(name) is None]
+    absent_packages = [name for name in _TEST_PACKAGES if importlib.util.find_spec(name) is None]
     if options.dry_run:
         recorder.add({**skipped, "note": "a rehearsal runs none"})
         return
-    if missing:
-        note = f"{', '.join(missing)} not installed here: the section correctness is all that was checked"
+    if absent_packages:
+        note = f"{', '.join(absent_packages)} not installed here: the section correctness is all that was checked"
         recorder.add({**skipped, "note": note})
         return
     if deadline - time.time() < _START_S:
@@ -224,7 +224,7 @@ def _run(
         start_new_session=True,  # type: ignore[call-overload]
     ) as process:
         try:
-            counted_s, before = 0.0, time.time()
+            counted_s, previous_s = 0.0, time.time()
             while counted_s <= grace_s:
                 try:
                     code: int = process.wait(_PERIOD_S)
@@ -234,8 +234,8 @@ def _run(
                     if now > latest:
                         return None
                     if now > deadline:
-                        counted_s += (now - max(before, deadline)) / slowdown()
-                    before = now
+                        counted_s += (now - max(previous_s, deadline)) / slowdown()
+                    previous_s = now
             return None
         finally:
             if process.poll() is None:

@@ -97,7 +97,7 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 
 
 def _measure(case: Case, device: str, budget_s: float, methods: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
-    A, b, x, least = _problem(case, device)
+    A, b, x, smallest_residual = _problem(case, device)
     alternatives = _for_sparse(A, b) if case.sparse else _for_dense(A, b, device)
     alternatives = {name: call for name, call in alternatives.items() if methods is None or name in methods}
     results: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _measure(case: Case, device: str, budget_s: float, methods: tuple[str, ...] 
     for name, timing in timings.items():
         result = results[name]
         solution = result.x if isinstance(result, LstsqResult) else result
-        distance = float(((A @ (solution.double() - x).to(A.dtype)).norm(dim=0) / least).max())
+        distance = float(((A @ (solution.double() - x).to(A.dtype)).norm(dim=0) / smallest_residual).max())
         rows.append(
             {
                 "method": name,

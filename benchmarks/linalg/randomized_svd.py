@@ -73,9 +73,9 @@ def _compare(device: str, budget_s: float, shapes: list[tuple[int, int, tuple[in
     """Compare the default with svd_lowrank(niter=2): the ratio of the times, and the errors of both."""
     rows: list[dict[str, Any]] = []
     for m, n, ranks in shapes:
-        least = min(m, n)
-        i = torch.arange(1, least + 1, dtype=torch.float64)
-        left, right = (torch.linalg.qr(torch.randn(size, least, dtype=torch.float64))[0] for size in (m, n))
+        full_rank = min(m, n)
+        i = torch.arange(1, full_rank + 1, dtype=torch.float64)
+        left, right = (torch.linalg.qr(torch.randn(size, full_rank, dtype=torch.float64))[0] for size in (m, n))
         for dtype in (torch.float32, torch.float64):
             found = []
             for k, (name, spectrum) in itertools.product(ranks, MORE_SPECTRA.items()):

@@ -151,21 +151,21 @@ def _part(part: str, threads: int, quick: bool) -> None:
     cases = {f"training step, {part}": step(kind, quick)} if kind else _layers()
     found: Costs = {}
     for case, call in cases.items():
-        begun, least = clock(), 3
+        begun, minimum_calls = clock(), 3
         for _ in range(3):
             call()
             if clock() - begun > _SLOW_S:
-                least = 1
+                minimum_calls = 1
                 break
-        count, begun, before = 0, clock(), resource.getrusage(resource.RUSAGE_SELF)
-        while count < least or clock() - begun < (0.0 if quick else _STEP_S if kind else _CALL_S):
+        count, begun, start = 0, clock(), resource.getrusage(resource.RUSAGE_SELF)
+        while count < minimum_calls or clock() - begun < (0.0 if quick else _STEP_S if kind else _CALL_S):
             call()
             count += 1
-        seconds, after = clock() - begun, resource.getrusage(resource.RUSAGE_SELF)
+        seconds, end = clock() - begun, resource.getrusage(resource.RUSAGE_SELF)
         found[case] = {
             "time_ms": 1e3 * seconds / count,
-            "system_ms": 1e3 * (after.ru_stime - before.ru_stime) / count,
-            "faults": (after.ru_minflt - before.ru_minflt) / count,
+            "system_ms": 1e3 * (end.ru_stime - start.ru_stime) / count,
+            "faults": (end.ru_minflt - start.ru_minflt) / count,
         }
     print(json.dumps(found | {"": {"peak_mib": _peak_mib()}}))
 

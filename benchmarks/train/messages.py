@@ -55,8 +55,8 @@ class _Turns(Callback):
             return
         number, now = trainer.step // self.turn, clocks()
         if number > 1:
-            for samples, time, before in zip(self.samples[self.way], now, self.begun, strict=True):
-                samples.append((time - before) / self.turn)
+            for samples, time, start in zip(self.samples[self.way], now, self.begun, strict=True):
+                samples.append((time - start) / self.turn)
         self.way, self.begun = _WAYS[number % len(_WAYS)], clocks()
 
 

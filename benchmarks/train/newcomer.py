@@ -91,8 +91,8 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
     }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("loop.py", LOOP_SCRIPT), ("train.py", README_SCRIPT)):
-            Path(folder, name).write_text(text, encoding="utf-8")
+        for name, script in (("loop.py", LOOP_SCRIPT), ("train.py", README_SCRIPT)):
+            Path(folder, name).write_text(script, encoding="utf-8")
         for _ in range(rounds):
             for name, command in commands.items():
                 seconds[name].append(_measure(command, folder))
@@ -114,10 +114,10 @@ def _rows(rounds: int) -> list[dict[str, Any]]:
 def _measure(command: list[str], folder: str) -> tuple[float, float]:
     """Return the processor time of a command and its processes, and its time on the clock, in seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    start, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+    wall, end = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime, wall
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def _factor_size(task: OptimizerTask, model: nn.Module) -> int:
     if task.is_pretrained:  # only the head is trained beside the factors
         beside = sum(p.numel() for name, p in model.named_parameters() if name.startswith("head."))
     sides = sum(layer.in_features + layer.out_features for layer in hidden.values())
-    least = min(min(layer.weight.shape) for layer in hidden.values())
-    return largest_size(lambda size: beside + size * sides, QUARTER * total, least)
+    smallest_side = min(min(layer.weight.shape) for layer in hidden.values())
+    return largest_size(lambda size: beside + size * sides, QUARTER * total, smallest_side)
 
 
 def _with_adapters(task: OptimizerTask) -> nn.Module:

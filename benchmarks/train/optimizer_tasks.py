@@ -96,7 +96,7 @@ def _narrowed(build: Callable[[int], nn.Module], width: int, heads: int, fractio
     return build(next((size for size in sizes if numbers(size) <= limit), heads))
 
 
-def _text_task(name: str, width: int, text: Tensor, held_out: Tensor, symbols: int, quick: bool) -> OptimizerTask:
+def _text_task(name: str, width: int, training: Tensor, held_out: Tensor, symbols: int, quick: bool) -> OptimizerTask:
     shape = Shape(layers=2, context=32 if quick else 128)
     count, batch = (8, 2) if quick else (64, 16)
 
@@ -113,7 +113,7 @@ def _text_task(name: str, width: int, text: Tensor, held_out: Tensor, symbols: i
         width,
         lambda fraction: _narrowed(build, width, shape.heads, fraction),
         lambda layer: layer.startswith("blocks."),
-        lambda step, seed: split(blocks(text, shape.context + 1, batch, 1_000_003 * (seed + 1) + step)),
+        lambda step, seed: split(blocks(training, shape.context + 1, batch, 1_000_003 * (seed + 1) + step)),
         (first, second),
         steps=4 if quick else 300,
     )
@@ -131,20 +131,20 @@ def _characters(width: int, quick: bool) -> OptimizerTask:
 def vocabulary_of(text: str, size: int) -> dict[str, int]:
     """Return the numbers of the most frequent words of a text, which follow those of the characters."""
     counts = Counter(_WORD.findall(text))
-    words = sorted(counts, key=lambda word: (-counts[word], word))[:size]
-    return {word: SYMBOLS + i for i, word in enumerate(words)}
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[:size]
+    return {word: SYMBOLS + i for i, word in enumerate(frequent)}
 
 
-def _decoded(text: Tensor) -> str:
+def _decoded(symbols: Tensor) -> str:
     """Return a text of symbols as characters; the end of a document and what is not ASCII become control characters."""
-    codes = torch.where(text > 2, text + 29, torch.where(text == 2, ord("\n"), text))
+    codes = torch.where(symbols > 2, symbols + 29, torch.where(symbols == 2, ord("\n"), symbols))
     return codes.to(torch.uint8).numpy().tobytes().decode("ascii")
 
 
-def _in_words(text: Tensor, vocabulary: dict[str, int]) -> Tensor:
+def _in_words(characters: Tensor, vocabulary: dict[str, int]) -> Tensor:
     """Return a text of symbols as numbers of words of the vocabulary, and of symbols between them."""
-    symbols, tokens, end = text.tolist(), [], 0
-    for match in _WORD.finditer(_decoded(text)):
+    symbols, tokens, end = characters.tolist(), [], 0
+    for match in _WORD.finditer(_decoded(characters)):
         number = vocabulary.get(match.group())
         if number is not None:
             tokens += [*symbols[end : match.start()], number]
@@ -154,9 +154,9 @@ def _in_words(text: Tensor, vocabulary: dict[str, int]) -> Tensor:
 
 @functools.cache
 def _text_in_words(quick: bool) -> tuple[Tensor, Tensor]:
-    text, held_out = _text(quick)
-    vocabulary = vocabulary_of(_decoded(text), _VOCABULARY - SYMBOLS)
-    return _in_words(text, vocabulary), _in_words(held_out, vocabulary)
+    training, held_out = _text(quick)
+    vocabulary = vocabulary_of(_decoded(training), _VOCABULARY - SYMBOLS)
+    return _in_words(training, vocabulary), _in_words(held_out, vocabulary)
 
 
 def _words(width: int, quick: bool) -> OptimizerTask:

@@ -71,11 +71,11 @@ class Task:
 def text_task(quick: bool) -> Task:
     """Return a language model of characters: a causal transformer of two layers."""
     shape = Shape(width=64, hidden=128, layers=1, heads=2, context=32) if quick else Shape(layers=2, context=64)
-    text, held_out = gather(limit=200 if quick else None)
+    training, held_out = gather(limit=200 if quick else None)
     pieces = [blocks(held_out, shape.context + 1, 32 if quick else 256, seed=seed) for seed in (1, 2)]
 
     def batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
-        drawn = blocks(text, shape.context + 1, 16, 1_000_003 * (seed + 1) + step)
+        drawn = blocks(training, shape.context + 1, 16, 1_000_003 * (seed + 1) + step)
         return drawn[:, :-1], drawn[:, 1:]
 
     first, second = ((piece[:, :-1], piece[:, 1:]) for piece in pieces)

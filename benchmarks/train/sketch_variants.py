@@ -91,11 +91,11 @@ class _Update(SketchedUpdate):
             return
         seed = self._seed
         self._seed = projection_seed(name, group["seed"], step // group["period"] - 1)
-        before = self.signs()
+        first_signs = self.signs()
         self._seed = seed
-        size = before.shape[1]
+        size = first_signs.shape[1]
         factor = self.rank / (self.rank + size) if self.moments == "damped" else 1.0
-        first.copy_(first @ (before @ self.signs().mT) * (factor / self.rank))
+        first.copy_(first @ (first_signs @ self.signs().mT) * (factor / self.rank))
 
     def signs(self) -> Tensor:
         if self.kind == "sign":
@@ -114,7 +114,7 @@ def _maker(update: str, rank: int, kind: str, moments: str, seed: int) -> Make:
     return make
 
 
-def _measured(settings: Run, text: Tensor, held_out: Tensor, make: Make) -> dict[str, Any]:
+def _measured(settings: Run, training: Tensor, held_out: Tensor, make: Make) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     model = TextModel(Shape(width=settings.width, hidden=4 * settings.width, layers=2))
     optimizer = make(model, settings.lr)
@@ -126,14 +126,14 @@ def _measured(settings: Run, text: Tensor, held_out: Tensor, make: Make) -> dict
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     start, step_s = time.process_time(), 0.0
     for step in range(steps):
-        samples = blocks(text, model.shape.context + 1, settings.batch, 1000 * settings.seed + step)
+        samples = blocks(training, model.shape.context + 1, settings.batch, 1000 * settings.seed + step)
         loss = functional.cross_entropy(model(samples[:, :-1]).flatten(0, 1), samples[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        before = time.process_time()
+        start_s = time.process_time()
         optimizer.step()
-        step_s += time.process_time() - before
+        step_s += time.process_time() - start_s
         schedule.step()
     train_s = time.process_time() - start
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -148,8 +148,8 @@ def _measured(settings: Run, text: Tensor, held_out: Tensor, make: Make) -> dict
 
 
 @torch.no_grad()
-def _loss(model: TextModel, text: Tensor) -> float:
-    samples = blocks(text, model.shape.context + 1, _HELD_OUT, 0)
+def _loss(model: TextModel, held_out: Tensor) -> float:
+    samples = blocks(held_out, model.shape.context + 1, _HELD_OUT, 0)
     losses = [
         functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) for part in samples.split(16)
     ]
@@ -160,14 +160,14 @@ def run(
     updates: Sequence[tuple[str, int]] = UPDATES, seeds: tuple[int, ...] = (0, 1), *, quick: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each update, kind of sketch, rule for the moments and seed."""
-    text, held_out = gather(40 if quick else None)
+    training, held_out = gather(40 if quick else None)
     sizes: dict[str, int] = {"steps": 4, "width": 48, "batch": 2} if quick else {"steps": 250, "width": 96, "batch": 8}
     variants = [(kind, MOMENTS[0]) for kind in KINDS] + [(KINDS[0], moments) for moments in MOMENTS[1:]]
     for seed in seeds:
         for update, rank in updates:
             for kind, moments in variants:
                 make = _maker(update, rank, kind, moments, seed)
-                row = _measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), text, held_out, make)
+                row = _measured(Run(f"{update}, rank {rank}", _LR, seed, **sizes), training, held_out, make)
                 yield {"kind": kind, "moments": moments, "period": _PERIOD, **row}
 
 

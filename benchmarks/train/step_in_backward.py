@@ -39,7 +39,7 @@ def _measured(name: str, in_backward: bool, width: int, layers: int) -> dict[str
     torch.manual_seed(0)
     small = TextModel(Shape(width=48, hidden=48, layers=1))
     small(torch.zeros(1, small.shape.context, dtype=torch.long)).sum().backward()
-    before = _peak_bytes()
+    first_bytes = _peak_bytes()
     model = TextModel(Shape(width=width, hidden=4 * width, layers=layers, heads=8))
     if name == "AdamW":
         optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -66,7 +66,7 @@ def _measured(name: str, in_backward: bool, width: int, layers: int) -> dict[str
         "layers": layers,
         "parameter_mb": figure(sum(p.nbytes for p in model.parameters()) / 1e6),
         "state_mb": figure(sum(value.nbytes for value in states) / 1e6),
-        "peak_mb": figure((_peak_bytes() - before) / 1e6),
+        "peak_mb": figure((_peak_bytes() - first_bytes) / 1e6),
         "step_s": figure(min(seconds[1:])),
     }
 

@@ -127,8 +127,8 @@ class _Turns(Callback):
         self._begun = clocks()
 
     def _note(self, name: str, begun: tuple[float, float]) -> None:
-        for samples, now, before in zip(self.samples[name], clocks(), begun, strict=True):
-            samples.append((now - before) / self.turn)
+        for samples, now, start in zip(self.samples[name], clocks(), begun, strict=True):
+            samples.append((now - start) / self.turn)
 
 
 def clocks() -> tuple[float, float]:

@@ -228,14 +228,14 @@ def _peak_memory_mb(task: OptimizerTask, method: Method) -> float:
     growth = 0
     for _ in range(2):  # the first time loads and compiles code
         gc.collect()
-        before = _memory_kib("VmRSS")
+        first_kib = _memory_kib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
         torch.manual_seed(0)
         model = method.build(task)
         optimizer = method.optimizer(task, model, 1e-4)
         for step in range(_STEPS_OF_MEMORY):
             _take_step(task, model, optimizer, step, 0)
-        growth = _memory_kib("VmHWM") - before
+        growth = _memory_kib("VmHWM") - first_kib
         del model, optimizer
     return figure(growth * 1024 / 1e6)
 

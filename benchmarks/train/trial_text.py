@@ -115,10 +115,10 @@ def narrower() -> nn.Sequential:
 def data() -> tuple[Pieces, Pieces]:
     """Return samples to train on, which together are the text once, and some that are held out."""
     kept = _read()
-    text, context = kept["text"], kept["shape"]["context"]
-    starts = torch.arange(0, len(text) - context, context)
+    training, context = kept["text"], kept["shape"]["context"]
+    starts = torch.arange(0, len(training) - context, context)
     held_out = blocks(kept["held_out"], context + 1, kept["validation"], seed=1)
-    return Pieces(text[starts[:, None] + torch.arange(context + 1)]), Pieces(held_out)
+    return Pieces(training[starts[:, None] + torch.arange(context + 1)]), Pieces(held_out)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -299,10 +299,10 @@ def _cpu_of_children() -> float:
 
 def gather_once(path: Path, shape: Shape, *, quick: bool) -> None:
     """Write the text and the model's shape to a file, which this process and its children read."""
-    text, held_out = gather(limit=200 if quick else None)
-    print(f"{len(text):,} characters to train on, {len(held_out):,} held out", flush=True)
+    training, held_out = gather(limit=200 if quick else None)
+    print(f"{len(training):,} characters to train on, {len(held_out):,} held out", flush=True)
     kept = {
-        "text": text.byte(),
+        "text": training.byte(),
         "held_out": held_out.byte(),
         "shape": asdict(shape),
         "validation": 64 if quick else 256,

@@ -66,8 +66,8 @@ def passages(
     texts = {}
     for path in library.rglob("*.py"):
         if not LEFT_OUT & set(path.relative_to(library).parts) and path.stat().st_size > 6 * length:
-            text = path.read_bytes()[: 12 * length]
-            texts[hashlib.sha256(text).hexdigest()] = text.decode("utf-8", "replace")
+            content = path.read_bytes()[: 12 * length]
+            texts[hashlib.sha256(content).hexdigest()] = content.decode("utf-8", "replace")
     found = []
     for digest in sorted(texts):
         if (int(digest, 16) % 5 == 0) is held_out and len(ids := tokenize(texts[digest])) >= length:
@@ -79,7 +79,7 @@ def passages(
 
 def glosses() -> list[str]:
     """Return the glosses of WordNet 3.0 (what its words mean, with examples), shuffled with seed 0."""
-    return [text for text, _ in labelled_glosses()]
+    return [gloss for gloss, _ in labelled_glosses()]
 
 
 def labelled_glosses() -> list[tuple[str, str]]:
@@ -99,7 +99,7 @@ def labelled_glosses() -> list[tuple[str, str]]:
     # A line begins with an offset, a file number and the part of speech; "s" is an adjective that is like another.
     texts = [(entry.split("|", 1)[1].strip(), entry.split(" ", 3)[2].replace("s", "a")) for entry in entries]
     random.Random(0).shuffle(texts)
-    return [(text, part) for text, part in texts if len(text) > _SHORTEST_GLOSS]
+    return [(gloss, part) for gloss, part in texts if len(gloss) > _SHORTEST_GLOSS]
 
 
 def correlation(states: Tensor, original: Tensor) -> float:  # (n, width) each

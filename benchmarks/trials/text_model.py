@@ -104,34 +104,34 @@ def gather(limit: int | None = None) -> tuple[Tensor, Tensor]:
     licences = LICENCES.iterdir() if LICENCES.is_dir() else ()
     seen: dict[str, bytes] = {}
     for path in sorted((*sources, *licences), key=lambda path: (path.name, str(path)))[:limit]:
-        text = path.read_bytes()
-        if len(text) >= 500:
-            seen.setdefault(hashlib.sha256(text).hexdigest(), text)
+        content = path.read_bytes()
+        if len(content) >= 500:
+            seen.setdefault(hashlib.sha256(content).hexdigest(), content)
     kept: tuple[list[Tensor], list[Tensor]] = ([], [])
     for digest in sorted(seen):
         kept[int(digest, 16) % 20 == 0].append(_encode(seen[digest]))
     return torch.cat(kept[0]), torch.cat(kept[1])
 
 
-def _encode(text: bytes) -> Tensor:
+def _encode(content: bytes) -> Tensor:
     codes = torch.frombuffer(
-        bytearray(text.decode("utf-8", "replace").expandtabs(4).encode("ascii", "replace")), dtype=torch.uint8
+        bytearray(content.decode("utf-8", "replace").expandtabs(4).encode("ascii", "replace")), dtype=torch.uint8
     )
     codes = codes[codes != ord("\r")].long()
     symbols = torch.where(codes == ord("\n"), 2, torch.where((codes < 32) | (codes > 126), 1, codes - 29))
     return torch.cat((symbols, torch.zeros(1, dtype=torch.long)))
 
 
-def blocks(text: Tensor, length: int, count: int, seed: int) -> Tensor:
+def blocks(characters: Tensor, length: int, count: int, seed: int) -> Tensor:
     """Return ``count`` samples of the text, ``(count, length)``, from positions that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - length, (count, 1), generator=generator)
-    return text[starts + torch.arange(length)]
+    starts = torch.randint(len(characters) - length, (count, 1), generator=generator)
+    return characters[starts + torch.arange(length)]
 
 
 def train(
     model: TextModel,
-    text: Tensor,
+    characters: Tensor,
     *,
     steps: int,
     batch: int = 16,
@@ -152,7 +152,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     start, total = time.process_time(), 0.0
     for step in range(1, steps + 1):
-        pieces = blocks(text, model.shape.context + 1, batch, seed + step)
+        pieces = blocks(characters, model.shape.context + 1, batch, seed + step)
         loss = functional.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -167,12 +167,12 @@ def train(
 
 
 def trained(
-    shape: Shape, text: Tensor, *, steps: int, lr: float = 2e-3, cache: Path | None = None, seed: int = 0
+    shape: Shape, characters: Tensor, *, steps: int, lr: float = 2e-3, cache: Path | None = None, seed: int = 0
 ) -> tuple[TextModel, float]:
     """Return a trained model and the CPU seconds its training took, from the cache if it is there."""
     torch.manual_seed(seed)
     model = TextModel(shape)
-    digest = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+    digest = hashlib.sha256(characters.to(torch.uint8).numpy().tobytes()).hexdigest()[:8]
     name = f"text-{shape.width}-{shape.hidden}-{shape.layers}-{shape.heads}-{shape.context}-{steps}-{seed}-{digest}.pt"
     if cache and (cache / name).exists():
         kept = torch.load(cache / name, weights_only=True)
@@ -180,7 +180,7 @@ def trained(
         return model.eval(), kept["train_s"]
     print(f"training {shape} for {steps} steps", flush=True)
     start = time.process_time()
-    train(model, text, steps=steps, lr=lr, seed=seed)
+    train(model, characters, steps=steps, lr=lr, seed=seed)
     train_s = time.process_time() - start
     if cache:
         cache.mkdir(parents=True, exist_ok=True)
