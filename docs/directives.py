@@ -29,15 +29,15 @@ class CommandHelp(Directive):
         """Return the help as a literal block."""
         from panther.cli import main
 
-        before, printed = os.environ.get("COLUMNS"), io.StringIO()
+        previous_columns, printed = os.environ.get("COLUMNS"), io.StringIO()
         os.environ["COLUMNS"] = _WIDTH  # where argparse looks for the width
         try:
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 main([*self.arguments[0].split(), "--help"])
         finally:
             os.environ.pop("COLUMNS")
-            if before is not None:
-                os.environ["COLUMNS"] = before
+            if previous_columns is not None:
+                os.environ["COLUMNS"] = previous_columns
         return [nodes.literal_block(text=printed.getvalue().rstrip(), language="text")]
 
 

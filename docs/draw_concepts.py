@@ -28,9 +28,9 @@ def box(x: float, y: float, width: float, height: float, fill: str, label: str =
     return shape + (text(x + width / 2, y + height / 2 + 5, label, fill=ink) if label else "")
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "middle", size: int = 14, fill: str = INK) -> str:
+def text(x: float, y: float, label: str, *, anchor: str = "middle", size: int = 14, fill: str = INK) -> str:
     """Return words at a place."""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(words)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(label)}</text>'
 
 
 def cells(x: float, y: float, rows: int, columns: int, size: int, stream: int) -> str:
@@ -101,11 +101,11 @@ def parallelism() -> str:
             ("microbatches", "microbatches"),
         ),
     ]
-    for number, (name, held, part, samples) in enumerate(layouts):
+    for number, (name, parameters, part, samples) in enumerate(layouts):
         left, top = 20 + 320 * (number % 2), 20 + 230 * (number // 2)
         shapes += [
             text(left, top + 12, name, anchor="start", size=16),
-            text(left + 280, top + 12, held, anchor="end"),
+            text(left + 280, top + 12, parameters, anchor="end"),
         ]
         for rank in range(2):
             x = left + 150 * rank

@@ -29,8 +29,8 @@ class OutputFormatter(HtmlFormatter):
 def _mark_sentences(lines: Any) -> Iterator[tuple[int, str]]:
     for kind, line in lines:
         line = line.rstrip("\n")
-        text = html.unescape(re.sub(r"<[^>]*>", "", line))
-        if len(text) > _CODE_WIDTH and not re.search(r"\S {2,}\S", text):
+        sentence = html.unescape(re.sub(r"<[^>]*>", "", line))
+        if len(sentence) > _CODE_WIDTH and not re.search(r"\S {2,}\S", sentence):
             line = f'<span class="sentence">{line}</span>'
         yield kind, f"{line}\n"
 

@@ -34,14 +34,14 @@ QUICK = "PANTHER_DOCS_QUICK" in os.environ
 torch.set_num_threads(1)
 length, width, steps = 128, 64, 60 if QUICK else 400
 reference = "".join(topics.values()).encode()
-text = torch.tensor([min(byte, 127) for byte in reference])
-training, held_out = text[:-40_000], text[-40_000:]
+characters = torch.tensor([min(byte, 127) for byte in reference])
+training, held_out = characters[:-40_000], characters[-40_000:]
 causal_mask = nn.Transformer.generate_square_subsequent_mask(length)
 
 
-def passages(text, number):
-    starts = torch.randint(len(text) - length, (number, 1))
-    return text[starts + torch.arange(length + 1)]
+def passages(characters, number):
+    starts = torch.randint(len(characters) - length, (number, 1))
+    return characters[starts + torch.arange(length + 1)]
 
 
 class LanguageModel(nn.Module):
@@ -284,22 +284,22 @@ with torch.no_grad():
     y = torch.randn(2, 40, 256)
     changed = y.clone()
     changed[:, 25:] = 1000 * torch.randn(2, 15, 256)
-    before, _ = linear(y, y, y, is_causal=True)
+    first, _ = linear(y, y, y, is_causal=True)
     after, _ = linear(changed, changed, changed, is_causal=True)
     print(
         "earlier outputs are equal:",
-        torch.equal(before[:, :25], after[:, :25]),
+        torch.equal(first[:, :25], after[:, :25]),
     )
 
     padding = torch.zeros(2, 40, dtype=torch.bool)
     padding[0, 30:] = True
     broken = y.clone()
     broken[0, 30:] = torch.nan
-    before, _ = linear(y, y, y, key_padding_mask=padding)
+    first, _ = linear(y, y, y, key_padding_mask=padding)
     after, _ = linear(broken, broken, broken, key_padding_mask=padding)
     print(
         "padding has no influence:",
-        torch.equal(before[0, :30], after[0, :30]),
+        torch.equal(first[0, :30], after[0, :30]),
     )
 
 # %%

@@ -43,14 +43,18 @@ texts = [
     for path in paths
 ]
 training = torch.cat(
-    [text for number, text in enumerate(texts) if number % 10]
+    [
+        characters
+        for number, characters in enumerate(texts)
+        if number % 10
+    ]
 )
 held_out = torch.cat(texts[::10])
 
 
-def passages(text, number):
-    starts = torch.randint(len(text) - length, (number, 1))
-    return text[starts + torch.arange(length)].long()
+def passages(characters, number):
+    starts = torch.randint(len(characters) - length, (number, 1))
+    return characters[starts + torch.arange(length)].long()
 
 
 def llama(width, layers):

@@ -34,9 +34,9 @@ length, width, vocabulary = 24, 128, 1024
 names = sorted(topics, key=lambda name: -len(topics[name]))[:12]
 x, y = [], []
 for label, name in enumerate(names):
-    words = re.findall(r"\w+|[^\w\s]", topics[name])[: 24 * 150]
+    tokens = re.findall(r"\w+|[^\w\s]", topics[name])[: 24 * 150]
     numbers = torch.tensor(
-        [zlib.crc32(word.encode()) % vocabulary for word in words]
+        [zlib.crc32(word.encode()) % vocabulary for word in tokens]
     )
     x.append(
         numbers[: len(numbers) // length * length].view(-1, length)

@@ -58,7 +58,7 @@ transformers.utils.logging.disable_progress_bar()
 def tiny_encoder(texts):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = sorted(
+    vocabulary = sorted(
         {
             word
             for text in texts
@@ -73,7 +73,7 @@ def tiny_encoder(texts):
     }
     numbers = {
         word: number
-        for number, word in enumerate([*special.values(), *words])
+        for number, word in enumerate([*special.values(), *vocabulary])
     }
     tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -129,12 +129,15 @@ def wordnet():
         fields = head.split()
         if definition and not line.startswith("  "):
             count = int(fields[3], 16)
-            words = [
+            synonyms = [
                 word.replace("_", " ")
                 for word in fields[4 : 4 + 2 * count : 2]
             ]
             pairs.append(
-                (", ".join(words), definition.partition(";")[0].strip())
+                (
+                    ", ".join(synonyms),
+                    definition.partition(";")[0].strip(),
+                )
             )
     return [(query, text) for query, text in pairs if len(text) > 40]
 
@@ -488,20 +491,20 @@ def measure(kind, path, tokenizer):
             : 100 if QUICK else 1000
         ]
         finished(ask_at_once(port, texts[:32]))  # warm
-        before, _ = finished(ask(port, "/usage"))
+        start, _ = finished(ask(port, "/usage"))
         started = time.perf_counter()
         answers = finished(ask_at_once(port, texts))
         total = time.perf_counter() - started
-        after, _ = finished(ask(port, "/usage"))
+        end, _ = finished(ask(port, "/usage"))
     finally:
         server.terminate()
         server.wait()
     latencies = np.array([latency for _, latency in answers])
     p50, p95, p99 = np.percentile(latencies, (50, 95, 99))
-    cpu_s = after["cpu_s"] - before["cpu_s"]
+    cpu_s = end["cpu_s"] - start["cpu_s"]
     row = {
         "loaded_mb": loaded["VmRSS"] / 1e6,
-        "peak_mb": after["VmHWM"] / 1e6,
+        "peak_mb": end["VmHWM"] / 1e6,
         "requests": len(texts), "cpu_ms": 1000 * cpu_s / len(texts),
         "p50_s": p50, "p95_s": p95, "p99_s": p99,
         "requests_per_s": len(texts) / total,

@@ -104,11 +104,11 @@ def train(
         [notes],
     )
     history = trainer.fit(DataLoader(data, batch_size, shuffle=True))
-    held = sum(
+    local = sum(
         (p.to_local() if hasattr(p, "to_local") else p).numel()
         for p in trainer.model.parameters()
     )
-    return history["loss"], held
+    return history["loss"], local
 
 
 def seen(folder, rank):
@@ -153,7 +153,7 @@ for name in ("SIGKILL", "SIGTERM"):
         )
     except DistributedError as error:
         print(f"{name}: {str(error).splitlines()[0].partition(';')[0]}")
-    before = [len(seen(folder, rank)) for rank in (0, 1)]
+    steps_before = [len(seen(folder, rank)) for rank in (0, 1)]
     print(
         f"{name}: the latest checkpoint is "
         f"{checkpoint.latest(folder).name}"
@@ -163,7 +163,10 @@ for name in ("SIGKILL", "SIGTERM"):
     for rank, losses in enumerate(resumed[name]):
         notes = seen(folder, rank)
         numbers = [note["step"] for note in notes]
-        last, first = numbers[before[rank] - 1], numbers[before[rank]]
+        last, first = (
+            numbers[steps_before[rank] - 1],
+            numbers[steps_before[rank]],
+        )
         again = [
             str(note["labels"])
             for note in notes

@@ -102,13 +102,13 @@ def train():
     collector.update_metric(
         "utilization", utilization.value, reduce="each"
     )
-    held = sum(
+    local = sum(
         p.to_local().numel() if hasattr(p, "to_local") else p.numel()
         for p in trainer.model.parameters()
     )
     return (
         trainer.dp_rank,
-        held,
+        local,
         losses,
         collector.compute_global_metrics(),
         str(trainer.report),
@@ -117,9 +117,9 @@ def train():
 
 ranks = launch(train, nproc=4, start_method="fork")
 print(ranks[0][4])
-for rank, (dp_rank, held, losses, _, _) in enumerate(ranks):
+for rank, (dp_rank, local, losses, _, _) in enumerate(ranks):
     print(
-        f"rank {rank}: dp {dp_rank}, {held:,} parameters here, losses "
+        f"rank {rank}: dp {dp_rank}, {local:,} parameters here, losses "
         f"{losses[0]:.4f} to {losses[-1]:.4f}"
     )
 for name, value in ranks[0][3].items():

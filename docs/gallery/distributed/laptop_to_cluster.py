@@ -189,11 +189,11 @@ def init(kind, *options):
 
 def excerpt(name, begin, lines):
     """Print lines of a file, from the one that contains ``begin``."""
-    text = (folder / name).read_text().splitlines()
+    script = (folder / name).read_text().splitlines()
     start = next(
-        number for number, line in enumerate(text) if begin in line
+        number for number, line in enumerate(script) if begin in line
     )
-    print(*text[start : start + lines], "...", sep="\n")
+    print(*script[start : start + lines], "...", sep="\n")
 
 
 # %%

@@ -70,7 +70,7 @@ def train(strategy, batch_size):
         if isinstance(trainer.model, list)
         else [trainer.model]
     )
-    held = 0
+    state_bytes = 0
     for parameter in (
         parameter
         for stage in stages
@@ -81,10 +81,10 @@ def train(strategy, batch_size):
             if hasattr(parameter, "to_local")
             else parameter
         )
-        held += local.numel() * local.element_size()
+        state_bytes += local.numel() * local.element_size()
     return {
         "loss": history["loss"],
-        "held": held,
+        "held": state_bytes,
         "sent": traffic.bytes // trainer.step,
     }
 

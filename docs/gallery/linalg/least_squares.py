@@ -74,11 +74,11 @@ fits = {name: A @ solve(A, b) for name, solve in solvers.items()}
 residuals = {
     name: torch.linalg.norm(fit - b) for name, fit in fits.items()
 }
-least = min(residuals.values())
+smallest = min(residuals.values())
 for name, residual in residuals.items():
     print(
         f"{name:24} residual {residual:.9f}, "
-        f"{residual / least - 1:.0e} above the smallest"
+        f"{residual / smallest - 1:.0e} above the smallest"
     )
 print("iterations of sketch_lstsq:", iterations[0])
 

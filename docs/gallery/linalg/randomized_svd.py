@@ -157,11 +157,11 @@ for i in range(8):
     show(grid[0, i], V[:, i], f"component {i + 1}")
 chosen = torch.linspace(0, len(X) - 1, 8).long()
 restored = (X[chosen] @ V) @ V.T
-for column, (before, after) in enumerate(
+for column, (image, approximation) in enumerate(
     zip(X[chosen] + mean, restored + mean, strict=True)
 ):
-    show(grid[1, column], before, "768 numbers")
-    show(grid[2, column], after, "32 numbers")
+    show(grid[1, column], image, "768 numbers")
+    show(grid[2, column], approximation, "32 numbers")
 plt.show()
 
 # %%

@@ -42,17 +42,23 @@ texts = [
     for path in paths
 ]
 training = torch.cat(
-    [text for number, text in enumerate(texts) if number % 10]
+    [
+        characters
+        for number, characters in enumerate(texts)
+        if number % 10
+    ]
 )
 held_out = torch.cat(texts[::10])
 
 
-def passages(text, number, seed):
+def passages(characters, number, seed):
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(
-        len(text) - context, (number,), generator=generator
+        len(characters) - context, (number,), generator=generator
     )
-    windows = text[starts[:, None] + torch.arange(context + 1)].long()
+    windows = characters[
+        starts[:, None] + torch.arange(context + 1)
+    ].long()
     return windows[:, :-1], windows[:, -1]
 
 

@@ -65,8 +65,10 @@ trained = [
 
 accelerator.load_state(f"{folder}/state")
 train(accelerator, model, optimizer, loader)
-for parameter, before in zip(model.parameters(), trained, strict=True):
-    assert torch.equal(parameter, before)
+for parameter, trained_value in zip(
+    model.parameters(), trained, strict=True
+):
+    assert torch.equal(parameter, trained_value)
 
 if accelerator.is_main_process:
     layers = accelerator.unwrap_model(model)
