@@ -110,9 +110,9 @@ def test_a_model_with_other_layers():
     linear, norm = linear_state(16, 16, 1, 2, dtype=torch.float32), nn.LayerNorm(16)
     state = {f"blocks.0.fc.{name}": tensor for name, tensor in linear.items()}
     state |= {f"blocks.0.norm.{name}": tensor for name, tensor in norm.state_dict().items()}
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     converted = LOAD(state)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert converted["blocks.0.norm.weight"] is state["blocks.0.norm.weight"]
     block = nn.ModuleDict({"fc": pr.nn.SKLinear(16, 16, num_terms=1, low_rank=2), "norm": nn.LayerNorm(16)})
     nn.ModuleDict({"blocks": nn.ModuleList([block])}).load_state_dict(converted)

@@ -82,8 +82,8 @@ def test_advice_names_what_exists():
     from panther._missing_names import _ADVICE_BY_MODULE
 
     for module, advice in _ADVICE_BY_MODULE.items():
-        for text, names in advice:
-            for path in re.findall(r"panther\.\w+(?:\.\w+)*", text):
+        for advice_text, names in advice:
+            for path in re.findall(r"panther\.\w+(?:\.\w+)*", advice_text):
                 if not path.startswith("panther.integrations"):
                     eval(path.replace("panther", "pr", 1))
             for name in names.split():

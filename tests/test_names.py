@@ -72,10 +72,10 @@ def test_vague_names_are_found_where_a_variable_is_bound():
 @pytest.mark.parametrize("package", sorted({package_of(name) for name in NAMES}))
 def test_the_words_of_the_code_are_those_of_the_glossary(package):
     complaints = [
-        f"{name}:{line}: {words}"
+        f"{name}:{line}: {complaint}"
         for name, path in zip(NAMES, SOURCES, strict=True)
         if package_of(name) == package
-        for line, words in code_complaints(path.read_text())
+        for line, complaint in code_complaints(path.read_text())
     ]
     assert not complaints, "\n".join(complaints)
 

@@ -74,9 +74,9 @@ def test_the_wheel_holds_every_module_and_no_top_level_kernels(wheel):
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "panther").rglob("*.py")}
     expected |= {f"panther/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "kernels").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
-    for folder, least in (("panther/cli/init/templates", 5), ("panther/cli/explain/topics", 9)):
+    for folder, minimum in (("panther/cli/init/templates", 5), ("panther/cli/explain/topics", 9)):
         data = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).iterdir()}
-        assert len(data) >= least
+        assert len(data) >= minimum
         assert data <= set(names)
 
 

@@ -73,18 +73,18 @@ def _user_values():
 @pytest.mark.parametrize("name", _SETTINGS)
 def test_of_two_blocks_the_last_to_end_restores_the_users_value(name, threads):
     make, read, value = _SETTINGS[name]
-    before, (one, two) = read(), threads
-    assert before != value
+    users_value, (one, two) = read(), threads
+    assert users_value != value
     first, second = make(), make()
     one(first.__enter__)
     two(second.__enter__)
     one(end(first))
     assert read() == value
     two(end(second))
-    assert read() == before
+    assert read() == users_value
     with make(), make():  # blocks of one thread in each other
         assert read() == value
-    assert read() == before
+    assert read() == users_value
 
 
 def test_generators_have_their_states_again_after_two_blocks(threads):
@@ -215,13 +215,13 @@ def test_drivers_in_two_threads_compute_in_full_precision_until_each_of_them_end
     def run():
         pr.linalg.randomized_svd(Slow(torch.eye(60, 50), [barrier]), 3, n_iter=2, seed=0)
 
-    before = _precisions()
+    users_precisions = _precisions()
     with ThreadPoolExecutor(2) as pool:
         for driver in [pool.submit(run) for _ in range(2)]:
             driver.result(60)
     assert set(seen) == {("ieee", "ieee")}
     assert len(seen) > 4
-    assert _precisions() == before
+    assert _precisions() == users_precisions
 
 
 def test_compressions_in_two_threads_leave_the_process_as_it_was():

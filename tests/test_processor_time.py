@@ -32,12 +32,12 @@ def test_the_time_of_children_counts_while_they_run_and_after_they_ended():
 
 
 @pytest.mark.parametrize(
-    ("at_start", "before", "now", "expected"),
+    ("at_start", "recent", "now", "expected"),
     [(0.5, 0.5, 0.5, 1.0), (3.0, 1.0, 1.0, 3.0), (1.0, 3.0, 1.0, 3.0), (1.0, 1.0, 3.0, 3.0)],
 )
-def test_a_slower_machine_has_a_longer_limit(at_start, before, now, expected, monkeypatch):
+def test_a_slower_machine_has_a_longer_limit(at_start, recent, now, expected, monkeypatch):
     reference = processor_time.REFERENCE_S
     monkeypatch.setattr(processor_time, "_start_s", at_start * reference)
-    monkeypatch.setattr(processor_time, "_workloads_s", [before * reference])
+    monkeypatch.setattr(processor_time, "_workloads_s", [recent * reference])
     monkeypatch.setattr(processor_time, "_workload_s", lambda: now * reference)
     assert processor_time.limit_s() == pytest.approx(expected * processor_time.LIMIT_S * processor_time.SPREAD)

@@ -101,10 +101,10 @@ def test_a_rank_that_hangs_is_named_with_its_stack(work):
     pool.run(dist.get_rank, 2)  # What processes do for the first time takes time of its own.
     with pytest.raises(pool.RankError) as caught:
         pool.run(work, 2, limit_s=1)
-    text = str(caught.value)
-    assert text.startswith("ranks [1] of 2 had not returned after 1 s\n\nrank 1:\n")
-    assert f"in {work.__name__}\n" in text
-    assert "_pytest" not in text
+    message = str(caught.value)
+    assert message.startswith("ranks [1] of 2 had not returned after 1 s\n\nrank 1:\n")
+    assert f"in {work.__name__}\n" in message
+    assert "_pytest" not in message
     assert pool.run(dist.get_rank, 2) == [0, 1]  # by other processes
 
 
@@ -137,5 +137,5 @@ def test_a_test_that_hangs_ends_with_the_stacks_of_its_processes(monkeypatch):
         item.cancel_timeout()
         with pytest.raises(waits.WaitError, match=r"process 0 is still running\n(.|\n)*test_waits.py"):
             waits.join([pid], limit_s=0.5)
-    assert any(text.startswith(f"\nprocess {pid}, forked by the test\n") for text in shown)
-    assert any("in test_a_test_that_hangs" in text for text in shown)
+    assert any(stacks.startswith(f"\nprocess {pid}, forked by the test\n") for stacks in shown)
+    assert any("in test_a_test_that_hangs" in stacks for stacks in shown)

@@ -27,8 +27,8 @@ def test_every_file_of_results_names_its_code():
 
     subjects = {age.subject_of(path.name) for path in age.RESULTS.glob("*.csv")}
     assert subjects == set(age.SOURCES)
-    missing = {path for paths in age.SOURCES.values() for path in paths if not (age.ROOT / path).exists()}
-    assert missing == set()
+    unknown_paths = {path for paths in age.SOURCES.values() for path in paths if not (age.ROOT / path).exists()}
+    assert unknown_paths == set()
     assert age.subject_of("files-peers-encoder-cpu.csv") == "files-peers"
     with pytest.raises(KeyError, match="has no entry"):
         age.subject_of("unheard-of-cpu.csv")
@@ -40,8 +40,8 @@ def test_every_page_of_measurements_names_their_commits():
     pages = {page for page in PAGES if DIRECTIVE.search(PAGES[page])}
     assert {page for page in PAGES if page.startswith("benchmarks/")} - pages == {"benchmarks/index.rst"}
     assert {subject for page in pages for subject in subjects_on(page)} == set(age.SOURCES)
-    for page, text in PAGES.items():
-        for pattern in re.findall(r"benchmarks/results/([\w.*-]+\.csv)", text):
+    for page, content in PAGES.items():
+        for pattern in re.findall(r"benchmarks/results/([\w.*-]+\.csv)", content):
             assert {age.subject_of(path.name) for path in age.RESULTS.glob(pattern)} <= subjects_on(page), page
 
 
@@ -86,10 +86,10 @@ def measured_repository(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
 
     def commit(**texts):
-        for name, text in texts.items():
+        for name, content in texts.items():
             path = tmp_path / name.replace("__", "/").replace("_py", ".py").replace("_csv", ".csv")
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+            path.write_text(content)
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "change"], check=True)
         age._history.cache_clear()

@@ -18,7 +18,7 @@ def test_every_alternative_runs_in_every_round(harness):
     timings = harness.interleave(alternatives, budget_s=1e-9, min_rounds=3)
     assert list(timings) == ["a", "b", "c"]
     assert {len(timing.samples) for timing in timings.values()} == {3}
-    starts = [name for name, before in zip(calls[1:], calls, strict=False) if name != before]
+    starts = [name for name, previous in zip(calls[1:], calls, strict=False) if name != previous]
     assert set(starts[-8:]) == {"a", "b", "c"}
     timings = harness.interleave(alternatives, budget_s=0)
     assert {len(timing.samples) for timing in timings.values()} == {1}

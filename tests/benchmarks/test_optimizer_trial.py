@@ -167,20 +167,20 @@ def test_words_and_characters_are_the_same_text():
     from benchmarks.train import optimizer_tasks
     from benchmarks.trials.text_model import SYMBOLS
 
-    text = b"def f(self):\n    return self.value + self.other\n" * 3
-    codes = torch.tensor(list(text))
+    source = b"def f(self):\n    return self.value + self.other\n" * 3
+    codes = torch.tensor(list(source))
     symbols = torch.cat((torch.where(codes == ord("\n"), 2, codes - 29), torch.tensor([0])))
     vocabulary = optimizer_tasks.vocabulary_of(optimizer_tasks._decoded(symbols), 4)
     assert next(iter(vocabulary)) == " self"
     assert set(vocabulary.values()) == set(range(SYMBOLS, SYMBOLS + 4))
     tokens = optimizer_tasks._in_words(symbols, vocabulary)
     assert len(tokens) < len(symbols)
-    words = {number: word for word, number in vocabulary.items()}
+    spelling = {number: word for word, number in vocabulary.items()}
     spelled = [
-        words[token] if token >= SYMBOLS else optimizer_tasks._decoded(torch.tensor([token]))
+        spelling[token] if token >= SYMBOLS else optimizer_tasks._decoded(torch.tensor([token]))
         for token in tokens.tolist()
     ]
-    assert "".join(spelled) == text.decode() + "\0"
+    assert "".join(spelled) == source.decode() + "\0"
 
 
 def test_glosses_come_with_the_part_of_speech(monkeypatch, tmp_path):

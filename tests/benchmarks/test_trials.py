@@ -131,8 +131,8 @@ def test_files_of_other_tools_are_measured_where_the_tools_are_installed(capsys)
     assert list(rows)[-2:] == ["GPTQ, 8 bits", "GPTQ, 4 bits"]
     assert rows["GPTQ, 4 bits"]["file_mb"] < rows["GPTQ, 8 bits"]["file_mb"]
     assert min(row["correlation"] for row in rows.values()) > 0.9
-    missing = capsys.readouterr().out
-    assert ("hqq, 4 bits" in rows) is ("hqq" not in missing)
+    printed = capsys.readouterr().out
+    assert ("hqq, 4 bits" in rows) is ("hqq" not in printed)
 
 
 @pytest.mark.extra

@@ -56,7 +56,7 @@ def test_what_the_library_logs_is_shown_while_a_command_runs(capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "text"),
+    ("error", "status", "sentence"),
     [
         (PantherError("--out is empty: name a folder"), 2, "--out is empty: name a folder"),
         (ConfigError("epochs=0 must be at least 1"), 2, "epochs=0 must be at least 1"),
@@ -67,13 +67,13 @@ def test_what_the_library_logs_is_shown_while_a_command_runs(capsys, monkeypatch
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, monkeypatch):
+def test_an_error_is_a_sentence_and_an_exit_status(error, status, sentence, capsys, monkeypatch):
     def run(args):
         raise error
 
     monkeypatch.setattr("panther.cli.doctor.run", run)
     assert main(["doctor"]) == status
-    assert capsys.readouterr().err == f"panther: error: {text}\n"
+    assert capsys.readouterr().err == f"panther: error: {sentence}\n"
 
 
 @pytest.mark.parametrize(
@@ -246,21 +246,21 @@ def test_demo_end_to_end(tmp_path, capfd):
     out = tmp_path / "out"
     options = ["--epochs=2", "--runs=1", "--hidden=128", "--sketch-size=4", "--device=cpu", f"--out={out}"]
     assert main(["demo", *options]) == 0
-    text, err = capfd.readouterr()
+    printed, err = capfd.readouterr()
     assert err == ""
     assert (out / "demo.png").read_bytes()[:4] == b"\x89PNG"
     for kind in ("dense", "sketched", "low-rank"):
         assert json.loads((out / f"{kind}-0" / "panther.json").read_text())["format"] == "panther"
     lines = {
         line[:30].strip(): line[30:].split()
-        for line in text.splitlines()
+        for line in printed.splitlines()
         if line.startswith(("param", "grad", "sketch "))
     }
     assert lines["parameters"] == ["42,634", "11,914", "11,914"]
     # Every parameter's gradient is sent once, in float32, and with them ten numbers of the step.
     assert lines["gradient bytes per step"] == ["170,576", "47,696", "47,696"]
     assert lines["sketch bytes, once"] == ["0", "32", "0"]
-    assert text.count("identical") == 3
+    assert printed.count("identical") == 3
 
 
 @pytest.mark.distributed
@@ -283,7 +283,7 @@ def test_demo_ends_when_a_worker_dies(tmp_path, capfd, monkeypatch):
 def test_a_model_is_a_positional_argument_and_may_be_a_function(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    positional = text.partition("positional arguments:")[2].partition("options:")[0]
+    shown = " ".join(capsys.readouterr().out.split())
+    positional = shown.partition("positional arguments:")[2].partition("options:")[0]
     assert "MODEL" in positional
-    assert "module:function" in (text if command == "train" else positional)
+    assert "module:function" in (shown if command == "train" else positional)

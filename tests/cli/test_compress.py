@@ -119,16 +119,16 @@ def save(transformers, model, folder):
 def save_tokenizer(transformers, folder, **more):
     tokenizers = pytest.importorskip("tokenizers")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.train_from_iterator(
+    tokenizer_object = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
+    tokenizer_object.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer_object.train_from_iterator(
         [WORDS], tokenizers.trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
     )
-    words.post_processor = tokenizers.processors.TemplateProcessing(
+    tokenizer_object.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     kinds = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"} | more
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **kinds)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, **kinds)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -306,10 +306,10 @@ def test_windows_have_no_padding_and_begin_as_texts_do(here, transformers):
     batches = text_batches(here / "gpt", here / "text.txt", transformers.GPT2LMHeadModel(config), 64, 16)
     assert all(batch.keys() == {"input_ids"} and batch["input_ids"].shape[1] == 16 for batch in batches)
     assert all((batch["input_ids"][:, 0] == 2).all() for batch in batches)
-    words = torch.cat([batch["input_ids"][:, 1:].flatten() for batch in batches])
+    tokens = torch.cat([batch["input_ids"][:, 1:].flatten() for batch in batches])
     exact = torch.tensor(tokenizer(" ".join(LINES), add_special_tokens=False)["input_ids"])
-    assert torch.equal(words, exact[: len(words)])
-    assert len(exact) - len(words) < 15
+    assert torch.equal(tokens, exact[: len(tokens)])
+    assert len(exact) - len(tokens) < 15
 
 
 @pytest.mark.parametrize(
@@ -492,13 +492,13 @@ def test_errors_of_the_text(bert, here, capsys):
     )
     assert "--method two_sided needs --calibration" in refusal(capsys, bert, *HALF)
     assert "--heal needs --calibration" in refusal(capsys, bert, *HALF, "--method", "svd", "--heal", "3")
-    text = here / "other.txt"
+    path = here / "other.txt"
     for content, message in (
         (b" \n\n", "other.txt has no text in it: give one sample a line"),
         (b"the fox\n\nthe dog\n", "other.txt has 2 lines with text and needs at least 5, because a fifth is held out"),
         (b"the fox \xff", "other.txt is not text in UTF-8 (byte 8): convert it first"),
     ):
-        text.write_bytes(content)
+        path.write_bytes(content)
         assert message in refusal(capsys, bert, *HALF, "--calibration", "other.txt")
 
 
@@ -519,8 +519,8 @@ def test_errors_of_the_budget_and_the_outputs(bert, models, capsys, monkeypatch)
     function = ("my_models:both", "--budget", "0.5")
     said = refusal(capsys, "my_models:both", "--budget", "0.01", "--out", "small")
     assert "the smallest feasible budget is " in said
-    least = re.search(r"budget is (0\.\d+)", said)[1]
-    assert main(["compress", "my_models:both", "--budget", least, "--out", "least"]) == 0
+    smallest_budget = re.search(r"budget is (0\.\d+)", said)[1]
+    assert main(["compress", "my_models:both", "--budget", smallest_budget, "--out", "least"]) == 0
     capsys.readouterr()
     assert "smallest feasible" in refusal(capsys, "my_models:both", "--max-bytes", "9", "--out", "small")
     said = refusal(capsys, *function, "--out", "small", "--method", "svd", "--allocate", "global")
@@ -565,8 +565,8 @@ def test_errors_of_functions(models, capsys):
     )
 
 
-def _line(text):
-    return next(number for number, line in enumerate(MODELS.splitlines(), 1) if text in line)
+def _line(code):
+    return next(number for number, line in enumerate(MODELS.splitlines(), 1) if code in line)
 
 
 def test_a_missing_transformers_names_its_install_line(here, capsys, monkeypatch):

@@ -18,8 +18,8 @@ def test_without_a_topic_all_are_listed(capsys):
     files = {path.stem for path in (ROOT / "panther/cli/explain/topics").glob("*.rst")}
     assert files == set(topics())
     assert len(files) >= 9
-    for name, text in topics().items():
-        assert re.search(rf"^{name} +{re.escape(text.splitlines()[0])}$", listed, re.M)
+    for name, page in topics().items():
+        assert re.search(rf"^{name} +{re.escape(page.splitlines()[0])}$", listed, re.M)
 
 
 @pytest.mark.parametrize("topic", topics())
@@ -36,12 +36,12 @@ def test_a_topic_is_printed_without_markup(capsys, monkeypatch, topic, width):
     prose = [line for line in prose if "  " not in line and set(line) != {"-"}]
     assert len(prose) > 5
     assert max(map(len, prose)) <= width
-    words = re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 80))
-    assert words == re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 40))  # nothing is lost in filling
+    printed = re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 80))
+    assert printed == re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 40))  # nothing is lost in filling
 
 
 def test_the_forms_of_text():
-    text = """\
+    page = """\
 Title
 =====
 
@@ -74,7 +74,7 @@ other
 a     ``b``
 ====  ======
 """
-    assert render(text, 60) == (
+    assert render(page, 60) == (
         "Title\n=====\n\nSee panther.compress and a page, and this `code` and a * b *\nc:\n\n"
         "    kept  *as*  it is\n\n    and ``this``\n\n- one two\n- three\n\nterm\n    means this\nother\n    that\n\n"
         "[Figure: A picture.]\n\n>>> 2 * 3 * 4\n24\n\n====  ======\na     `b`\n====  ======"
@@ -103,20 +103,20 @@ def test_a_word_leads_to_the_topic_that_answers(capsys, word, topic):
 
 
 def test_a_word_belongs_to_one_topic():
-    words = [word for name in topics() for word in (name, *_SYNONYMS[name])]
+    queries = [word for name in topics() for word in (name, *_SYNONYMS[name])]
     assert set(_SYNONYMS) == set(topics())
-    assert len(words) == len(set(words))
-    assert [word for word in words if re.search("[A-Z _]", word)] == []
+    assert len(queries) == len(set(queries))
+    assert [word for word in queries if re.search("[A-Z _]", word)] == []
 
 
 def test_data_parallelism_is_explained_step_by_step():
-    text = topics()["ddp"]
+    page = topics()["ddp"]
     for heading in ("Timeline of a step", "When to use it", "When not to use it", "Why simulate it"):
-        assert f"\n{heading}\n---" in text
-    assert re.findall(r"^(forward|backward|all-reduce|optimizer)$", text, re.M) == [
+        assert f"\n{heading}\n---" in page
+    assert re.findall(r"^(forward|backward|all-reduce|optimizer)$", page, re.M) == [
         "forward", "backward", "all-reduce", "optimizer",
     ]  # fmt: skip
-    assert "sampler.set_epoch(epoch)" in text
+    assert "sampler.set_epoch(epoch)" in page
 
 
 def test_another_topic_is_an_error_with_a_guess(capsys):

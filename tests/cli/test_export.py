@@ -128,10 +128,10 @@ def test_linear_attention_is_no_plain_layer(attention, tmp_path, monkeypatch, ca
     name = f"attention_{tmp_path.name}".replace("-", "_")
     arguments = "16, 2, 8" if attention == "RandMultiHeadAttention" else "2, 8, 8"
     layer = f"pr.nn.{attention}({arguments})"
-    text = f"from torch import nn\nimport panther as pr\n\ndef net():\n    return nn.Sequential({layer})\n"
-    (tmp_path / f"{name}.py").write_text(text)
+    script = f"from torch import nn\nimport panther as pr\n\ndef net():\n    return nn.Sequential({layer})\n"
+    (tmp_path / f"{name}.py").write_text(script)
     names: dict = {}
-    exec(text, names)
+    exec(script, names)
     pr.save_compressed(names["net"](), tmp_path / "small")
     assert main(["export", "small", "--model", f"{name}:net", "--to", "linears", "--out", "out"]) == 2
     assert "layer '0' is linear attention, which no plain layer computes: use --to torch" in capsys.readouterr().err
@@ -273,8 +273,8 @@ def test_the_tokenizer_beside_the_file_makes_its_inputs_in_a_process_without_pan
 
 
 def save_tokenizer(transformers, tokenizers, folder):
-    words = {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4, "d": 5}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4, "d": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     names = ["input_ids", "token_type_ids", "attention_mask"]
     transformers.PreTrainedTokenizerFast(
@@ -394,12 +394,12 @@ def test_signals_end_it_where_other_code_loses_their_error(name, status, is_repl
     monkeypatch.chdir(tmp_path)
     module = f"signalled_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{module}.py").write_text(SIGNALS.format(name=name, is_replaced=is_replaced))
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    previous_handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     command = ["export", f"{module}:net", "--sample", f"{module}:inputs", "--to", "torch", "--out", "out"]
     assert main(command) == status
     assert capsys.readouterr().err.count("\n") == 1
     assert not Path("out").exists()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == previous_handlers
 
 
 @pytest.mark.extra
@@ -412,9 +412,9 @@ def test_what_onnx_cannot_take_is_one_sentence(tmp_path, capsys):
 
     def message(*options):
         assert main([*command, *options]) == 2
-        text = capsys.readouterr().err
-        assert text.count("\n") == 1
-        return text
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        return printed
 
     assert "holds no quantized linear layer whose inputs could be rounded: leave --activations out" in message(
         "onnx", "--activations", "int8"
@@ -443,12 +443,12 @@ def test_half_precision_to_onnx(dtype, tmp_path, capsys):
     model.to(torch.bfloat16 if dtype == "float32" else getattr(torch, dtype)).save_pretrained(tmp_path / "model")
     command = ["export", str(tmp_path / "model"), "--to", "onnx", "--out", str(tmp_path / "out")]
     assert main(command if dtype != "float32" else [*command, "--dtype", dtype]) == 0
-    words = {
+    sentences = {
         "float16": "gives the output of the model in float32, with",
         "bfloat16": "not compared: onnxruntime has no kernels for bfloat16",
         "float32": "gives the model's output",
     }
-    assert words[dtype] in capsys.readouterr().out
+    assert sentences[dtype] in capsys.readouterr().out
 
 
 @pytest.mark.extra

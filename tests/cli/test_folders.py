@@ -92,14 +92,14 @@ def folder(tmp_path):
 def test_missing_weights_are_told_with_the_fix(kind, folder):
     from panther.cli._transformers import load_model
 
-    files, words = FOLDERS[kind]
-    for name, text in files.items():
-        if text is None:
+    files, message = FOLDERS[kind]
+    for name, content in files.items():
+        if content is None:
             save_file({"a": torch.ones(2)}, folder / name)
         else:
-            (folder / name).write_text(text)
+            (folder / name).write_text(content)
     for load in (pr.from_pretrained, load_model):
-        with pytest.raises((FormatError, PantherError), match=words):
+        with pytest.raises((FormatError, PantherError), match=message):
             load(folder)
     if kind == "a variant":
         check_weight_files(folder, "BertModel", "fp16")

@@ -154,27 +154,25 @@ NODE = {
 COMPOSE = {"name": str, "x-node": NODE, "!services": {f"node{rank}": NODE for rank in range(4)}}
 
 
-def faults(value, schema, where="."):
+def faults(value, schema, path="."):
     """What of a document breaks a schema."""
     if isinstance(schema, str):
-        return [] if value == schema else [f"{where}: {value!r} is not {schema!r}"]
+        return [] if value == schema else [f"{path}: {value!r} is not {schema!r}"]
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
-            return [f"{where}: {value!r} is no list"]
-        return [fault for number, entry in enumerate(value) for fault in faults(entry, schema[0], f"{where}[{number}]")]
+            return [f"{path}: {value!r} is no list"]
+        return [fault for number, entry in enumerate(value) for fault in faults(entry, schema[0], f"{path}[{number}]")]
     if isinstance(schema, dict):
         if not isinstance(value, dict):
-            return [f"{where}: {value!r} is no mapping"]
+            return [f"{path}: {value!r} is no mapping"]
         fields = {name.removeprefix("!"): entry for name, entry in schema.items()}
-        missing = [name[1:] for name in schema if name.startswith("!") and name[1:] not in value]
+        absent = [name[1:] for name in schema if name.startswith("!") and name[1:] not in value]
         unknown = [name for name in value if name not in fields]
-        found = [f"{where}: {name} is missing" for name in missing] + [
-            f"{where}: {name} is unknown" for name in unknown
-        ]
+        found = [f"{path}: {name} is missing" for name in absent] + [f"{path}: {name} is unknown" for name in unknown]
         return found + [
-            fault for name in value if name in fields for fault in faults(value[name], fields[name], f"{where}{name}.")
+            fault for name in value if name in fields for fault in faults(value[name], fields[name], f"{path}{name}.")
         ]
-    return [] if type(value) is schema else [f"{where}: {value!r} is no {schema.__name__}"]
+    return [] if type(value) is schema else [f"{path}: {value!r} is no {schema.__name__}"]
 
 
 def test_the_schemas_object():
@@ -208,9 +206,9 @@ def test_kubernetes(options):
         "RANK": (replicas["Master"]["template"]["spec"]["containers"][0], "panther-master-0"),
     }
     for variable, (container, host) in containers.items():
-        words = [re.sub(rf"(?<!\$)\$\({variable}\)", "1", word).replace("$$", "$") for word in container["args"]]
-        assert words[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
-        assert ("--node-rank=1" in words) == (f"--rdzv-endpoint={host}:29500" in words) == (nodes == 2)
+        arguments = [re.sub(rf"(?<!\$)\$\({variable}\)", "1", word).replace("$$", "$") for word in container["args"]]
+        assert arguments[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
+        assert ("--node-rank=1" in arguments) == (f"--rdzv-endpoint={host}:29500" in arguments) == (nodes == 2)
     assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     if nodes == 2:
@@ -271,10 +269,10 @@ def test_compose():
     assert faults(document, COMPOSE) == []
     assert list(document["services"]) == ["node0", "node1"]
     for rank, service in enumerate(document["services"].values()):
-        words = [word.replace("$$", "$") for word in service["command"]]
-        assert words[:2] == ["panther", "launch"]
-        assert words[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
-        assert {f"--node-rank={rank}", "--rdzv-endpoint=node0:29500", "--nnodes=2"} < set(words)
+        arguments = [word.replace("$$", "$") for word in service["command"]]
+        assert arguments[:2] == ["panther", "launch"]
+        assert arguments[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
+        assert {f"--node-rank={rank}", "--rdzv-endpoint=node0:29500", "--nnodes=2"} < set(arguments)
         assert re.search(r"(?<!\$)\$(?!\$)", "".join(service["command"]).replace("$$", "")) is None
 
 
@@ -324,9 +322,9 @@ def test_torchrun_gets_its_options_and_the_arguments_as_they_are():
     init("torchrun", "--nproc-per-node=2", "--backend=gloo", "--grace=60", arguments=ARGUMENTS)
     show = 'printf "%s\\0" "$PANTHER_BACKEND" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"'
     out, err = waits.communicate(shell("torchrun.sh", **stubs(torchrun=show)))
-    backend, grace, *words = out.split("\0")[:-1]
+    backend, grace, *arguments = out.split("\0")[:-1]
     assert (backend, grace, err) == ("gloo", "60", "")
-    config, _, command = config_from_args(parse_args(words))
+    config, _, command = config_from_args(parse_args(arguments))
     assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (2, 1, 0)
     # As torchrun does when it starts a worker.
     assert [string.Template(word).safe_substitute(local_rank="0") for word in command] == ["-u", "train.py", *ARGUMENTS]
@@ -357,8 +355,8 @@ def stubs(**texts):
         "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; echo other; else echo "$@" >> scontrol.log; fi',
         "scancel": 'if [ "$*" = "--signal=TERM 7.0" ]; then kill -TERM "$(cat step.pid)"; fi',
     }
-    for name, text in texts.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    for name, script in texts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
         (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": path, "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
@@ -417,9 +415,9 @@ def test_slurm_directives():
         "job-name=job", "nodes=2", "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=4", "mem=64G",
         "time=1-12:00:00", "partition=gpu,long", "output=%x-%j.out", "open-mode=append", "requeue", "signal=B:USR1@90",
     ]  # fmt: skip
-    words = shlex.split(" ".join(lines[lines.index("arguments=(") + 1 : lines.index(")")]))
-    assert words[:2] == ["--nproc-per-node=4", "--nnodes=2"]
-    assert {"--rdzv-endpoint=$head_node:29500", "--max-restarts=2", "--shutdown-timeout=60"} < set(words)
+    arguments = shlex.split(" ".join(lines[lines.index("arguments=(") + 1 : lines.index(")")]))
+    assert arguments[:2] == ["--nproc-per-node=4", "--nnodes=2"]
+    assert {"--rdzv-endpoint=$head_node:29500", "--max-restarts=2", "--shutdown-timeout=60"} < set(arguments)
 
 
 def test_config_file_and_options(capsys):
@@ -428,9 +426,9 @@ def test_config_file_and_options(capsys):
     )
     assert main(["init", "slurm", "--config=job.toml", "--nodes=4", "--out=files"]) == 0
     assert capsys.readouterr().out == f"{Path('files/slurm.sbatch')}: Submit with: sbatch slurm.sbatch (in files)\n"
-    text = Path("files/slurm.sbatch").read_text()
-    assert "#SBATCH --nodes=4\n" in text
-    assert "    --module\n    package.train\n    --lr\n    '1 2'\n" in text
+    script = Path("files/slurm.sbatch").read_text()
+    assert "#SBATCH --nodes=4\n" in script
+    assert "    --module\n    package.train\n    --lr\n    '1 2'\n" in script
 
 
 def test_one_file_says_what_to_train_and_on_what(capsys):
@@ -444,9 +442,9 @@ def test_one_file_says_what_to_train_and_on_what(capsys):
         'checkpoint_dir = "kept"\n[launch]\nnproc_per_node = 2\nbackend = "gloo"\n'
     )
     assert main(["init", "torchrun", "--config=run.toml"]) == 0
-    text = Path("torchrun.sh").read_text()
-    assert "--nproc-per-node=2 \\\n" in text
-    assert text.endswith("    --module \\\n    panther \\\n    train \\\n    --config \\\n    run.toml\n")
+    script = Path("torchrun.sh").read_text()
+    assert "--nproc-per-node=2 \\\n" in script
+    assert script.endswith("    --module \\\n    panther \\\n    train \\\n    --config \\\n    run.toml\n")
     assert main(["train", "--config", "run.toml"]) == 0
     assert "step 4  epoch 1" in capsys.readouterr().out
     assert [path.name for path in Path("kept").glob("step-*")] == ["step-00000004"]
@@ -454,13 +452,13 @@ def test_one_file_says_what_to_train_and_on_what(capsys):
 
 def test_a_script_on_the_command_line_wins():
     both = '[launch]\nscript = "package.first"\nmodule = true\nargs = ["--old"]\nnodes = 2\n'
-    for text in ('model = "mine:net"\n[launch]\nargs = ["epochs=2"]\nnodes = 2\n', both):
-        Path("job.toml").write_text(text)
+    for content in ('model = "mine:net"\n[launch]\nargs = ["epochs=2"]\nnodes = 2\n', both):
+        Path("job.toml").write_text(content)
         init("slurm", "--config=job.toml", "--force", script="other.py")
-        text = Path("slurm.sbatch").read_text()
-        assert text.partition("arguments=(")[2].partition("\n)")[0].endswith("\n    other.py")
-        assert "--module" not in text
-        assert "#SBATCH --nodes=2\n" in text
+        content = Path("slurm.sbatch").read_text()
+        assert content.partition("arguments=(")[2].partition("\n)")[0].endswith("\n    other.py")
+        assert "--module" not in content
+        assert "#SBATCH --nodes=2\n" in content
     Path("job.toml").write_text('[launch]\nargs = ["--lr", "1"]\n')
     init("slurm", "--config=job.toml", "--force", script="other.py")
     assert "    other.py\n    --lr\n    1\n)" in Path("slurm.sbatch").read_text()
@@ -531,11 +529,11 @@ def test_slurm_needs_time_to_save():
 
 def test_nothing_is_overwritten_without_force(capsys):
     init("torchrun")
-    before = Path("torchrun.sh").read_text()
+    first_script = Path("torchrun.sh").read_text()
     assert main(["init", "torchrun", "--nproc-per-node=2", "train.py"]) == 2
     message = "torchrun.sh in . would be overwritten: add --force, or another --out, before the script\n"
     assert capsys.readouterr().err.endswith(message)
-    assert Path("torchrun.sh").read_text() == before
+    assert Path("torchrun.sh").read_text() == first_script
     init("torchrun", "--nproc-per-node=2", "--force")
     assert "--nproc-per-node=2" in Path("torchrun.sh").read_text()
 

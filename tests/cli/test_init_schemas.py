@@ -67,22 +67,20 @@ def test_trainjob_of_kubeflow_trainer_2(documents):
     assert read(models.TrainerV1alpha1TrainJob, unknown) != unknown
 
 
-def kept(models, kind, value, where):
+def kept(models, kind, value, path):
     """What the classes of kubeflow-training, which name the types of their fields as texts, know of a value."""
     if kind.startswith("list["):
-        return [kept(models, kind[5:-1], entry, f"{where}[]") for entry in value]
+        return [kept(models, kind[5:-1], entry, f"{path}[]") for entry in value]
     if kind.startswith("dict("):
-        return {
-            name: kept(models, kind[5:-1].split(", ")[1], entry, f"{where}.{name}") for name, entry in value.items()
-        }
+        return {name: kept(models, kind[5:-1].split(", ")[1], entry, f"{path}.{name}") for name, entry in value.items()}
     simple = {"str": str, "int": int, "bool": bool, "float": float, "object": object}
     if kind in simple:
-        assert isinstance(value, simple[kind]), f"{where}: {value!r} is not a {kind}"
+        assert isinstance(value, simple[kind]), f"{path}: {value!r} is not a {kind}"
         return value
     model = getattr(models, kind)
     fields = {name: model.openapi_types[field] for field, name in model.attribute_map.items()}
     return {
-        name: kept(models, fields[name], entry, f"{where}.{name}") for name, entry in value.items() if name in fields
+        name: kept(models, fields[name], entry, f"{path}.{name}") for name, entry in value.items() if name in fields
     }
 
 

@@ -36,7 +36,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 def script(tmp_path):
     """Write a script that knows its rank, how to wait for ever, and how to fail as one that has called init()."""
 
-    def write(text):
+    def write(code):
         head = """
             import os, signal, sys, threading
             from pathlib import Path
@@ -47,7 +47,7 @@ def script(tmp_path):
                 record_uncaught_exceptions()
                 raise error
         """
-        (tmp_path / "work.py").write_text(textwrap.dedent(head) + textwrap.dedent(text))
+        (tmp_path / "work.py").write_text(textwrap.dedent(head) + textwrap.dedent(code))
         return "work.py"
 
     return write
@@ -202,12 +202,12 @@ def test_the_first_to_fail_is_the_cause_and_those_that_lost_it_are_not(tmp_path)
     first = describe(2, 1, error_file("first", "KeyError: 'label'", 2))
     killed = describe(3, -signal.SIGKILL, "nowhere")
     assert describe(4, -signal.SIGTERM, "nowhere", stopped=True) is None
-    text = explain([lost, later, first], 4, 3)
-    assert text.startswith(
+    message = explain([lost, later, first], 4, 3)
+    assert message.startswith(
         "rank 2 of 4 raised KeyError: 'label', in the last of 3 attempts; the other ranks were ended"
     )
-    assert text.index("rank 1 of 4 raised ValueError: no") < text.index("rank 0 of 4 lost its connection")
-    assert text.endswith("Traceback of rank 2:\nTraceback (most recent call last): first")
+    assert message.index("rank 1 of 4 raised ValueError: no") < message.index("rank 0 of 4 lost its connection")
+    assert message.endswith("Traceback of rank 2:\nTraceback (most recent call last): first")
     assert explain([lost, first, killed], 4, 1).startswith("rank 3 of 4 was ended by SIGKILL")
 
 
@@ -317,11 +317,11 @@ def test_interrupt_ends_even_those_that_ignore_it(script):
 
 def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
     file = script("os.kill(os.getppid(), signal.SIGINT)\nforever()")
-    handler, before = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    handler, previous_environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(file)
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert dict(os.environ) == before
+    assert dict(os.environ) == previous_environment
 
 
 # Requests that cannot be met

@@ -69,7 +69,7 @@ def communication_of_trace(path):
 def share(out):
     """Percent, ms, ms of the whole and exposed ms, as printed."""
     found = re.search(r"Communication: ([\d.]+)% of the time, ([\d.,]+) of ([\d.,]+) ms.*in ([\d.,]+) ms of it", out)
-    return [float(text.replace(",", "")) for text in found.groups()]
+    return [float(number.replace(",", "")) for number in found.groups()]
 
 
 def check_collectives(out, trace):
@@ -87,9 +87,9 @@ def check_collectives(out, trace):
 @pytest.mark.distributed
 def test_one_process(capsys):
     Path("work.py").write_text(COLLECTIVES)
-    before = sys.argv, list(sys.path)
+    interpreter_state = sys.argv, list(sys.path)
     assert main(["profile", "--top", "100", "work.py", "--lr", "a b"]) == 0
-    assert (sys.argv, sys.path) == before
+    assert (sys.argv, sys.path) == interpreter_state
     out = capsys.readouterr().out
     assert "arguments ['--lr', 'a b']\n" in out
     assert rows(out)["aten::mm"][0] == "1"

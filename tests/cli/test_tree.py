@@ -102,13 +102,13 @@ def test_shapes_and_what_is_trained(net, capsys, tmp_path):
 
 def test_two_models_are_compared(net, capsys, tmp_path):
     name, model = net
-    before = tree(model)
+    dense = tree(model)
     pr.compress(
         model, 0.4, list(torch.randn(64, 40).split(8)), forms="int4", include=["0"], seed=0, measure_speed=False
     )
     after = tree(model)
-    assert before.compare(before).pairs == [(before.rows[0], before.rows[0])]
-    assert before.compare(after).pairs == list(zip(before.rows, after.rows, strict=True))[:2]
+    assert dense.compare(dense).pairs == [(dense.rows[0], dense.rows[0])]
+    assert dense.compare(after).pairs == list(zip(dense.rows, after.rows, strict=True))[:2]
     pr.save_compressed(model, tmp_path / "small")
     assert main(["tree", f"{name}:net", "--compare", "small"]) == 0
     out = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_two_models_are_compared(net, capsys, tmp_path):
     assert table["0"].endswith("- -> int4")
     assert list(table) == ["module", "(the", "0", "2"]
     assert table["2"].startswith("2 of 6 modules are different, and the model has ")
-    assert f"{after.rows[0].bytes / before.rows[0].bytes:.1%}".replace("%", " %") in table["2"]
+    assert f"{after.rows[0].bytes / dense.rows[0].bytes:.1%}".replace("%", " %") in table["2"]
     assert main(["tree", f"{name}:net", "--compare", "small", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     assert [pair[1]["name"] for pair in found] == ["", "0"]
@@ -187,7 +187,7 @@ def test_linear_attention_is_named_in_a_folder(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         ("nowhere", "nowhere is not a folder, and not module:function"),
         ("{name}:number", "returns a value of type int: it must return an nn.Module"),
@@ -195,9 +195,9 @@ def test_linear_attention_is_named_in_a_folder(tmp_path, capsys):
         ("damaged", "model.safetensors is not a valid safetensors file"),
     ],
 )
-def test_what_it_refuses(net, capsys, tmp_path, model, words):
+def test_what_it_refuses(net, capsys, tmp_path, model, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     assert main(["tree", model.format(name=net[0])]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err

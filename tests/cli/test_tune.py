@@ -53,8 +53,8 @@ def work(tmp_path, monkeypatch):
     name = f"work_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(WORK)
 
-    def write(text):
-        (tmp_path / "tune.toml").write_text(text.replace("work:", f"{name}:"))
+    def write(config):
+        (tmp_path / "tune.toml").write_text(config.replace("work:", f"{name}:"))
         return name
 
     return write
@@ -129,7 +129,7 @@ def test_the_command_line_names_another_model(work, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "status"),
+    ("config", "message", "status"),
     [
         ('evaluate = "work:accuracy"', "model is missing in tune.toml", 2),
         ('model = "work:net"', "evaluate is missing in tune.toml", 2),
@@ -153,8 +153,8 @@ def test_the_command_line_names_another_model(work, capsys):
         ),
     ],
 )
-def test_what_it_refuses(work, capsys, text, words, status):
-    work(text)
+def test_what_it_refuses(work, capsys, config, message, status):
+    work(config)
     assert main(["tune", "tune.toml"]) == status
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     torch.manual_seed(0)

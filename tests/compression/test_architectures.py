@@ -108,11 +108,11 @@ CASES = {
 def test_an_architecture(case, forms, tmp_path):
     make, batch_of = CASES[case]
     model, batches = make(), [batch_of(seed) for seed in range(8)]
-    exact, before = copy.deepcopy(model), copy.deepcopy(batches)
+    exact, given_batches = copy.deepcopy(model), copy.deepcopy(batches)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)  # a classifier is applied fewer times than it has inputs
         report = pr.compress(model, 0.5, batches, forms=forms, include=KINDS, seed=0, measure_speed=False)
-    for ours, theirs in zip(batches, before, strict=True):
+    for ours, theirs in zip(batches, given_batches, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not model.training

@@ -63,10 +63,10 @@ def test_report():
     assert sum(layer.share for layer in report.layers) == pytest.approx(1)
     for layer in report.layers:
         assert layer.rank is None or layer.measured_error < 2 * layer.predicted_error + 0.05
-    text = str(report)
-    assert text.startswith("whole model  ")
-    assert "(50.0%)" not in text.splitlines()[1] or report.eligible_ratio == pytest.approx(0.5, abs=1e-3)
-    assert all(layer.names[0] in text for layer in report.layers)
+    printed = str(report)
+    assert printed.startswith("whole model  ")
+    assert "(50.0%)" not in printed.splitlines()[1] or report.eligible_ratio == pytest.approx(0.5, abs=1e-3)
+    assert all(layer.names[0] in printed for layer in report.layers)
 
 
 def test_report_is_written(tmp_path):
@@ -450,10 +450,10 @@ def test_a_model_on_a_mesh_is_refused():
 )  # fmt: skip
 def test_bad_input_leaves_the_model_as_it_was(build, calibration, options, error, message):
     model = build()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(error, match=message):
         pr.compress(model, **{"budget": 0.5, "calibration": calibration(), **low_rank, **options})
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 @pytest.mark.parametrize("calls", [1, 5, 12, 30])
@@ -469,21 +469,21 @@ def test_an_interruption_leaves_the_model_as_it_was(calls):
             return super().forward(x)
 
     model = Interrupted(network())
-    before, fast = state_of(model), torch.backends.mha.get_fastpath_enabled()
+    original, fast = state_of(model), torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(KeyboardInterrupt):
         pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=20, train="all"), **low_rank)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
     assert torch.backends.mha.get_fastpath_enabled() is fast
 
 
 def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(PerformanceWarning):
             pr.compress(model, 0.5, batches_of(), seed=0)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 def test_what_forwards_count_is_put_back():
@@ -574,10 +574,10 @@ def test_what_is_left_and_why():
 def test_calibration_that_says_nothing_is_refused(value):
     batches = {"one sample": batches_of(2, size=1), "zeros": [torch.zeros(8, 48)] * 3}
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(CompressionError, match=r"reads the same input at all \d+ positions of the calibration batches"):
         pr.compress(model, 0.5, batches.get(value, [torch.full((8, 48), 3.0)] * 3), **low_rank)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 def test_calibration_that_says_too_little_is_warned_of():
@@ -611,10 +611,10 @@ def test_what_is_compressed_already_is_said():
     report = pr.compress(model, 0.5, batches_of(), allocate="uniform", **low_rank)
     assert any(note.startswith("layers that were compressed already: 2; they do not change") for note in report.notes)
     assert [layer.names[0] for layer in report.layers] == ["4", "6"]
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(CompressionError, match=r"compressed already, in 4 layers, .*compress the original model again"):
         pr.compress(model, 0.5, batches_of(), **low_rank)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
@@ -639,11 +639,11 @@ def test_a_layer_that_got_slower_is_warned_of():
 
 def test_budget_one_keeps_everything():
     model, batches = network(), batches_of()
-    before = state_of(model)
+    original = state_of(model)
     report = pr.compress(model, 1.0, batches, **low_rank)
     assert all(layer.rank is None for layer in report.layers)
     assert report.measured_error == 0
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -37,9 +37,9 @@ def test_a_mixture_shrinks_as_its_bits_say_and_errs_as_reported(options):
     assert stacks[NAMES[0]].kind == "Experts"
     assert stacks[NAMES[0]].shape == tuple(dense.layers[0].experts.gate_up_proj.shape)
     for name, layer in stacks.items():
-        held = model.get_submodule(name)
-        assert layer.form == f"int{held.bits}"
-        assert layer.bytes_after == sum(tensor.nbytes for tensor in plain_state(held).values())
+        module = model.get_submodule(name)
+        assert layer.form == f"int{module.bits}"
+        assert layer.bytes_after == sum(tensor.nbytes for tensor in plain_state(module).values())
         assert 0.3 * layer.measured_error < layer.predicted_error < 2 * layer.measured_error
     assert report.eligible_bytes_after <= 5.0 / 32 * report.eligible_bytes_before
     assert sum(tensor.nbytes for tensor in plain_state(model).values()) == report.bytes_after
@@ -159,12 +159,12 @@ def test_padding_does_not_count():
 
 def test_a_failure_leaves_every_parameter_in_its_place():
     model = mixtures(bias=True)
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(CompressionError, match="smallest feasible bits"):
         pr.compress(model, bits=1.0, **OPTIONS)
     with pytest.raises(CompressionError, match="broken: the model raised this"):
         pr.compress(model, bits=5.0, forward_fn=Breaking(), **OPTIONS)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
     assert "forward" not in vars(model.layers[0].experts)
 
 

@@ -134,13 +134,13 @@ def test_uniform_is_one_form_everywhere():
 )  # fmt: skip
 def test_bits_are_kept(size, options):
     model, batches = network(), batches_of()
-    before = copy.deepcopy(model)
+    dense = copy.deepcopy(model)
     report = pr.compress(model, bits=size, calibration=batches, **{"forms": tuple(every), **quick, **options})
     numbers = sum(layer.bytes_before / 4 for layer in report.layers)
     assert 8 * report.eligible_bytes_after <= size * numbers
     assert 8 * report.eligible_bytes_after >= 0.9 * size * numbers or "forms" in options
     held_out = torch.cat(batches[4::5])
-    assert report.measured_error == pytest.approx(error(model, before(held_out).detach(), held_out), rel=1e-3)
+    assert report.measured_error == pytest.approx(error(model, dense(held_out).detach(), held_out), rel=1e-3)
     if report.predicted_error is not None and "sequential" not in options:
         assert 0.5 * report.measured_error < report.predicted_error < 2 * report.measured_error
     stored = sum(t.nbytes for t in plain_state(model).values())
@@ -270,12 +270,12 @@ def image_batches():
 )  # fmt: skip
 def test_convolutions(size, options, tmp_path):
     model, batches = images(), image_batches()
-    before = copy.deepcopy(model)
+    dense = copy.deepcopy(model)
     report = pr.compress(model, bits=size, calibration=batches, **(quick | options))
     numbers = sum(layer.bytes_before / 4 for layer in report.layers)
     assert 8 * report.eligible_bytes_after <= size * numbers
     held_out = torch.cat(batches[4::5])
-    assert report.measured_error == pytest.approx(error(model, before(held_out).detach(), held_out), rel=1e-3)
+    assert report.measured_error == pytest.approx(error(model, dense(held_out).detach(), held_out), rel=1e-3)
     assert report.measured_error < 0.3
     assert report.bytes_after == sum(t.nbytes for t in plain_state(model).values())
     for layer, module in zip(report.layers, (model[i] for i in (0, 2, 4, 5, 8)), strict=True):
@@ -311,10 +311,10 @@ def test_forms_that_convolutions_cannot_take():
         (("int8_low_rank", "int4+low_rank"), r"'2' is a Conv2d in 2 groups, which none of"),
     ):
         model = images()
-        before = state_of(model)
+        original = state_of(model)
         with pytest.raises(CompressionError, match=match):
             pr.compress(model, 0.5, image_batches(), forms=forms, **quick)
-        assert_untouched(model, before)
+        assert_untouched(model, original)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -373,10 +373,10 @@ def test_odd_and_dead_layers():
 )
 def test_bad_input_changes_nothing(options, kind, message):
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(kind, match=message):
         pr.compress(model, calibration=batches_of(), **options, **quick)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 def test_the_report_has_the_form_of_every_layer(tmp_path):

@@ -22,10 +22,10 @@ def test_a_healed_model_is_nearer_to_the_original(match):
     model, new = compressed()
     unseen = data(4, seed=5)
     swap_modules(model, new)
-    before = distance(model, new, unseen)
+    first_distance = distance(model, new, unseen)
     swap_modules(model, {layer: dense for dense, layer in new.items()})
     result = healed(model, new, match=match, max_steps=60)
-    assert distance(model, new, unseen) < 0.3 * before
+    assert distance(model, new, unseen) < 0.3 * first_distance
     assert result.loss_after < 0.3 * result.loss_before
     assert (result.steps, result.diverged) == (60, False)
     assert [step for step, _, held_out in result.history if held_out is not None] == list(range(10, 61, 10))
@@ -77,11 +77,11 @@ def test_the_loss_is_finite_where_nothing_varies(shape, value):
 
 def test_never_worse_than_at_the_start():
     model, new = compressed()
-    before = state(nn.ModuleList(new.values()))
+    first_state = state(nn.ModuleList(new.values()))
     result = healed(model, new, max_steps=60, validate_every_n_steps=5, learning_rate=30.0)
     assert (result.steps, result.diverged, result.best_step) == (5, True, 0)
     assert result.loss_after == result.loss_before
-    assert same(state(nn.ModuleList(new.values())), before)
+    assert same(state(nn.ModuleList(new.values())), first_state)
 
 
 def test_divergence_ends_healing_at_the_best_point():
@@ -93,10 +93,10 @@ def test_divergence_ends_healing_at_the_best_point():
 
 def test_a_loss_that_is_not_finite_is_divergence():
     model, new = compressed()
-    before = state(nn.ModuleList(new.values()))
+    first_state = state(nn.ModuleList(new.values()))
     result = healed(model, new, batches=[data(1)[0] * math.inf], max_steps=10)
     assert (result.diverged, result.steps, result.history) == (True, 1, ())
-    assert same(state(nn.ModuleList(new.values())), before)
+    assert same(state(nn.ModuleList(new.values())), first_state)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_bad_config(values, match):
 
 def test_bad_input():
     model, new = compressed()
-    before = state(model)
+    first_state = state(model)
     with pytest.raises(CompressionError, match="is nan before the first step and must be finite"):
         healed(model, new, held_out=[data(1)[0] * math.nan])
     with pytest.raises(ConfigError, match="the loss depends on no trainable parameter"):
         healed(model, new, match="output", call=lambda model, x: model(x).detach())
     with pytest.raises(CompressionError, match=r"a tensor of torch.int64, and a floating tensor"):
         healed(model, new, call=lambda model, x: model(x).argmax(-1))
-    assert same(state(model), before)
+    assert same(state(model), first_state)
 
 
 def test_each_parameter_has_a_rate_that_suits_its_size():
@@ -146,11 +146,11 @@ def test_each_parameter_has_a_rate_that_suits_its_size():
         model[0].norm.weight.mul_(100)
         model[1].norm.weight.mul_(1e-3)
         model[2].bias.zero_()
-    before = {name: value for name, value in model.named_parameters() if "up" not in name and "down" not in name}
-    before = {name: value.detach().clone() for name, value in before.items()}
+    first_values = {name: value for name, value in model.named_parameters() if "up" not in name and "down" not in name}
+    first_values = {name: value.detach().clone() for name, value in first_values.items()}
     healed(model, new, train="all", max_steps=1, learning_rate=None, gradient_clipping=None)
     after = dict(model.named_parameters())
-    for name, old in before.items():
+    for name, old in first_values.items():
         size = max(old.square().mean().sqrt().item(), 0.01 if name.endswith("bias") else 0.0)
         moved = (after[name].detach() - old).abs().max().item()
         assert moved == pytest.approx(0.003 * size, rel=2e-3), name

@@ -14,11 +14,11 @@ from panther.nn import LowRankLinear
 
 def test_only_the_factors_are_trained_and_all_of_them():
     model, new = compressed()
-    before, dense = state(model), [state(layer) for layer in new]
+    initial, dense = state(model), [state(layer) for layer in new]
     factors = [state(layer) for layer in new.values()]
     healed(model, new, max_steps=5)
     after = state(model)
-    assert all(torch.equal(after[n], value) for n, value in before.items() if ".up." not in n and ".down." not in n)
+    assert all(torch.equal(after[n], value) for n, value in initial.items() if ".up." not in n and ".down." not in n)
     assert all(same(state(layer), old) for layer, old in zip(new, dense, strict=True))
     for layer, old in zip(new.values(), factors, strict=True):
         changed = {name for name, value in state(layer).items() if not torch.equal(value, old[name])}
@@ -28,14 +28,14 @@ def test_only_the_factors_are_trained_and_all_of_them():
 def test_everything_can_be_trained_and_the_original_keeps_its_values():
     model, new = compressed()
     model[0].norm.bias.requires_grad_(False)
-    before, original = state(model), copy.deepcopy(model).eval()
+    initial, original = state(model), copy.deepcopy(model).eval()
     factors_only = healed(*compressed(), max_steps=60).loss_after
     # Were the head the original's too, training it would change what is to be matched.
     result = healed(model, new, train="all", max_steps=60)
     assert result.loss_after < factors_only
     after = state(model)
-    assert not torch.equal(after["2.weight"], before["2.weight"])
-    assert torch.equal(after["0.norm.bias"], before["0.norm.bias"])
+    assert not torch.equal(after["2.weight"], initial["2.weight"])
+    assert torch.equal(after["0.norm.bias"], initial["0.norm.bias"])
     with torch.no_grad():
         x = torch.cat(data(4, seed=5))
         error = lost_variance(model.eval()(x), original(x), None).item()
@@ -53,11 +53,11 @@ def test_the_weights_of_a_recurrent_layer_are_trained():
 
     torch.manual_seed(0)
     model = Recurrent()
-    before = state(model.gru)
+    first_state = state(model.gru)
     result = healed(model, {model.head: LowRankLinear.from_linear(model.head, 6)}, train="all")
     assert result.loss_after < result.loss_before
-    assert not any(torch.equal(value, before[name]) for name, value in state(model.gru).items())
-    assert all(held is getattr(model.gru, n) for held, n in zip(model.gru._flat_weights, before, strict=True))
+    assert not any(torch.equal(value, first_state[name]) for name, value in state(model.gru).items())
+    assert all(weight is getattr(model.gru, n) for weight, n in zip(model.gru._flat_weights, first_state, strict=True))
 
 
 def test_a_parameter_that_new_and_dense_layer_share_stays_in_the_original():

@@ -22,7 +22,7 @@ def test_the_model_flags_and_generators_are_as_before(train, fails):
     model[1].up.weight.requires_grad_(False)
     model[2].weight.grad = torch.ones_like(model[2].weight)
     flags = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
-    modules, parameters, before = dict(model.named_modules()), dict(model.named_parameters()), state(model)
+    modules, parameters, first_state = dict(model.named_modules()), dict(model.named_parameters()), state(model)
     hooks = [len(m._forward_hooks) for m in model.modules()]
     generators = torch.manual_seed(4).get_state(), random.getstate(), np.random.get_state()[1].tolist()
     calls = []
@@ -41,7 +41,7 @@ def test_the_model_flags_and_generators_are_as_before(train, fails):
     assert flags == ([m.training for m in model.modules()], [p.requires_grad for p in model.parameters()])
     assert modules == dict(model.named_modules())
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert same(state(model), before)
+    assert same(state(model), first_state)
     assert hooks == [len(m._forward_hooks) for m in model.modules()]
     assert torch.equal(model[2].weight.grad, torch.ones_like(model[2].weight))
     assert all(p.grad is None for name, p in model.named_parameters() if name != "2.weight")
@@ -137,10 +137,10 @@ def test_a_run_that_is_finished_or_diverged_is_not_run_again(tmp_path, options):
 def test_the_checkpoint_of_a_different_run_is_refused(tmp_path, build, options, match):
     healed(*compressed(), **checkpointed_options(tmp_path) | {"max_steps": 2})
     model, new = compressed(**build)
-    before = state(model)
+    first_state = state(model)
     with pytest.raises(FormatError, match=match):
         healed(model, new, **checkpointed_options(tmp_path) | {"max_steps": 2} | options)
-    assert same(state(model), before)
+    assert same(state(model), first_state)
 
 
 def test_the_checkpoint_of_different_weights_is_refused(tmp_path):

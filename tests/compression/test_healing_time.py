@@ -65,10 +65,10 @@ def test_a_bound_that_is_not_reached_changes_nothing(clock):
 
 def test_no_step_is_done_where_there_is_no_time_for_one(clock):
     model, new = compressed()
-    before = {name: value.clone() for layer in new.values() for name, value in layer.state_dict().items()}
+    first_state = {name: value.clone() for layer in new.values() for name, value in layer.state_dict().items()}
     result = healed(model, new, call=ticking(clock), max_seconds=2.0)
     assert (result.steps, result.best_step, result.loss_after) == (0, 0, result.loss_before)
-    assert all(torch.equal(value, before[name]) for name, value in [*new.values()][-1].state_dict().items())
+    assert all(torch.equal(value, first_state[name]) for name, value in [*new.values()][-1].state_dict().items())
 
 
 def test_a_continued_run_counts_the_time_that_is_used(clock, tmp_path):
@@ -194,7 +194,7 @@ def test_ranks_heal_together(tmp_path):
 def test_a_launcher_s_process_that_heals_alone_is_told_so_at_once(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, _ = compressed()
-    before = state(model)
+    first_state = state(model)
     with pytest.raises(DistributedError, match="all 2 ranks together, and the group of this call has 1: call compress"):
         pr.compress(model, 0.5, [], heal=HealConfig())
-    assert same(state(model), before)
+    assert same(state(model), first_state)

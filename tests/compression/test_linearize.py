@@ -60,20 +60,20 @@ def output(model, batch):
 def test_an_encoder_keeps_its_output(causal, padded):
     model = Encoder(causal).eval()
     data = batches(padded)
-    before, original = output(model, data[-1]), copy.deepcopy(model)
+    exact, original = output(model, data[-1]), copy.deepcopy(model)
     report = pr.linearize_(model, data, **OPTIONS)
     assert [layer.is_causal for layer in report.layers] == [causal, causal]
     assert all(0 < layer.far_mass < 1 and layer.divergence < 0.5 for layer in report.layers)
     after = output(model, data[-1])
     counts = data[-1].get("attention_mask", torch.ones(2, LENGTH, dtype=torch.bool))
-    error = ((after - before)[counts].norm() / before[counts].norm()).item()
+    error = ((after - exact)[counts].norm() / exact[counts].norm()).item()
     assert error == pytest.approx(report.measured_error, rel=1e-3)
     assert 0 < error < 0.4
     for name, parameter in original.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
     assert report.healed_error is None
-    for text in ("2 attention layers converted", "far mass", "relative error of the output"):
-        assert text in str(report)
+    for phrase in ("2 attention layers converted", "far mass", "relative error of the output"):
+        assert phrase in str(report)
 
 
 def test_learning_pays():
@@ -135,8 +135,8 @@ def test_attention_between_sequences_and_odd_masks_is_kept():
     report = pr.linearize_(model, batches(), **OPTIONS)
     reasons = {one.name: one.reason for one in report.skipped}
     assert [layer.name for layer in report.layers] == ["self_attn"]
-    for name, words in {"cross": "another", "masked": "neither", "unused": "not called", "biased": "a key"}.items():
-        assert words in reasons[name]
+    for name, phrase in {"cross": "another", "masked": "neither", "unused": "not called", "biased": "a key"}.items():
+        assert phrase in reasons[name]
     assert type(model.self_attn) is LinearizedMultiheadAttention
     assert type(model.cross) is nn.MultiheadAttention
 

@@ -89,14 +89,14 @@ def test_projections_may_be_compressed_too(tmp_path):
 def test_another_window_is_refused_before_anything_changes(tmp_path):
     model, other = linear(), linear(window=5)
     pr.save_compressed(model, tmp_path)
-    before = copy.deepcopy(other.state_dict())
+    first_state = copy.deepcopy(other.state_dict())
     with pytest.raises(FormatError, match=r"'window': 3.*'window': 5.*softmax attention, which will be converted"):
         pr.load_compressed(tmp_path, other)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match="saved with window=3 and this module has window=5"):
             other.load_state_dict(model.state_dict(), strict=strict)
     own = other.state_dict()
-    assert all(torch.equal(value, own[name]) for name, value in before.items() if "linear_attention" in name)
+    assert all(torch.equal(value, own[name]) for name, value in first_state.items() if "linear_attention" in name)
     same = linear()
     assert pr.load_compressed(tmp_path, same) is same
 
@@ -118,7 +118,7 @@ def test_an_error_leaves_the_softmax(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"class": "Linear"}, "class 'Linear', which is not allowed"),
         ({"args": {"window": 3}}, "is built from num_heads"),
@@ -126,14 +126,14 @@ def test_an_error_leaves_the_softmax(tmp_path):
         ({"args": {"num_heads": 2, "head_dim": 8, "num_features": "4", "window": 3}}, "'num_features': '4'"),
     ],
 )
-def test_a_strange_record_is_refused(change, words, tmp_path):
+def test_a_strange_record_is_refused(change, message, tmp_path):
     pr.save_compressed(linear(), tmp_path)
     path = tmp_path / "panther.json"
     manifest = json.loads(path.read_text())
     manifest["modules"]["last"] |= change
     manifest["checksum"] = pr.nn.io.record_checksum({key: manifest[key] for key in manifest if key != "checksum"})
     path.write_text(json.dumps(manifest))
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=message):
         pr.load_compressed(tmp_path, Model())
 
 

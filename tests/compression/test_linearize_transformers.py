@@ -162,9 +162,9 @@ def test_a_prompt_is_continued_alike_with_any_padding(family, cache):
 def test_maps_are_learned_from_texts_that_are_padded_before(family):
     """Learning and its figures count blocks as the forward does."""
     errors = []
-    for before in (False, True):
+    for pads_left in (False, True):
         model, data = fresh(family), batches(family, padded=True)
-        if before:
+        if pads_left:
             for batch in data:
                 batch["position_ids"] = torch.arange(LENGTH) - torch.tensor([[0], [9]])
                 batch["position_ids"].clamp_(min=0)

@@ -109,13 +109,13 @@ def test_live_bytes_are_those_of_tensors_that_still_live():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of other C libraries are their own")
 def test_freed_memory_between_tensors_that_live_is_returned():
     torch.ones(2**22).sum()  # from here on, blocks of up to 16 MB are on the heap
-    before = resident_bytes()
+    first_bytes = resident_bytes()
     pairs = [(torch.ones(2**18), torch.ones(100)) for _ in range(200)]  # 210 MB, and small tensors between them
-    assert resident_bytes() - before > 150e6
+    assert resident_bytes() - first_bytes > 150e6
     living = [small for _, small in pairs]
     del pairs
     return_freed_memory()
-    assert resident_bytes() - before < 50e6
+    assert resident_bytes() - first_bytes < 50e6
     assert len(living) == 200
 
 

@@ -158,11 +158,11 @@ def test_a_layer_used_twice_and_layers_never_used():
         [torch.randn(8, 16, generator=torch.Generator().manual_seed(0 + i)) for i in range(2)]
     ).double()
     last = direction  # of each batch
-    before = (last @ model.twice.weight.detach().double()) * (h.repeat(2, 1) > 0)
-    first = torch.cat((last[:8], before[:8]))
+    slope = (last @ model.twice.weight.detach().double()) * (h.repeat(2, 1) > 0)
+    first = torch.cat((last[:8], slope[:8]))
     level = first.square().sum(1).mean()
     both = torch.cat((x.double(), h)).repeat(2, 1)
-    slopes = torch.cat((before[:8], last[:8], before[8:], last[8:]))
+    slopes = torch.cat((slope[:8], last[:8], slope[8:], last[8:]))
     weights = slopes.square().sum(1) / level + 0.25
     torch.testing.assert_close(moments[twice].A[0], weighted(both, weights), rtol=1e-5, atol=1e-6)
     assert moments[twice].positions == 32
@@ -184,7 +184,7 @@ def test_flags_and_random_state_are_put_back():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8))
     model[0].weight.requires_grad_(False)
     model[1].eval()
-    before, state = model[2].running_mean.clone(), torch.get_rng_state()
+    running_mean, state = model[2].running_mean.clone(), torch.get_rng_state()
     runner = Runner(model, None, None, None, None, False)
     with contextlib.suppress(KeyError), runner.calibrating(3):
         assert not model.training
@@ -194,7 +194,7 @@ def test_flags_and_random_state_are_put_back():
     assert [module.training for module in model] == [True, False, True]
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(model[2].running_mean, before)
+    assert torch.equal(model[2].running_mean, running_mean)
 
 
 def test_which_output_counts():
@@ -239,14 +239,14 @@ def test_other_precisions_of_the_user_do_not_reach_the_moments():
     torch.manual_seed(0)
     model, batches = nn.Sequential(nn.Linear(96, 64, bias=False)), list(torch.randn(256, 96).split(64))
     plain, _ = of_inputs(model, batches)
-    before = torch.get_float32_matmul_precision()
+    users_precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", torch.bfloat16):
             ours, _ = of_inputs(model, batches)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(users_precision)
     assert torch.equal(ours.A, plain.A)
 
 
@@ -270,10 +270,10 @@ def test_the_drift_of_inputs_with_a_large_mean():
         plain = {target: Moments(torch.zeros(0), torch.zeros(0), None, 400, calls=(1,) * len(runner.batches))}
         own = gather_drift(runner, [target], plain, compressed, "")[target]
     with torch.no_grad():  # batch by batch, because other sizes round in another way
-        before, after = (torch.cat([layer(x) for x in runner.batches]).double() for layer in (model[0], first))
-    cross = own.cross[0] - before.mean(0)[:, None] * own.mean[0]
-    exact = (before - before.mean(0)).T @ (after - after.mean(0)) / len(before)
-    deviations = before.std(0)[:, None] * after.std(0)
+        dense, drifted = (torch.cat([layer(x) for x in runner.batches]).double() for layer in (model[0], first))
+    cross = own.cross[0] - dense.mean(0)[:, None] * own.mean[0]
+    exact = (dense - dense.mean(0)).T @ (drifted - drifted.mean(0)) / len(dense)
+    deviations = dense.std(0)[:, None] * drifted.std(0)
     assert ((cross - exact).abs() / deviations).max() < 4e-6
 
 

@@ -28,9 +28,9 @@ def test_codes_are_a_stream_of_bits_in_words(bits, columns):
     packed = pack_weight(codes, bits)
     assert packed.dtype is torch.int32
     assert packed.shape == (3, -(-columns * bits // 32))
-    for row, words in zip(codes.tolist(), packed.tolist(), strict=True):
+    for row, stored in zip(codes.tolist(), packed.tolist(), strict=True):
         stream = sum(code << (place * bits) for place, code in enumerate(row))
-        assert [word % 2**32 for word in words] == [(stream >> (32 * word)) % 2**32 for word in range(len(words))]
+        assert [word % 2**32 for word in stored] == [(stream >> (32 * word)) % 2**32 for word in range(len(stored))]
     scale = torch.rand(3, 1, generator=generator)
     expected = (codes.double() - 2 ** (bits - 1)) * scale.double()
     assert torch.equal(decode_weight(packed, scale, (3, columns), bits), expected)
@@ -152,15 +152,15 @@ def test_the_page_shows_what_readers_hold():
     assert transformers.was_run
     assert not vllm.was_run
     assert cells["Versions"][1] == "none was run"
-    for reader, text in zip((transformers, vllm), cells["Widths"], strict=True):
-        assert tuple(map(int, re.findall(r"\d+", text))) == tuple(sorted(reader.widths))
+    for reader, cell in zip((transformers, vllm), cells["Widths"], strict=True):
+        assert tuple(map(int, re.findall(r"\d+", cell))) == tuple(sorted(reader.widths))
     assert re.findall(r"\d+", cells["Groups"][1]) == [str(size) for size in vllm.group_sizes or ()]
     assert transformers.group_sizes is None
-    assert [text != "dense" for text in cells["Heads that are not tied"]] == [
+    assert [cell != "dense" for cell in cells["Heads that are not tied"]] == [
         transformers.packs_heads,
         vllm.packs_heads,
     ]
-    adapters = [text != "no" for text in cells['Corrections of codes, as ``"int4+low_rank"``']]
+    adapters = [cell != "no" for cell in cells['Corrections of codes, as ``"int4+low_rank"``']]
     assert adapters == [transformers.takes_adapters, vllm.takes_adapters]
 
 

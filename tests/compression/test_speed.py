@@ -38,9 +38,9 @@ def multiplications(call):
 def counted(old, new, device, budget_s=0.0, within=nullcontext):
     """Stand for ``compared``, with a second for every 1e9 multiplications."""
     with torch.no_grad():
-        before = multiplications(old)
+        old_count = multiplications(old)
         with within():
-            return 1e-9 * before, before / multiplications(new)
+            return 1e-9 * old_count, old_count / multiplications(new)
 
 
 @pytest.fixture
@@ -128,9 +128,9 @@ def test_a_speed_up_is_met(count, more):
 
 
 def test_a_latency_is_met(count):
-    before = 1e-6 * multiplications(lambda: network()(batches_of()[0]))
-    report = compress(network(), max_latency_ms=before / 1.5)
-    assert 0.7 * before < 1.5e3 * report.measured_latency_s <= before
+    dense_ms = 1e-6 * multiplications(lambda: network()(batches_of()[0]))
+    report = compress(network(), max_latency_ms=dense_ms / 1.5)
+    assert 0.7 * dense_ms < 1.5e3 * report.measured_latency_s <= dense_ms
     assert f"{1e3 * report.measured_latency_s:.3g} ms a batch" in str(report)
 
 
@@ -143,12 +143,12 @@ def test_a_speed_up_with_healing(count):
 
 def test_a_speed_out_of_reach_names_the_best(count):
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(
         CompressionError, match=r"speedup=900 cannot be reached: .* best feasible is speedup="
     ) as caught:
         compress(model, speedup=900)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
     best = float(str(caught.value).rpartition("=")[2])
     assert compress(model, speedup=best).measured_speedup >= best
     model = network()
@@ -158,11 +158,11 @@ def test_a_speed_out_of_reach_names_the_best(count):
 
 def test_a_speed_that_the_model_has(count):
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     for size in ({"speedup": 1}, {"max_latency_ms": 1e3}):
         report = compress(model, **size)
         assert report.notes[-1].endswith("is met by the dense model, so nothing is compressed")
-        assert_untouched(model, before)
+        assert_untouched(model, original)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_a_speed_that_the_model_has(count):
 )  # fmt: skip
 def test_options_that_exclude_each_other(options, kind, message):
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(kind, match=message):
         pr.compress(model, **{"calibration": batches_of(), **options})
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 def slow(*names):
@@ -239,10 +239,10 @@ def test_named_forms_may_be_slower_unless_forbidden(count, monkeypatch):
     report = compress(network(), bits=8.5, forms=("int4", "int8"))
     assert {layer.form for layer in report.layers} <= {"int4", "int8"}
     model = network()
-    before = state_of(model)
+    original = state_of(model)
     with pytest.raises(CompressionError, match=r"that were not measured slower than dense: .* or allow_slower=True"):
         compress(model, bits=8.5, forms=("int4", "int8"), allow_slower=False)
-    assert_untouched(model, before)
+    assert_untouched(model, original)
 
 
 def test_a_size_that_only_slower_forms_reach(count, monkeypatch):
@@ -273,8 +273,8 @@ def test_ranks_choose_by_one_table():
         factor = 1 + dist.get_rank()  # the second rank's processor is half as fast
 
         def own(*given, **more):
-            before, ratio = counted(*given, **more)
-            return factor * before, ratio * (1 + 0.1 * dist.get_rank())
+            seconds, ratio = counted(*given, **more)
+            return factor * seconds, ratio * (1 + 0.1 * dist.get_rank())
 
         for module in (timing, measurement):
             module.compare_speed = own

@@ -160,7 +160,7 @@ OPTIONS = {
 def test_the_result_is_that_in_memory(kind, options, tmp_path):
     torch.manual_seed(0)
     model = kind().double()
-    before = copy.deepcopy(model.state_dict())
+    original = copy.deepcopy(model.state_dict())
     whole, parts, report, streamed = compress_both(model, tmp_path, **options)
     assert [(layer.names, layer.form, layer.rank) for layer in streamed.layers] == [
         (layer.names, layer.form, layer.rank) for layer in report.layers
@@ -179,7 +179,7 @@ def test_the_result_is_that_in_memory(kind, options, tmp_path):
     y = parts(x)
     torch.manual_seed(1)
     torch.testing.assert_close(y, whole(x), rtol=1e-7, atol=1e-9)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(original[name], tensor) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.glob("kept-*"))
 
 
@@ -252,11 +252,11 @@ class Listening(Model):
         self.blocks = nn.ModuleList(Telling() for _ in range(3))
 
     def forward(self, x):
-        x, notes = self.start(x), []
+        x, outputs = self.start(x), []
         for block in self.blocks:
-            block.notes = notes
+            block.notes = outputs
             x = block(x)
-        return self.end(x) * (1 + sum(notes))
+        return self.end(x) * (1 + sum(outputs))
 
 
 class Branching(Model):
@@ -334,18 +334,18 @@ class Unwrapping(Model):
 def test_a_model_without_such_parts_is_refused_and_unchanged(kind, message, tmp_path):
     torch.manual_seed(0)
     model = kind().double()
-    before = copy.deepcopy(model.state_dict())
+    original = copy.deepcopy(model.state_dict())
     config = CompressConfig(calibration=batches(), bits=5, seed=0, measure_speed=False)
     with pytest.raises(CompressionError, match=message):
         compress_streamed(model, config, tmp_path)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(original[name], tensor) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_full_disk_is_an_error_and_the_model_is_unchanged(tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = Model().double()
-    before = copy.deepcopy(model.state_dict())
+    original = copy.deepcopy(model.state_dict())
     number = iter(range(100))
 
     def limited(tensor):
@@ -357,7 +357,7 @@ def test_a_full_disk_is_an_error_and_the_model_is_unchanged(tmp_path, monkeypatc
     config = CompressConfig(calibration=batches(), bits=5, seed=0, measure_speed=False)
     with pytest.raises(CompressionError, match=r"cannot take what is kept on disk \(No space left on device; .* GB"):
         compress_streamed(model, config, tmp_path)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(original[name], tensor) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
 
 

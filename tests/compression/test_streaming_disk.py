@@ -237,9 +237,9 @@ def test_a_limit_that_is_too_small_is_refused_with_the_bytes(tmp_path):
         CompressionError, match=r"max_disk_bytes=100,000 is too little.* takes ([0-9,]*) bytes"
     ) as error:
         compressed(Deep, tmp_path / "first", 100_000, **options)
-    least = int(re.search("takes ([0-9,]*) bytes", str(error.value))[1].replace(",", ""))
-    _, report = compressed(Deep, tmp_path / "second", least, **options)
-    assert report.disk_bytes == least
+    minimum_bytes = int(re.search("takes ([0-9,]*) bytes", str(error.value))[1].replace(",", ""))
+    _, report = compressed(Deep, tmp_path / "second", minimum_bytes, **options)
+    assert report.disk_bytes == minimum_bytes
 
 
 def test_a_model_that_reads_dropped_results_without_gradients_is_refused(tmp_path):

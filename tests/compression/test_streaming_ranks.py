@@ -121,8 +121,8 @@ def test_ranks_run_in_sections_where_the_disk_is_small(tmp_path):
         state, forms, _ = compressed(tmp_path / "whole", 2, shape=(40, 4, 60))
         with pytest.raises(CompressionError, match="is too little") as caught:
             compressed(tmp_path / "refused", 2, shape=(40, 4, 60), max_disk_bytes=1)
-        least = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
-        limited_state, limited_forms, _ = compressed(tmp_path / "limited", 2, shape=(40, 4, 60), max_disk_bytes=least)
+        minimum = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
+        limited_state, limited_forms, _ = compressed(tmp_path / "limited", 2, shape=(40, 4, 60), max_disk_bytes=minimum)
         assert forms == limited_forms
         assert all(torch.equal(limited_state[name], tensor) for name, tensor in state.items())
         return len(list((tmp_path / "limited" / f"rank-{dist.get_rank()}").glob("dropped-*")))
@@ -135,17 +135,17 @@ def test_the_rank_with_the_longest_batches_decides_what_a_limit_has_to_be(tmp_pa
         shape = (40, 4, 60 if dist.get_rank() else 20)
         with pytest.raises(CompressionError, match="is too little") as caught:
             compressed(tmp_path / "refused", 2, shape=shape, max_disk_bytes=1)
-        least = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
+        minimum = int(re.search("takes ([0-9,]*) bytes", str(caught.value))[1].replace(",", ""))
         with pytest.raises(CompressionError, match="is too little"):
-            compressed(tmp_path / "less", 2, shape=shape, max_disk_bytes=least - 1)
+            compressed(tmp_path / "less", 2, shape=shape, max_disk_bytes=minimum - 1)
         write, sizes = Spool._write, []
         with mock.patch.object(Spool, "_write", lambda self, *args: (write(self, *args), sizes.append(self.num_bytes))):
-            compressed(tmp_path / "limited", 2, shape=shape, max_disk_bytes=least)
-        return least, max(sizes)
+            compressed(tmp_path / "limited", 2, shape=shape, max_disk_bytes=minimum)
+        return minimum, max(sizes)
 
-    (least, short_peak), (same_least, long_peak) = on_ranks(both)
-    assert least == same_least
-    assert 1.5 * short_peak < long_peak < 1.2 * least
+    (minimum, short_peak), (same_least, long_peak) = on_ranks(both)
+    assert minimum == same_least
+    assert 1.5 * short_peak < long_peak < 1.2 * minimum
 
 
 def test_all_ranks_refuse_what_has_changed_for_one(tmp_path):

@@ -80,8 +80,8 @@ def layers_of(family, model):
 
 
 def assert_tied(family, model):
-    words, head = map(buffers_of, layers_of(family, model))
-    assert all(head[name] is tensor for name, tensor in words.items())
+    embedding, head = map(buffers_of, layers_of(family, model))
+    assert all(head[name] is tensor for name, tensor in embedding.items())
 
 
 @torch.no_grad()
@@ -91,8 +91,8 @@ def assert_same_logits(model, batch, logits, atol=0.0):
 
 def test_the_tied_weight_is_one_target(case):
     family, model, report, *_ = case
-    words, head = layers_of(family, model)
-    assert type(words) is QuantizedEmbedding
+    embedding, head = layers_of(family, model)
+    assert type(embedding) is QuantizedEmbedding
     assert type(head) is QuantizedLinear
     assert_tied(family, model)
     tied = next(layer for layer in report.layers if FAMILIES[family][4] in layer.names)
@@ -143,8 +143,8 @@ def test_back_to_dense(case):
     resized = copy.deepcopy(model)
     integration.resize_token_embeddings_(resized, ROWS)
     for other in (plain, dense, resized):
-        words, head = layers_of(family, other)
-        assert words.weight is head.weight
+        embedding, head = layers_of(family, other)
+        assert embedding.weight is head.weight
         assert_same_logits(other, batch, logits, atol=1e-4)
         assert other.all_tied_weights_keys == fresh(family).all_tied_weights_keys
 
@@ -153,8 +153,8 @@ def test_a_larger_vocabulary(case):
     family, model, _, batch, logits = case
     resized = copy.deepcopy(model)
     integration.resize_token_embeddings_(resized, ROWS + 3)
-    words, head = layers_of(family, resized)
-    assert words.weight is head.weight
+    embedding, head = layers_of(family, resized)
+    assert embedding.weight is head.weight
     with torch.no_grad():
         torch.testing.assert_close(resized(**batch).logits[..., :ROWS], logits, atol=1e-4, rtol=0)
 

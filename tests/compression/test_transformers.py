@@ -272,11 +272,11 @@ def hidden_state(model, batch):
 
 
 def llava():
-    vision, text = (transformers.CLIPVisionConfig, transformers.LlamaConfig)
+    vision_class, text_class = (transformers.CLIPVisionConfig, transformers.LlamaConfig)
     width = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        vision_config=vision(**width, image_size=16, patch_size=8),
-        text_config=text(**width, vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=32),
+        vision_config=vision_class(**width, image_size=16, patch_size=8),
+        text_config=text_class(**width, vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=32),
         image_token_id=VOCABULARY - 1,
         vision_feature_layer=-2,
     )

@@ -105,9 +105,9 @@ def test_options_of_the_weight_gradient(option, tmp_path):
     codes = []
     for options in ({}, {option: True}):
         model = Language(tied=False)
-        words = nn.Embedding(ROWS, WIDTH, padding_idx=0, **options)
-        words.weight = model.words.weight
-        model.words = words
+        embedding = nn.Embedding(ROWS, WIDTH, padding_idx=0, **options)
+        embedding.weight = model.words.weight
+        model.words = embedding
         original = copy.deepcopy(model)
         compressed(model, bits=4.5)
         codes.append(model.words.codes)

@@ -17,8 +17,8 @@ def test_every_operation_at_every_size():
             profile = profile_communication_overhead([1000, 4096], repetitions=2)
         return profile, str(profile), out.getvalue()
 
-    (first, text, shown), (second, _, silent), (third, _, silent_too) = on_ranks(rank, 3)
-    assert (shown, silent, silent_too) == (f"Communication Profiling Results:\n{text}\n", "", "")
+    (first, report, shown), (second, _, silent), (third, _, silent_too) = on_ranks(rank, 3)
+    assert (shown, silent, silent_too) == (f"Communication Profiling Results:\n{report}\n", "", "")
     assert first == second == third  # the slowest rank's times, everywhere
     assert [(row.operation, row.message_bytes) for row in first.timings] == [
         (name, size)
@@ -31,11 +31,11 @@ def test_every_operation_at_every_size():
         assert row.algorithm_bandwidth_gb_s == pytest.approx(row.message_bytes / row.time_ms / 1e6)
         ratio = row.bus_bandwidth_gb_s / row.algorithm_bandwidth_gb_s
         assert ratio == pytest.approx(factors.get(row.operation, 1.0))
-    assert text.splitlines()[0] == "3 ranks, gloo"
+    assert report.splitlines()[0] == "3 ranks, gloo"
     assert len(first.utilization) == 3
     assert all(0 <= share <= 1 for share in first.utilization)
     shares = ", ".join(f"{share:.0%} on rank {rank}" for rank, share in enumerate(first.utilization))
-    assert text.splitlines()[10:] == [f"utilization: {shares}"]
+    assert report.splitlines()[10:] == [f"utilization: {shares}"]
 
 
 def test_the_utilization_in_words():

@@ -223,8 +223,8 @@ def test_values_of_all_kinds_come_back():
     from panther.distributed.checkpoint.state import decode, encode
 
     tensors = {}
-    text = json.dumps(encode(value, "extra", tensors))
-    back = decode(json.loads(text), tensors)
+    encoded = json.dumps(encode(value, "extra", tensors))
+    back = decode(json.loads(encoded), tensors)
     assert torch.equal(back.pop("t"), value.pop("t"))
     assert back == value
     assert [type(back[key]) for key in ("a", "milestones")] == [tuple, Counter]
@@ -331,8 +331,8 @@ def forge(folder, change):
     manifest = json.loads((folder / "checkpoint.json").read_text())
     del manifest["checksum"]
     change(manifest)
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    (folder / "checkpoint.json").write_text(json.dumps(manifest | {"checksum": zlib.crc32(text.encode())}))
+    content = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    (folder / "checkpoint.json").write_text(json.dumps(manifest | {"checksum": zlib.crc32(content.encode())}))
 
 
 def read_elsewhere(manifest):
@@ -368,10 +368,10 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, kind):
     spoil, message = DAMAGE[kind]
     spoil(bad)
     other, other_optimizer, _ = small(5)
-    before = {name: value.clone() for name, value in other.state_dict().items()}
+    first_state = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(FormatError, match=message):
         checkpoint.load(bad, other, other_optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert all(torch.equal(value, first_state[name]) for name, value in other.state_dict().items())
     assert not other_optimizer.state
     if kind != "flipped tensor":  # contents are not read
         with pytest.warns(UserWarning, match=r"step-00000002 is skipped: "):
@@ -381,7 +381,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, kind):
 def test_what_does_not_fit_is_named(tmp_path):
     model, optimizer, _ = small()
     checkpoint.save(tmp_path, model, step=1)
-    before = model[3].weight.clone()
+    first_weight = model[3].weight.clone()
 
     def message(other, optimizer=None):
         with pytest.raises(CheckpointError) as caught:
@@ -398,7 +398,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "restore_architecture" in message(other)
     fitted = nn.Sequential(with_stored_sketches(SKLinear(24, 24, 2)), *model[1:])
     assert "mode is fitted and was seeded" in message(fitted)
-    assert torch.equal(model[3].weight, before)
+    assert torch.equal(model[3].weight, first_weight)
     checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()), step=2)
     assert "has the state of SGD, but the optimizer is Adam" in message(model, torch.optim.Adam(model.parameters()))
     some = torch.optim.SGD(model[3].parameters())
@@ -604,7 +604,7 @@ def test_every_optimizer_continues_bit_for_bit(tmp_path, kind):
     model, optimizer = build(1)
     checkpoint.load(tmp_path, model, optimizer)
     assert all(map(torch.equal, train(model, optimizer), expected))
-    assert all(not torch.equal(before, after) for before, after in zip(expected, train(model, optimizer), strict=True))
+    assert all(not torch.equal(old, new) for old, new in zip(expected, train(model, optimizer), strict=True))
 
 
 class Factored(torch.optim.Optimizer):

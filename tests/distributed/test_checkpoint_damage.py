@@ -48,8 +48,8 @@ def everything(model, optimizer):
     return *state, model[0].U1.clone(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3]
 
 
-def assert_same(before, after):
-    for one, other in zip(before, after, strict=True):
+def assert_same(first_state, state):
+    for one, other in zip(first_state, state, strict=True):
         assert_same_value(one, other)
 
 
@@ -179,10 +179,10 @@ def test_a_checkpoint_larger_than_the_memory_is_refused(tmp_path):
 
     forge(folder, change)
     model, optimizer = trained(2)
-    before = everything(model, optimizer)
+    first_state = everything(model, optimizer)
     with pytest.raises(FormatError, match="1,099,511,627,776 bytes, which the memory does not hold"):
         checkpoint.load(folder, model, optimizer)
-    assert_same(before, everything(model, optimizer))
+    assert_same(first_state, everything(model, optimizer))
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +201,10 @@ def test_a_forged_manifest_is_refused_by_name_and_changes_nothing(tmp_path, save
     (folder / "checkpoint.json").write_bytes((saved / "checkpoint.json").read_bytes())
     forge(folder, change)
     model, optimizer = trained(2)
-    before = everything(model, optimizer)
+    first_state = everything(model, optimizer)
     with pytest.raises(FormatError, match=f"(?s){folder}/.*{message}"):
         checkpoint.load(folder, model, optimizer)
-    assert_same(before, everything(model, optimizer))
+    assert_same(first_state, everything(model, optimizer))
     assert re.search(message, (folder / "damaged.txt").read_text(), re.S)
 
 
@@ -222,10 +222,10 @@ def test_a_seed_that_was_changed_with_its_checksum_is_refused(tmp_path):
 
     forge(folder, change)
     model, optimizer = trained(2)
-    before = everything(model, optimizer)
+    first_state = everything(model, optimizer)
     with pytest.raises(FormatError, match=r"checkpoint.json is damaged: 0.sketch_seed"):
         checkpoint.load(folder, model, optimizer)
-    assert_same(before, everything(model, optimizer))
+    assert_same(first_state, everything(model, optimizer))
 
 
 def test_groups_that_do_not_fit_are_refused_before_the_model_changes(tmp_path):
@@ -233,10 +233,10 @@ def test_groups_that_do_not_fit_are_refused_before_the_model_changes(tmp_path):
     groups = [{"params": list(model[0].parameters()), "lr": 0.1}, {"params": list(model[2].parameters()), "lr": 0.01}]
     checkpoint.save(tmp_path, model, torch.optim.AdamW(groups), step=1)
     model, optimizer = trained(2)
-    before = everything(model, optimizer)
+    first_state = everything(model, optimizer)
     with pytest.raises(CheckpointError, match="group 0 had different settings"):
         checkpoint.load(tmp_path, model, optimizer)
-    assert_same(before, everything(model, optimizer))
+    assert_same(first_state, everything(model, optimizer))
 
 
 class Refusing(nn.Linear):
@@ -273,10 +273,10 @@ def test_what_refuses_to_load_is_put_back(tmp_path, refuse):
             raise ArithmeticError("the weights are odd")
 
         optimizer.register_load_state_dict_post_hook(hook)
-    before, states = everything(model, optimizer), optimizer.state
+    first_state, states = everything(model, optimizer), optimizer.state
     with pytest.raises(CheckpointError, match="the weights are odd"):
         checkpoint.load(tmp_path, model, optimizer)
-    assert_same(before, everything(model, optimizer))
+    assert_same(first_state, everything(model, optimizer))
     assert optimizer.state is states
 
 
@@ -289,10 +289,10 @@ def test_a_refusal_on_one_rank_puts_all_ranks_back(tmp_path):
             refuse_in_a_hook(model)
         else:
             model.register_load_state_dict_post_hook(lambda module, keys: None)
-        before = everything(model, optimizer)
+        first_state = everything(model, optimizer)
         with pytest.raises(CheckpointError, match="the weights are odd"):
             checkpoint.load(tmp_path, model, optimizer)
-        assert_same(before, everything(model, optimizer))
+        assert_same(first_state, everything(model, optimizer))
 
     on_ranks(run)
 

@@ -251,7 +251,7 @@ def test_what_cannot_be_sharded_is_refused():
         return messages
 
     for messages in on_ranks(rank, 4):
-        for message, words in zip(
+        for message, reason in zip(
             messages,
             (
                 "'self_attn' is softmax attention",
@@ -266,7 +266,7 @@ def test_what_cannot_be_sharded_is_refused():
             ),
             strict=True,
         ):
-            assert words in message
+            assert reason in message
 
 
 def test_one_rank_is_an_ordinary_model():

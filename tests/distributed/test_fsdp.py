@@ -258,10 +258,10 @@ def test_hooks(hook, tolerance):
         return weights, traffic.bytes_by_operation["allreduce_"], sum(p.numel() for p in model.parameters())
 
     single = network(100, dtype=torch.float32)
-    before = [parameter.detach().clone() for parameter in single.parameters()]
+    first_weights = [parameter.detach().clone() for parameter in single.parameters()]
     _, weights = train(single, x, y, torch.optim.SGD(single.parameters(), 0.1), steps=1)
     for theirs, sent, numbers in on_ranks(rank):
-        for a, b, start in zip(weights, theirs, before, strict=True):
+        for a, b, start in zip(weights, theirs, first_weights, strict=True):
             assert (a - b).norm() <= tolerance * (a - start).norm() + 1e-7
         assert sent == numbers * (4 if hook == "powersgd" else 2)
 
@@ -544,7 +544,7 @@ def test_models_that_cannot_be_sharded_are_left_alone():
             (nn.ModuleDict({"a": nn.Linear(4, 4)}), "replicate"),
             (Scaled(), "fsdp"),
         ):
-            before = [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in model.parameters()]
+            first_values = [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in model.parameters()]
             for call in (
                 lambda m=model, s=strategy: data_parallel(m, mesh, s),
                 lambda m=model, s=strategy: HybridParallelTrainer(m, {"data_parallel": s}),
@@ -552,7 +552,7 @@ def test_models_that_cannot_be_sharded_are_left_alone():
                 with pytest.raises((DistributedError, ValueError)) as caught:
                     call()
                 found.append(str(caught.value))
-            for old, p in zip(before, model.parameters(), strict=True):
+            for old, p in zip(first_values, model.parameters(), strict=True):
                 assert torch.equal(old, p.to_local() if isinstance(p, DTensor) else p)
             assert (model in (sharded, wrapped)) or not isinstance(model, FSDPModule)
         return found
@@ -590,7 +590,7 @@ def test_parts_are_not_sent_over_the_ranks_that_share_them():
         model = nn.Linear(6, 4)
         for name, parameter in list(model.named_parameters()):
             setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-        before = model.weight.to_local().clone()
+        first_weight = model.weight.to_local().clone()
         group = mesh.get_group()
         for call in (
             lambda: broadcast_model(model, group),
@@ -599,7 +599,7 @@ def test_parts_are_not_sent_over_the_ranks_that_share_them():
             with pytest.raises(DistributedError) as caught:
                 call()
             found.append(str(caught.value))
-        assert torch.equal(model.weight.to_local(), before)
+        assert torch.equal(model.weight.to_local(), first_weight)
         return found
 
     first, second = on_ranks(rank)

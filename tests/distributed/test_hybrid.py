@@ -152,12 +152,12 @@ def test_a_model_is_compared_and_broadcast_once(world, config):
 
     def rank():
         model = build(100 + dist.get_rank())
-        before = sum(p.nbytes for p in model.parameters())
+        plain_bytes = sum(p.nbytes for p in model.parameters())
         with CommunicationCounter() as traffic:
             HybridParallelTrainer(model, config)
         return (
             traffic.calls_by_operation,
-            traffic.bytes_by_operation["broadcast_"] - before,
+            traffic.bytes_by_operation["broadcast_"] - plain_bytes,
             len(list(model.parameters())),
         )
 
@@ -394,13 +394,13 @@ def test_batches_that_are_refused():
         trainer = HybridParallelTrainer(build(100), config)
         optimizer = torch.optim.SGD(trainer.model.parameters(), 0.5)
         place, found = trainer.mesh["dp"].get_local_rank(), []
-        before = [p.to_local().clone() for p in trainer.model.parameters()]
+        weights = [p.to_local().clone() for p in trainer.model.parameters()]
         for sizes, reductions in batches:
             n = sizes[place]
             with pytest.raises((ShapeError, ValueError, DistributedError)) as caught:
                 trainer.train_step((x[:n], y[:n]), optimizer, nn.CrossEntropyLoss(reduction=reductions[place]))
             found.append(str(caught.value))
-        assert all(torch.equal(old, p.to_local()) for old, p in zip(before, trainer.model.parameters(), strict=True))
+        assert all(torch.equal(old, p.to_local()) for old, p in zip(weights, trainer.model.parameters(), strict=True))
         return found
 
     mean = ("mean", "mean")

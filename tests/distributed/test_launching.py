@@ -39,10 +39,10 @@ def _clean(monkeypatch, tmp_path):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = environment()
+    first_environment = environment()
     yield
     assert not dist.is_initialized()
-    assert environment() == before
+    assert environment() == first_environment
 
 
 def environment():
@@ -53,10 +53,10 @@ def fork(fn, *args, nproc=2, **options):
     return launch(fn, *args, nproc=nproc, start_method="fork", **options)
 
 
-def script(tmp_path, text, *options, environment=(), launcher=()):
+def script(tmp_path, code, *options, environment=(), launcher=()):
     """Run a script of its own, as a user would, and return it with its output."""
     file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(text))
+    file.write_text(textwrap.dedent(code))
     environment = os.environ | {"TMPDIR": str(tmp_path), **dict(environment)}
     command = [sys.executable, "-W", "error::UserWarning", *launcher, str(file), *options]
     return waits.run(command, env=environment)
@@ -368,8 +368,8 @@ def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
 
     answers = started(member(0), member(1), member(3))
     assert answers == [answers[0]] * 3
-    where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
-    assert f"rank 2 of 4 did not check in within {timeout_s:g} s {where}; ranks 0, 1, 3 did" in answers[0]
+    place = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
+    assert f"rank 2 of 4 did not check in within {timeout_s:g} s {place}; ranks 0, 1, 3 did" in answers[0]
     answers = started(member(1), member(3))
     assert answers == [answers[0]] * 2
     assert f"ranks 0, 2 of 4 did not check in within {timeout_s:g} s" in answers[0]

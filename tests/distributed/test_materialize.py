@@ -58,10 +58,10 @@ def sharded(weights=None, mesh=None, seed=5):
     model = data_parallel(empty, mesh, strategy="fsdp")
     assert all(parameter.is_meta for parameter in model.parameters())
     materialize_(model, weights, seed=seed)
-    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    local_count = sum(parameter.to_local().numel() for parameter in model.parameters())
     with torch.no_grad():
         output = model.eval()(TOKENS)
-    return output, weights_of(model), held, sum(parameter.numel() for parameter in model.parameters())
+    return output, weights_of(model), local_count, sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
@@ -73,11 +73,11 @@ def test_seeded_values_are_those_of_one_process(world, replicas):
     def run():
         return sharded(mesh=make_mesh(replicate=replicas, dp=world // replicas) if replicas > 1 else None)
 
-    for output, weights, held, whole in on_ranks(run, world):
+    for output, weights, local_count, whole in on_ranks(run, world):
         torch.testing.assert_close(output, expected)
         for name, parameter in one.named_parameters():
             assert torch.equal(weights[name], parameter), name
-        assert held < 1.25 * whole * replicas / world
+        assert local_count < 1.25 * whole * replicas / world
 
 
 class Drawing(nn.Sequential):
@@ -92,13 +92,13 @@ def test_a_seed_decides_everything_that_nobody_chose():
     def drawn(seed, caller):
         torch.manual_seed(caller)
         random.seed(caller)
-        before = torch.get_rng_state(), random.getstate()
+        random_states = torch.get_rng_state(), random.getstate()
         with torch.device("meta"):
             model = Drawing()
         between = torch.get_rng_state()
         materialize_(model, seed=seed)
         assert torch.equal(torch.get_rng_state(), between)
-        assert random.getstate() == before[1]
+        assert random.getstate() == random_states[1]
         seeds = [module.seed for module in model.modules() if hasattr(module, "seed")]
         return seeds, {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

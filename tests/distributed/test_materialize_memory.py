@@ -157,8 +157,8 @@ def test_an_export_holds_one_tensor_beside_the_shards(tmp_path):
 @pytest.mark.parametrize("layout", ["pp", "hybrid", "trainer"])
 def test_two_gigabytes_start_in_processes_of_one(layout):
     """The hybrid layout is FSDP of tensor parallelism, and the trainer's is FSDP."""
-    for held, has_values, refused in launch(starting.start_within_limit, layout, nproc=starting.WORLD):
-        assert held == starting.GIBIBYTE / 2
+    for local_bytes, has_values, refused in launch(starting.start_within_limit, layout, nproc=starting.WORLD):
+        assert local_bytes == starting.GIBIBYTE / 2
         assert has_values
         assert "can't allocate memory" in refused
 

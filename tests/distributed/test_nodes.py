@@ -48,11 +48,11 @@ def test_tensor_parallelism_across_nodes(nodes, count, size):
         ]
 
     first, *others = on_ranks(rank, 4)
-    text = (
+    warning = (
         f"tensor parallelism over ranks 0, 1, 2, 3 crosses {count} nodes, and every layer sends its activations "
         f"between them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes"
     )
-    assert first == ([[text], [text]] if count > 1 else [[], []])
+    assert first == ([[warning], [warning]] if count > 1 else [[], []])
     assert others == [[[], []]] * 3
 
 

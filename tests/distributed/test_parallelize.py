@@ -143,11 +143,11 @@ def test_a_plan_by_names():
         out = model(data()[0]).detach()
         return {entry.name: entry.reason for entry in report.placements}, out, str(report)
 
-    reasons, out, text = on_ranks(rank)[0]
+    reasons, out, printed = on_ranks(rank)[0]
     assert reasons["gated.up_proj"] == "by the plan's 'gated.*_proj'"
     assert reasons["gated.down_proj"] == "by the plan's 'gated.down_proj'"
     torch.testing.assert_close(out, build(0)(data()[0]).detach())
-    assert text.splitlines()[0].split() == ["module", "kind", "action", "reason"]
+    assert printed.splitlines()[0].split() == ["module", "kind", "action", "reason"]
 
 
 def test_what_is_replicated_and_what_is_refused():
@@ -210,7 +210,7 @@ def test_models_that_are_sharded_or_wrapped_are_refused_and_not_changed():
             ),
         ):
             model = prepare(build_pair())
-            before = {name: id(p) for name, p in model.named_parameters()}
+            identities = {name: id(p) for name, p in model.named_parameters()}
             with pytest.raises(DistributedError, match=message):
                 tensor_parallel(model, mesh["tp"])
-            assert {name: id(p) for name, p in model.named_parameters()} == before
+            assert {name: id(p) for name, p in model.named_parameters()} == identities

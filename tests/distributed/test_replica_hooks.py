@@ -231,10 +231,10 @@ def test_powersgd_drops_what_waits_for_other_parameters():
         for _ in range(4):
             arrive(parameters[0], x)
         for parameter, is_first in ((parameters[1], True), (parameters[1], False), (parameters[0], True)):
-            before = 0 if is_first else hook.state_dict(nn.Linear(1, 1))["error_dict"][0].view(12, 16)
+            waited = 0 if is_first else hook.state_dict(nn.Linear(1, 1))["error_dict"][0].view(12, 16)
             arrived = arrive(parameter, x)
             waits = hook.state_dict(nn.Linear(1, 1))["error_dict"][0].view(12, 16)
-            torch.testing.assert_close(arrived + waits, x + before, rtol=0, atol=1e-12)
+            torch.testing.assert_close(arrived + waits, x + waited, rtol=0, atol=1e-12)
 
     on_ranks(run, 1)
 
@@ -261,7 +261,7 @@ def test_a_step_that_is_not_finite_leaves_every_shard_as_it_was(name, bad):
         model = data_parallel(network(), mesh, "fsdp", comm_hook=name, **COMPRESSED[name])
         for number in range(5):
             gradients(model, number, [dist.get_rank()])
-        before = hook_state(model)
+        first_state = hook_state(model)
         model.zero_grad()
         x = batch(9, dist.get_rank())
         output = model(x)
@@ -269,7 +269,7 @@ def test_a_step_that_is_not_finite_leaves_every_shard_as_it_was(name, bad):
             output = output * torch.tensor([bad, 1.0, 1.0], dtype=output.dtype)
         output.square().mean().backward()
         after = hook_state(model)
-        (state,), (later,) = before.values(), after.values()
+        (state,), (later,) = first_state.values(), after.values()
         keys = ["residuals"] if name == "topk" else ["error_dict", "q_memory_dict"]
         pairs = [(tensor, later[key][place]) for key in keys for place, tensor in state[key].items()]
         return len(pairs), all(torch.equal(tensor, other) for tensor, other in pairs)

@@ -146,7 +146,7 @@ def test_pickled_shards_are_warned_of_and_right_ways_to_save_are_not(tmp_path):
     for fsdp, tp, ddp in on_ranks(rank, fresh=True):
         for reflexes, right in (fsdp, tp):
             assert [len(warned) for warned in reflexes] == [1] * 4
-            assert all("Call Trainer.export(folder), or" in text for [text] in reflexes)
+            assert all("Call Trainer.export(folder), or" in message for [message] in reflexes)
             assert not any(right)
         assert "this rank holds (10, 12) of its (20, 12)" in fsdp[0][0][0]
         assert not any(map(any, ddp))
@@ -177,8 +177,8 @@ def test_whole_tensors_are_loaded(sharded):
         assert all(torch.equal(state[name], value) for name, value in single.state_dict().items())
 
 
-@pytest.mark.parametrize("before", ["seeded", "fitted"])
-def test_fitted_layers_are_loaded(before):
+@pytest.mark.parametrize("first_layer", ["seeded", "fitted"])
+def test_fitted_layers_are_loaded(first_layer):
     x = data()
 
     def build(seed, fitted):
@@ -189,7 +189,7 @@ def test_fitted_layers_are_loaded(before):
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], layers[2]).double()
 
     def rank():
-        model = build(dist.get_rank(), before == "fitted")
+        model = build(dist.get_rank(), first_layer == "fitted")
         tensor_parallel(model, make_mesh(tp=2)["tp"])
         model.load_state_dict(build(7, fitted=True).state_dict())
         return model(x).detach(), unshard_module(model).state_dict(), model[0].is_fitted

@@ -34,7 +34,7 @@ def test_every_rank_gets_the_sources_seeds(n, src):
     def rank():
         torch.manual_seed(dist.get_rank())
         net = model()
-        before = [net[1].seed, net[2].seed]
+        first_seeds = [net[1].seed, net[2].seed]
         with CommunicationCounter() as traffic:
             sync_sketches(net, src=src % n)
         verify_sketches(net)
@@ -42,11 +42,11 @@ def test_every_rank_gets_the_sources_seeds(n, src):
         assert torch.equal(net[1].U1, fresh.U1)
         assert torch.equal(net[1].U2, fresh.U2)
         assert torch.equal(net[1].sketch_seed, fresh.sketch_seed)
-        return before, [net[1].seed, net[2].seed], traffic.bytes
+        return first_seeds, [net[1].seed, net[2].seed], traffic.bytes
 
     results = on_ranks(rank, n)
     assert all(after == results[src][0] for _, after, _ in results)
-    assert len({tuple(before) for before, _, _ in results}) == n
+    assert len({tuple(first_seeds) for first_seeds, _, _ in results}) == n
     # 16 bytes of fingerprint and 8 a layer, where U1 and U2 would be 2,048 bytes a layer.
     assert all(sent == 16 + 2 * 8 for _, _, sent in results)
 
@@ -156,9 +156,9 @@ def test_a_fitted_mismatch_is_seen_to_the_last_bit():
 def test_different_structures_are_refused_before_anything_is_sent(change, expected):
     def rank():
         net = model(seed=3) if dist.get_rank() == 0 else change()
-        before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        first_state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
         error = error_of(sync_sketches, net)
-        return error, all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+        return error, all(torch.equal(tensor, first_state[name]) for name, tensor in net.state_dict().items())
 
     (first, kept), (second, also_kept) = on_ranks(rank)
     assert first == second

@@ -98,8 +98,8 @@ def doctor(start):
         assert first == second, (output, its_output)
         # Both nodes show one report, the first one also what follows it, between warnings of torch.
         report, its_report = (
-            [line for line in text.partition("2 ranks, ")[2].splitlines() if not line.startswith("[W")]
-            for text in (output, its_output)
+            [line for line in printed.partition("2 ranks, ")[2].splitlines() if not line.startswith("[W")]
+            for printed in (output, its_output)
         )
         assert its_report == report[: len(its_report)], (output, its_output)
         return first, its_report
@@ -136,7 +136,7 @@ def test_two_nodes_meet(way, start):
     Path("work.py").write_text("\n".join(line.strip() for line in script.splitlines()))
     port = next(PORTS)
     launchers = [
-        start(node, hosts, "--nnodes=2", *(text.format(port=port, node=node) for text in arguments), "work.py")
+        start(node, hosts, "--nnodes=2", *(argument.format(port=port, node=node) for argument in arguments), "work.py")
         for node in (1, 0)
     ]
     answers = [launcher.wait() for launcher in launchers]

@@ -25,9 +25,9 @@ SOURCES = [*sorted((ROOT / "panther").rglob("*.py")), *sorted((ROOT / "kernels")
 GALLERY = sorted((ROOT / "docs/gallery").rglob("*.py"))
 
 
-def blocks(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+def blocks(document: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     """The language of each code block of a text in reStructuredText, and its lines with their numbers."""
-    lines, number = text.splitlines(), 0
+    lines, number = document.splitlines(), 0
     while number < len(lines):
         line = lines[number]
         indent, begin = len(line) - len(line.lstrip()), number
@@ -50,9 +50,9 @@ def indent_of(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def code_lines(text: str) -> Iterator[tuple[int, str]]:
+def code_lines(document: str) -> Iterator[tuple[int, str]]:
     """The lines of code blocks that somebody types: not output."""
-    for language, lines in blocks(text):
+    for language, lines in blocks(document):
         is_session = any(line.startswith(">>> ") for _, line in lines)
         continued = False
         for number, line in lines:
@@ -74,15 +74,15 @@ def wide(path: Path, lines: Iterable[tuple[int, str]]) -> list[str]:
 def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and (text := ast.get_docstring(node)):
-            yield from ((getattr(node, "lineno", 1) + number, line) for number, line in code_lines(text))
+        if documented and (docstring := ast.get_docstring(node)):
+            yield from ((getattr(node, "lineno", 1) + number, line) for number, line in code_lines(docstring))
 
 
 def gallery_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The code of a script of the gallery, whose text stands in comments after ``# %%``."""
-    text = path.read_text()
-    title, is_text = ast.parse(text).body[0].end_lineno, False
-    for number, line in enumerate(text.splitlines(), 1):
+    source = path.read_text()
+    title, is_text = ast.parse(source).body[0].end_lineno, False
+    for number, line in enumerate(source.splitlines(), 1):
         is_text = line.startswith("# %%") or (is_text and line.startswith("#"))
         if number > title and not is_text:
             yield number, line
@@ -121,7 +121,7 @@ def test_included_scripts_begin_with_a_statement():
 
 
 def test_what_counts_as_code():
-    text = "\n".join(
+    document = "\n".join(
         [
             "Text ::",
             "",
@@ -144,7 +144,7 @@ def test_what_counts_as_code():
             "output",
         ]
     )
-    assert list(code_lines(text)) == [
+    assert list(code_lines(document)) == [
         (3, "typed"),
         (8, "$ command \\"),
         (9, "    continued"),

@@ -20,10 +20,10 @@ def test_every_file_that_contributing_names_exists():
     named = NAMED.findall((ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 100
     existing = paths()
-    missing = {
+    unknown_paths = {
         name
         for name in named
         if not name.startswith(MADE) and not re.search(r"[A-Z]{4,}(/|\.py)", name)
         if not any(path.endswith(f"/{name}") for path in existing)
     }
-    assert missing == set()
+    assert unknown_paths == set()

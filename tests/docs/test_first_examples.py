@@ -34,12 +34,12 @@ NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 def code_blocks(path: Path) -> list[str]:
     """The blocks of Python code of a page, without prompts and output."""
-    text = path.read_text()
+    page = path.read_text()
     if path.suffix == ".py":
-        return re.split(r"^# %%$", text, flags=re.M)
+        return re.split(r"^# %%$", page, flags=re.M)
     if path.suffix == ".md":
-        return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    sessions = re.findall(r"(?:^>>> .*\n(?:.+\n)*)+", text, re.M)
+        return re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    sessions = re.findall(r"(?:^>>> .*\n(?:.+\n)*)+", page, re.M)
     return [
         "".join(f"{line[4:]}\n" for line in block.splitlines() if line[:4] in (">>> ", "... ")) for block in sessions
     ]

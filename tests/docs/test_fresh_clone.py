@@ -34,9 +34,9 @@ def clone(tmp_path_factory):
     return folder
 
 
-def console(text):
+def console(page):
     """Return the commands of the README's console blocks."""
-    blocks = re.findall(r"^```console\n(.*?)^```", text, flags=re.M | re.S)
+    blocks = re.findall(r"^```console\n(.*?)^```", page, flags=re.M | re.S)
     return [re.sub(r"\s+#.*", "", line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
@@ -49,8 +49,8 @@ def test_make_demo_prints_the_table_of_the_readme(clone):
     assert "test accuracy, mean of 4 seeds" in labels
     assert [label for label in labels if label not in printed] == []
     assert (clone / ".venv/bin/panther").exists()
-    where = run([clone / ".venv/bin/python", "-c", "import panther; print(panther.__file__)"], clone.parent)
-    assert where.startswith(str(clone))
+    module_path = run([clone / ".venv/bin/python", "-c", "import panther; print(panther.__file__)"], clone.parent)
+    assert module_path.startswith(str(clone))
 
 
 @pytest.mark.tool

@@ -21,11 +21,11 @@ def settings():
     return module
 
 
-def prose(text):
+def prose(script):
     """The docstring and the comments that become text, without literals."""
-    blocks = re.findall(r"^# %%\n((?:#.*\n)+)", text, re.M)
+    blocks = re.findall(r"^# %%\n((?:#.*\n)+)", script, re.M)
     comments = "\n".join(re.sub(r"^# ?", "", line) for block in blocks for line in block.splitlines())
-    return re.sub(r"``[^`]*``|`[^`]*`", "x", f"{ast.get_docstring(ast.parse(text))}\n{comments}")
+    return re.sub(r"``[^`]*``|`[^`]*`", "x", f"{ast.get_docstring(ast.parse(script))}\n{comments}")
 
 
 def test_every_script_has_a_place(monkeypatch):
@@ -65,12 +65,12 @@ def test_figures_are_of_the_full_run(monkeypatch):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
 def test_a_script_reads_like_a_page(path):
-    text = path.read_text()
-    title, line, *_ = ast.get_docstring(ast.parse(text)).splitlines()
+    script = path.read_text()
+    title, line, *_ = ast.get_docstring(ast.parse(script)).splitlines()
     assert set(line) == {"="}
     assert len(title) <= len(line)
-    assert "QUICK" in text, "smaller sizes for make docs, where PANTHER_DOCS_QUICK is set"
-    assert complaints(prose(text)) == []
+    assert "QUICK" in script, "smaller sizes for make docs, where PANTHER_DOCS_QUICK is set"
+    assert complaints(prose(script)) == []
 
 
 def found_names(path):

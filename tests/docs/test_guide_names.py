@@ -211,6 +211,6 @@ def test_a_name_leads_to_what_is_there(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_names_of_a_guide_are_listed(guide):
     pages = "".join((HOWTO / f"migrate-{name}.rst").read_text() for name in ("ddp", "guide-classes"))
-    missing = [name for name in GUIDES[guide].split() if not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", pages)]
+    unlisted = [name for name in GUIDES[guide].split() if not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", pages)]
     # Sphinx shows the last part of a role's name.
-    assert [name for name in missing if f".{name}`" not in pages] == []
+    assert [name for name in unlisted if f".{name}`" not in pages] == []

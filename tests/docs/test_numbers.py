@@ -243,8 +243,8 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
 
 
 @pytest.mark.parametrize(
-    ("page", "words", "number", "digits"), QUOTED, ids=[f"{page}: {words}" for page, words, _, _ in QUOTED]
+    ("page", "sentence", "number", "digits"), QUOTED, ids=[f"{page}: {sentence}" for page, sentence, _, _ in QUOTED]
 )
-def test_a_number_is_measured(page, words, number, digits):
-    text = re.sub(r"\s+", " ", (ROOT / page).read_text())
-    assert words.format(f"{number():.{digits}f}") in text
+def test_a_number_is_measured(page, sentence, number, digits):
+    content = re.sub(r"\s+", " ", (ROOT / page).read_text())
+    assert sentence.format(f"{number():.{digits}f}") in content

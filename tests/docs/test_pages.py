@@ -30,11 +30,11 @@ def test_the_words_are_those_of_the_glossary(name):
 def test_a_page_begins_with_a_summary():
     found = []
     for path in PAGES:
-        text = path.read_text()
-        include = re.search(r"^\.\. include:: (.*topics.*)$", text, re.M)
-        text = (path.parent / include[1]).resolve().read_text() if include else text
-        text = re.sub(r"^\.\. _.*:\n\n", "", text)
-        title, underline, *rest = text.splitlines()
+        content = path.read_text()
+        include = re.search(r"^\.\. include:: (.*topics.*)$", content, re.M)
+        content = (path.parent / include[1]).resolve().read_text() if include else content
+        content = re.sub(r"^\.\. _.*:\n\n", "", content)
+        title, underline, *rest = content.splitlines()
         first = next((line for line in rest if line.strip()), "")
         if set(underline) != {"="} or not re.match(r"[A-Z:*`\d]|[a-z-]+ |\.\. automodule", first):
             found.append(f"{path.relative_to(ROOT)}: {first!r} after {title!r}")
@@ -140,6 +140,6 @@ def test_all_extras_are_listed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/start/installation.rst"))
     listed = readme[readme.index("The extras are ") :].partition("\n\n")[0]
-    missing = [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in listed]
-    assert missing == []
+    unlisted = [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in listed]
+    assert unlisted == []
     assert [extra for extra in project["optional-dependencies"] if f"``{extra}``" not in page] == []

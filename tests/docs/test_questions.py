@@ -24,10 +24,10 @@ def source(page: str) -> str:
     if page.startswith("examples/"):
         return (DOCS / f"{page.replace('examples', 'gallery', 1)}.py").read_text()
     path = DOCS / f"{page}.rst"
-    text = path.read_text()
-    for name in re.findall(r"^\.\. include:: (\S+)$", text, re.M):
-        text += (DOCS / name[1:] if name.startswith("/") else (path.parent / name).resolve()).read_text()
-    return text
+    content = path.read_text()
+    for name in re.findall(r"^\.\. include:: (\S+)$", content, re.M):
+        content += (DOCS / name[1:] if name.startswith("/") else (path.parent / name).resolve()).read_text()
+    return content
 
 
 def labels() -> dict[str, str]:
@@ -42,23 +42,23 @@ def labels() -> dict[str, str]:
 
 def links(page: str) -> set[str]:
     """The pages that a page links to, in its text, its cards and its lists of pages."""
-    text = source(page)
-    targets = re.findall(r":doc:`(?:[^`<]*<)?([^`>]+)>?`", text) + re.findall(r"^\s+:link: (\S+)$", text, re.M)
-    for entries in re.findall(r"^\.\. toctree::\n((?:   .*\n|\n)*)", text, re.M):
+    content = source(page)
+    targets = re.findall(r":doc:`(?:[^`<]*<)?([^`>]+)>?`", content) + re.findall(r"^\s+:link: (\S+)$", content, re.M)
+    for entries in re.findall(r"^\.\. toctree::\n((?:   .*\n|\n)*)", content, re.M):
         targets += re.findall(r"^   (?!:)(?:.*<)?([\w/-]+)>?$", entries, re.M)
     pages = {posixpath.normpath(posixpath.join("/", posixpath.dirname(page), target))[1:] for target in targets}
     if page == "examples/index":
         pages |= {f"examples/{path.parent.name}/{path.stem}" for path in (DOCS / "gallery").glob("*/*.py")}
-    return pages | {labels().get(label, "") for label in re.findall(r":ref:`(?:[^`<]*<)?([^`>]+)>?`", text)}
+    return pages | {labels().get(label, "") for label in re.findall(r":ref:`(?:[^`<]*<)?([^`>]+)>?`", content)}
 
 
 @pytest.mark.parametrize("row", QUESTIONS, ids=[row["question"] for row in QUESTIONS])
 def test_a_question_is_answered_within_two_clicks(row):
     path = ["index", *filter(None, [row["clicks"]]), row["page"]]
-    missing = [f"{page} to {following}" for page, following in pairwise(path) if following not in links(page)]
-    assert missing == [], "links that the path needs"
-    text = " ".join(re.sub(r"[*`]|^#", "", source(row["page"]), flags=re.M).split())
-    assert [words for words in row["answer"].split("; ") if words not in text] == []
+    absent_links = [f"{page} to {following}" for page, following in pairwise(path) if following not in links(page)]
+    assert absent_links == [], "links that the path needs"
+    content = " ".join(re.sub(r"[*`]|^#", "", source(row["page"]), flags=re.M).split())
+    assert [phrase for phrase in row["answer"].split("; ") if phrase not in content] == []
 
 
 def test_each_reader_has_eight_questions():

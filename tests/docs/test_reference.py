@@ -82,15 +82,15 @@ def public_modules(adapters=True):
 def test_every_public_name_is_in_the_reference():
     names, whole = documented()
     objects = {id(_resolve(name)) for name in names}
-    missing = []
+    unlisted = []
     for module_name, module in public_modules().items():
         for name in module.__all__:
             member = getattr(module, name)
             hidden = isinstance(member, ModuleType) or name in INTERNAL.get(module_name, ()) or name == "__version__"
             shown = f"{module_name}.{name}" in names or module_name in whole or id(member) in objects
             if not hidden and not shown:
-                missing.append(f"{module_name}.{name}")
-    assert not missing
+                unlisted.append(f"{module_name}.{name}")
+    assert not unlisted
 
 
 def _resolve(name):
@@ -121,7 +121,7 @@ def described(member):
 
 def undescribed(modules):
     """Arguments of public functions and classes that no docstring describes, except for private ones."""
-    missing, seen = set(), set()
+    arguments, seen = set(), set()
     for module_name, module in modules.items():
         for name in module.__all__:
             member = getattr(module, name)
@@ -132,12 +132,12 @@ def undescribed(modules):
             if inspect.isclass(member) and (issubclass(member, BaseException | enum.Enum) or member in FROM_TORCH):
                 continue
             names = described(member) | (described(member.__init__) if inspect.isclass(member) else set())
-            missing |= {
+            arguments |= {
                 f"{module_name}.{name}({argument})"
                 for argument in inspect.signature(member).parameters
                 if argument not in names and not argument.startswith("_")
             }
-    return missing
+    return arguments
 
 
 def test_every_argument_is_described():

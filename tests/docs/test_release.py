@@ -67,9 +67,9 @@ def test_versions_that_torch_asks_for_are_not_constrained():
 
 def test_the_release_check_says_which_interpreters_are_missing(monkeypatch):
     monkeypatch.setattr(release_check, "PYTHONS", ("{}.{}".format(*sys.version_info), "3.0"))
-    pythons, missing = release_check.interpreters([sys.executable])
+    pythons, absent_versions = release_check.interpreters([sys.executable])
     assert list(pythons.values()) == [sys.executable]
-    assert missing == ["3.0"]
+    assert absent_versions == ["3.0"]
 
 
 def test_the_release_check_passes_over_shims(monkeypatch, tmp_path):
@@ -78,9 +78,9 @@ def test_the_release_check_passes_over_shims(monkeypatch, tmp_path):
     shim.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(release_check, "PYTHONS", ("3.0",))
-    pythons, missing = release_check.interpreters(None)
+    pythons, absent_versions = release_check.interpreters(None)
     assert list(pythons) == ["{}.{}".format(*sys.version_info)]
-    assert missing == ["3.0"]
+    assert absent_versions == ["3.0"]
     with pytest.raises(SystemExit, match="127"):
         release_check.interpreters([str(shim)])
 

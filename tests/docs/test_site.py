@@ -106,7 +106,7 @@ def visit(browser, address):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("query", "expected"),
     [
         ("tensor parallel", "tensor parallel|tensor_parallel|TensorParallel"),
         ("compress", "^compress"),
@@ -114,11 +114,11 @@ def visit(browser, address):
         ("seed", "seeds?"),
     ],
 )
-def test_search_finds_and_the_first_result_opens(visit, words, expected):
+def test_search_finds_and_the_first_result_opens(visit, query, expected):
     page = visit("index")
     page.locator("button.search-button__button:visible").first.click()
     field = page.locator("input[type=search]:visible").first
-    field.fill(words)
+    field.fill(query)
     field.press("Enter")
     result = page.locator("#search-results ul.search li a").first
     result.wait_for()
@@ -143,11 +143,11 @@ def test_the_theme_is_switched(visit):
     theme = "document.documentElement.dataset.theme"
     ground = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(theme) == "light"
-    before = page.evaluate(ground)
+    first_ground = page.evaluate(ground)
     page.locator("button.theme-switch-button:visible").first.click()
     page.locator("button.theme-change-button[data-mode=dark]:visible").first.click()
     page.wait_for_function(f"{theme} === 'dark'")
-    assert page.evaluate(ground) != before
+    assert page.evaluate(ground) != first_ground
 
 
 def each_page(visit, width, theme="light"):
@@ -256,9 +256,9 @@ def test_accessibility(visit, width, theme):
 def test_links_lead_to_pages_and_headings(site):
     names, links = {}, []
     for path in site.rglob("*.html"):
-        text = path.read_text()
-        names[path] = set(re.findall(r'\s(?:id|name)="([^"]+)"', text))
-        links += [(path, unescape(link)) for link in set(re.findall(r'(?:href|src)="([^"]*)"', text))]
+        markup = path.read_text()
+        names[path] = set(re.findall(r'\s(?:id|name)="([^"]+)"', markup))
+        links += [(path, unescape(link)) for link in set(re.findall(r'(?:href|src)="([^"]*)"', markup))]
     broken = []
     for path, link in links:
         if re.match(r"[a-z]+:|//|\{", link):

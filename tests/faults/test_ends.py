@@ -247,11 +247,11 @@ def test_a_signal_to_the_launcher_of_scripts_saves(tmp_path, number, monkeypatch
 
 def test_a_signal_that_somebody_handles_is_not_free():
     assert is_free(signal.SIGUSR1)
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    previous_handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         assert not is_free(signal.SIGUSR1)  # as nohup ignores SIGHUP
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous_handler)
     assert not is_free(signal.SIGUSR2)  # tests/support/waits.py catches it by faulthandler, in C
 
 

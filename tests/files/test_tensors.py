@@ -33,10 +33,10 @@ def some_tensors():
 
 
 def test_the_library_reads_what_is_written(tmp_path):
-    tensors, held = some_tensors(), []
+    tensors, names = some_tensors(), []
 
     def value_of(name):
-        held.append(name)
+        names.append(name)
         return tensors[name]
 
     write_file(tmp_path / "file", {name: tensor.to("meta") for name, tensor in tensors.items()}, value_of)
@@ -46,7 +46,7 @@ def test_the_library_reads_what_is_written(tmp_path):
         assert found[name].dtype is tensor.dtype
         assert found[name].shape == tensor.shape
         assert contents_checksum(found[name]) == contents_checksum(tensor), name
-    assert sorted(held) == sorted(tensors)
+    assert sorted(names) == sorted(tensors)
     stored = stored_tensors(tmp_path / "file")
     assert all(one.start % one.dtype.itemsize == 0 for one in stored.values())
     assert all(stored_checksum(stored[name]) == contents_checksum(tensors[name]) for name in tensors)
@@ -94,8 +94,8 @@ def test_slices_are_those_of_the_tensor(shape, tmp_path):
     stored = stored_tensors(tmp_path / "file")["x"]
     generator = torch.Generator().manual_seed(1)
 
-    def between(least, most):
-        return int(torch.randint(least, most + 1, (), generator=generator))
+    def between(lowest, highest):
+        return int(torch.randint(lowest, highest + 1, (), generator=generator))
 
     for _ in range(20):
         offsets = [between(0, size) for size in shape]

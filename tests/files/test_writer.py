@@ -60,22 +60,22 @@ def test_a_file_is_written_and_replaced_and_nothing_is_left_beside_it(tmp_path):
 
 
 def test_new_files_can_be_read_by_whom_the_umask_allows(tmp_path):
-    before = os.umask(0o027)
+    previous_umask = os.umask(0o027)
     try:
         write_text(tmp_path / "new", "x")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
 
 
 def test_what_is_not_a_regular_file_is_neither_replaced_nor_written_through(tmp_path):
-    before = special_files(tmp_path)
-    for name, kind in before.items():
+    kinds = special_files(tmp_path)
+    for name, kind in kinds.items():
         with pytest.raises(UnsafeFileError, match=f"{name} is {kind}, and only regular files are replaced") as caught:
             write_text(tmp_path / name, "new")
         assert isinstance(caught.value, OSError)
         assert isinstance(caught.value, PantherError)
-    assert names(tmp_path) == sorted([*before, "victim"])
+    assert names(tmp_path) == sorted([*kinds, "victim"])
     assert (tmp_path / "victim").read_text() == "untouched"
 
 
@@ -99,9 +99,9 @@ def test_errors_name_the_file_and_not_its_draft(tmp_path):
     assert caught.value.filename == str(tmp_path / "missing" / "file")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1, "a": 2}', "{", "", '{"a": 1} more'])
-def test_json_that_is_damaged_or_ambiguous_is_a_value_error(tmp_path, text):
-    (tmp_path / "file").write_text(text)
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": 1, "a": 2}', "{", "", '{"a": 1} more'])
+def test_json_that_is_damaged_or_ambiguous_is_a_value_error(tmp_path, content):
+    (tmp_path / "file").write_text(content)
     with pytest.raises(ValueError, match=r"nested too deeply|'a' is there twice|Expecting|Extra data"):
         read_json(tmp_path / "file")
 

@@ -270,7 +270,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
     store = {}
     layer.save_own_variables(store)
     store = {name: np.asarray(keras.ops.convert_to_numpy(value)) for name, value in store.items()}
-    before = [tensor(weight) for weight in other.weights]
+    first_weights = [tensor(weight) for weight in other.weights]
     changes = [
         ({"sketch_seed": store["sketch_seed"] + [1, 0, 0, 0]}, SketchMismatchError, "does not match its checksum"),
         ({"S1": store["S1"][1:]}, ValueError, r"has weights of shapes .*'S1': \(24, 2\).* file has .*\(23, 2\)"),
@@ -282,7 +282,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no weights yet: call it on an input"):
         SKDense(16, 2).load_own_variables(store)
     assert other.seed == 2
-    assert all(torch.equal(tensor(weight), old) for weight, old in zip(other.weights, before, strict=True))
+    assert all(torch.equal(tensor(weight), old) for weight, old in zip(other.weights, first_weights, strict=True))
     other.set_weights(layer.get_weights())
     with pytest.raises(SketchMismatchError, match=r"U1 of .* is not the sketch of seed=2"):
         other.save_own_variables({})

@@ -395,10 +395,10 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     model = compressed(llama)
     write_compressed_tensors(model, tmp_path / "out")
     (tmp_path / "out/adapter").mkdir()
-    before = (tmp_path / "out/model.safetensors").read_bytes()
+    content = (tmp_path / "out/model.safetensors").read_bytes()
     with pytest.raises(PantherError, match="is not empty, and might hold another model"):
         write_compressed_tensors(model, tmp_path / "out")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == before
+    assert (tmp_path / "out/model.safetensors").read_bytes() == content
 
 
 @pytest.mark.parametrize(("kind", "task_type"), [("llama", "CAUSAL_LM"), ("bart", "SEQ_2_SEQ_LM"), ("bert", None)])

@@ -273,10 +273,10 @@ def test_bad_input_is_refused_on_every_rank():
         (ConfigError, "args is not an option"),
     ]
     for found in launch(refused, nproc=2, start_method="fork"):
-        for (kind, text), (wanted, pattern) in zip(found, expected, strict=True):
-            assert kind is wanted, text
-            assert re.search(pattern, text), text
-            assert "\n" not in text
+        for (kind, message), (wanted, pattern) in zip(found, expected, strict=True):
+            assert kind is wanted, message
+            assert re.search(pattern, message), message
+            assert "\n" not in message
 
 
 def load_what_does_not_fit(directory):
@@ -299,10 +299,10 @@ def load_what_does_not_fit(directory):
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
-    none, missing, plain, stage = launch(load_what_does_not_fit, tmp_path, nproc=2, start_method="fork")[0]
+    none, absent, plain, stage = launch(load_what_does_not_fit, tmp_path, nproc=2, start_method="fork")[0]
     assert none.endswith("none has no checkpoint: give the folder that was saved to")
-    assert "step-9_universal does not exist" in missing
-    assert "has step-00000001;" in missing
+    assert "step-9_universal does not exist" in absent
+    assert "has step-00000001;" in absent
     assert "mine_universal does not exist" in plain
     assert "is of ZeRO stage 1, and this engine has stage 3, whose optimizer state has a different layout" in stage
 

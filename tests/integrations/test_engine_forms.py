@@ -61,8 +61,8 @@ def test_torchao_reads_the_forms_as_the_page_says(deployment, tmp_path):
 
 
 def test_the_pages_show_the_committed_rows(deployment):
-    for name, text in deployment.tables(deployment.read_csv(RESULTS)).items():
-        assert deployment.PAGES[name].read_text() == text, name
+    for name, table in deployment.tables(deployment.read_csv(RESULTS)).items():
+        assert deployment.PAGES[name].read_text() == table, name
 
 
 def test_every_form_and_engine_has_a_row(deployment):

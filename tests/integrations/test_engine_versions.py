@@ -38,12 +38,12 @@ def test_a_missing_engine(engine, without):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_version_that_is_too_old(engine, without):
-    old, least = ENGINES[engine]
+    old, minimum = ENGINES[engine]
     stand_in = ModuleType(engine)
     stand_in.__version__ = old
     adapter = without(engine, stand_in)
     with pytest.raises(
-        ConfigError, match=rf"{engine} {old} is installed, and Panther needs {least} or newer: pip install"
+        ConfigError, match=rf"{engine} {old} is installed, and Panther needs {minimum} or newer: pip install"
     ):
         importlib.import_module(adapter)
 

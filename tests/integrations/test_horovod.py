@@ -65,9 +65,9 @@ def test_bad_input_is_refused_on_every_rank(outcomes):
         ("ConfigError", r"loss must be one number, not a tensor of shape \(2,\)"),
     ]
     for found in outcomes:
-        for (kind, text), (wanted, pattern) in zip(found["refused"], expected, strict=True):
-            assert kind == wanted, text
-            assert re.search(pattern, text), text
+        for (kind, message), (wanted, pattern) in zip(found["refused"], expected, strict=True):
+            assert kind == wanted, message
+            assert re.search(pattern, message), message
 
 
 def test_a_lost_worker_ends_the_run(tmp_path):

@@ -109,7 +109,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_settings_alone(tmp_path, monkeyp
     source, folder = tmp_path / "source", tmp_path / "files"
     folder.mkdir()
     save_model("mixtral", source)
-    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    users_setting = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
 
     def full(tensor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -118,7 +118,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_settings_alone(tmp_path, monkeyp
     with pytest.raises(CompressionError, match=r"files cannot take the weights .*\(No space left on device\)"):
         mapped.mapped_from_pretrained(source, folder)
     assert not list(folder.iterdir())
-    assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == before
+    assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == users_setting
     monkeypatch.undo()
     with pytest.raises(FormatError, match="there is no folder"):  # as from pr.from_pretrained
         mapped.mapped_from_pretrained(tmp_path / "other", folder)

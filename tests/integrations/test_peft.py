@@ -134,12 +134,12 @@ def test_merging_is_exact_in_a_layer_of_a_larger_rank(kind, lora_bias):
                 if lora_bias:
                     B.bias.normal_()
         expected = model(x)
-        before = model.base_model.model.first.base_layer
+        unmerged = model.base_model.model.first.base_layer
         model.merge_adapter(safe_merge=True)
         merged = model.base_model.model.first.base_layer
         torch.testing.assert_close(model(x), expected, **CLOSE)
         model.unmerge_adapter()
-        assert model.base_model.model.first.base_layer is before
+        assert model.base_model.model.first.base_layer is unmerged
         assert torch.equal(model(x), expected)
     if kind == "columns":
         assert type(merged) is InterpolativeLinear
@@ -168,16 +168,16 @@ def test_a_layer_that_would_be_no_smaller_becomes_dense():
 def test_merging_into_plain_layers_that_took_the_place(kind, r):
     model = adapted(kind, r=r, lora_bias=True)
     x = torch.randn(9, 40)
-    before = model(x)
+    expected = model(x)
     assert len(pr.to_linears_(model).replaced) == 2
-    torch.testing.assert_close(model(x), before, **CLOSE)
+    torch.testing.assert_close(model(x), expected, **CLOSE)
     base = model.base_model.model.first.base_layer
     model.merge_adapter()
-    torch.testing.assert_close(model(x), before, **CLOSE)
+    torch.testing.assert_close(model(x), expected, **CLOSE)
     model.unmerge_adapter()
     assert model.base_model.model.first.base_layer is base
     merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(x), before, **CLOSE)
+    torch.testing.assert_close(merged(x), expected, **CLOSE)
     assert type(merged.first) is (nn.Linear if r == 40 or kind == "int4" else LinearPair)
     assert not any(parameter.requires_grad for parameter in merged.parameters())
 
@@ -185,7 +185,7 @@ def test_merging_into_plain_layers_that_took_the_place(kind, r):
 def test_compressing_below_adapters_is_refused():
     model = adapted("dense")
     x = torch.randn(9, 40)
-    before = model(x)
+    expected = model(x)
     calls = (
         lambda: pr.compress(model, 0.5, [torch.randn(9, 40) for _ in range(4)], measure_speed=False),
         lambda: pr.sketch_layers_(model.base_model.model, pr.SketchConfig(low_rank=2)),
@@ -195,7 +195,7 @@ def test_compressing_below_adapters_is_refused():
             CompressionError, match=r"2 of the layers have adapters of PEFT \(first '.*first'\).*unload"
         ):
             call()
-    assert torch.equal(model(x), before)
+    assert torch.equal(model(x), expected)
     pr.sketch_layers_(model.unload(), pr.SketchConfig(low_rank=2))
 
 
@@ -223,11 +223,11 @@ def test_quantized_layers_are_not_merged_into_and_nothing_is_changed():
     net.second = compressed("int4", inner=56, outer=24)
     config = peft.LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
     model = peft.get_peft_model(net, config).eval()
-    before = [layer.base_layer for layer in lora_layers(model)]
+    base_layers = [layer.base_layer for layer in lora_layers(model)]
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ConfigError, match=r"1 of the layers .* \(first 'second'\).*dequantize"):
             merge()
-    assert [layer.base_layer for layer in lora_layers(model)] == before
+    assert [layer.base_layer for layer in lora_layers(model)] == base_layers
     with pytest.raises(ConfigError, match="QuantizedLinear cannot hold an adapter"):
         model.base_model.model.second.merge()
     assert type(model.unload().second) is QuantizedLinear
@@ -313,9 +313,9 @@ def test_a_compressed_transformer_is_tuned_saved_and_loaded(forms, tmp_path):
     names = {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
     assert len(names) == 2 * 6 + 1  # the pooler's too, and the classifier is trained as a whole
     assert any(isinstance(module, LoraCompressedLinear) for module in model.modules())
-    before = model(**inputs).logits.detach()
-    after = tuned(model, inputs)
-    assert (after - before).abs().max() > 1e-3
+    untuned = model(**inputs).logits.detach()
+    tuned_logits = tuned(model, inputs)
+    assert (tuned_logits - untuned).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "adapter")
     import transformers
 
@@ -323,7 +323,7 @@ def test_a_compressed_transformer_is_tuned_saved_and_loaded(forms, tmp_path):
         base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", **options)
         with torch.no_grad():
-            torch.testing.assert_close(loaded(**inputs).logits, after, **CLOSE)
+            torch.testing.assert_close(loaded(**inputs).logits, tuned_logits, **CLOSE)
 
 
 @pytest.mark.slow
@@ -439,10 +439,10 @@ SAVED = ("table", "conv", "head", "block")
 def test_modules_to_save_are_trained_saved_and_merged(kind, tmp_path):
     """Expected: what PEFT is told to train is trained. Codes cannot be, and 0 tensors were, without a warning."""
     model, indices = Kinds(kind), torch.arange(8)
-    before = model(indices)
+    untuned = model(indices)
     config = peft.LoraConfig(r=2, target_modules=["adapted"], modules_to_save=list(SAVED), bias="lora_only")
     tuned = peft.get_peft_model(model, config)
-    torch.testing.assert_close(tuned(indices), before)
+    torch.testing.assert_close(tuned(indices), untuned)
     tuned(indices).square().sum().backward()
     trained = {name: p for name, p in tuned.named_parameters() if p.requires_grad}
     assert all(p.grad is not None for p in trained.values())
@@ -450,7 +450,7 @@ def test_modules_to_save_are_trained_saved_and_merged(kind, tmp_path):
         assert any(f"{module}.modules_to_save.default" in name for name in trained), module
     torch.optim.SGD(trained.values(), 0.01).step()
     after = tuned(indices)
-    assert (after - before).abs().max() > 1e-3
+    assert (after - untuned).abs().max() > 1e-3
     tuned.save_pretrained(tmp_path)
     for options in ({}, {"low_cpu_mem_usage": True}):
         loaded = peft.PeftModel.from_pretrained(Kinds(kind), tmp_path, **options)

@@ -287,10 +287,10 @@ def head(tmp_path):
     """A cluster in processes of their own, as on another machine; the address of its client's server."""
     pytest.importorskip("ray")
     pytest.importorskip("grpc")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as open_sockets:
         ports = []
         for _ in range(2):
-            taken = held.enter_context(socket.socket())
+            taken = open_sockets.enter_context(socket.socket())
             taken.bind(("127.0.0.1", 0))
             ports.append(taken.getsockname()[1])
     command = [

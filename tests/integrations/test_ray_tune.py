@@ -44,7 +44,7 @@ def cluster():
 
 def test_eight_trials_on_two_workers_of_which_one_is_killed(trained, tmp_path):
     net, (x, labels) = copy.deepcopy(trained[0]), trained[1:]
-    before, search, path = state_of(net), os.getpid(), tmp_path / "study.log"
+    original, search, path = state_of(net), os.getpid(), tmp_path / "study.log"
 
     def evaluate(model):
         marker = Path(tmp_path, "killed")
@@ -56,7 +56,7 @@ def test_eight_trials_on_two_workers_of_which_one_is_killed(trained, tmp_path):
 
     result = pr.tune(net, evaluate, batches(x), parallel="ray", storage=path, **QUICK)
     assert (tmp_path / "killed").exists()
-    assert_untouched(net, before)
+    assert_untouched(net, original)
     assert sorted(map(number, result.trials)) == list(range(8))
     assert {trial.state for trial in result.trials} == {"complete"}
     assert Accuracy(x, labels)(result.model) == result.best.metric

@@ -63,8 +63,8 @@ def bart():
 
 def clip(kind="CLIP"):
     torch.manual_seed(0)
-    text = BERT | {"max_position_embeddings": 16, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1}
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=dict(VISION))
+    text_config = BERT | {"max_position_embeddings": 16, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1}
+    config = getattr(transformers, f"{kind}Config")(text_config=text_config, vision_config=dict(VISION))
     return getattr(transformers, f"{kind}Model")(config).eval()
 
 
@@ -255,9 +255,9 @@ def test_compressing_leaves_the_config_alone():
     """Several models are often made of one config object."""
     config = transformers.BertConfig(**BERT)
     models = [transformers.BertModel(config) for _ in range(2)]
-    before = dict(vars(config))
+    first_config = dict(vars(config))
     pr.fuse_(compressed(models[0], "low_rank"))
-    assert vars(config) == before
+    assert vars(config) == first_config
     assert models[0].config is models[1].config is models[0].encoder.config
 
 
@@ -376,8 +376,8 @@ def test_code_of_the_folder_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     source = tmp_path / "source"
     source.mkdir()
-    for name, text in CODE.items():
-        (source / name).write_text(text)
+    for name, code in CODE.items():
+        (source / name).write_text(code)
     names = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModel": "modeling_toy.ToyModel"}
     config = {"model_type": "toy_parts", "architectures": ["ToyModel"], "auto_map": names}
     (source / "config.json").write_text(json.dumps(config))

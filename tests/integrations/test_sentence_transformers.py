@@ -41,12 +41,14 @@ def encoder(tmp_path_factory):
 
 def saved_model(folder, kind, **options):
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    words = tokenizers.Tokenizer(
+    splitter = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({w: i for i, w in enumerate([*special.values(), *WORDS])}, unk_token="[UNK]")
     )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **special).save_pretrained(folder)
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    splitter.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, model_max_length=32, **special).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(WORDS) + 4, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
@@ -71,9 +73,9 @@ def compress(model, calibration, **options):
     return pr.compress(model, calibration=calibration, **(defaults | options))
 
 
-def vectors_elsewhere(folder, out, before="import panther", loader="SentenceTransformer", texts=TEXTS[:20]):
+def vectors_elsewhere(folder, out, first_line="import panther", loader="SentenceTransformer", texts=TEXTS[:20]):
     """Return the vectors of a model that a fresh process loads, with ``before`` run before and after the import."""
-    waits.run([sys.executable, "-c", LOAD, before, str(folder), loader, json.dumps(texts), str(out)], check=True)
+    waits.run([sys.executable, "-c", LOAD, first_line, str(folder), loader, json.dumps(texts), str(out)], check=True)
     return torch.load(out)
 
 
@@ -113,7 +115,7 @@ def test_data_sets_are_calibration(encoder):
     compress(model, Texts())
     compress(reference, TEXTS)
     assert torch.equal(vectors(model), vectors(reference))
-    for rows in ([{"text": text} for text in TEXTS], [{"text": TEXTS[:8], "title": TEXTS[:8]}] * 5):
+    for rows in ([{"text": sentence} for sentence in TEXTS], [{"text": TEXTS[:8], "title": TEXTS[:8]}] * 5):
         with pytest.raises(
             CompressionError, match=r"rows that name their texts \('text'.*\): give the texts, as \[row"
         ):
@@ -124,19 +126,19 @@ def test_few_texts_are_five_batches_and_prompts_count(encoder):
     prompts = {"prompts": {"query": "the old "}, "default_prompt_name": "query"}
     model, reference = sentence_model(encoder, **prompts), sentence_model(encoder)
     compress(model, TEXTS[:30])
-    batches = [["the old " + text for text in TEXTS[i : i + 6]] for i in range(0, 30, 6)]
+    batches = [["the old " + sentence for sentence in TEXTS[i : i + 6]] for i in range(0, 30, 6)]
     compress(reference, [reference.preprocess(batch) for batch in batches])
-    assert torch.equal(vectors(model), vectors(reference, ["the old " + text for text in TEXTS[:20]]))
+    assert torch.equal(vectors(model), vectors(reference, ["the old " + sentence for sentence in TEXTS[:20]]))
 
 
-@pytest.mark.parametrize("before", ["import panther", pytest.param("import panther.nn", marks=pytest.mark.slow)])
-def test_save_pretrained_and_a_fresh_process(before, encoder, tmp_path):
+@pytest.mark.parametrize("first_line", ["import panther", pytest.param("import panther.nn", marks=pytest.mark.slow)])
+def test_save_pretrained_and_a_fresh_process(first_line, encoder, tmp_path):
     model = sentence_model(encoder, modules.Dense(32, 16))
     report = compress(model, TEXTS)
     (dense,) = [entry for entry in report.skipped if entry.name == "2.linear"]
     assert dense.reason.startswith("is outside of the transformers model")
     model.save_pretrained(str(tmp_path / "small"))
-    assert torch.equal(vectors_elsewhere(tmp_path / "small", tmp_path / "vectors", before), vectors(model))
+    assert torch.equal(vectors_elsewhere(tmp_path / "small", tmp_path / "vectors", first_line), vectors(model))
     inner = transformers.AutoModel.from_pretrained(tmp_path / "small")
     assert torch.equal(pr.from_pretrained(tmp_path / "small").embeddings.word_embeddings.weight,
                        inner.embeddings.word_embeddings.weight)  # fmt: skip

@@ -128,9 +128,9 @@ def test_the_parameters_that_accelerate_exchanges_under_fsdp2():
 
     def run():
         model = network()
-        optimizer, before = sketched(model), dict(model.named_parameters())
+        optimizer, whole = sketched(model), dict(model.named_parameters())
         data_parallel(model, strategy="fsdp")
-        exchange(optimizer, {before[name].data_ptr: p for name, p in model.named_parameters()})
+        exchange(optimizer, {whole[name].data_ptr: p for name, p in model.named_parameters()})
         for x, y in zip(*(tensor.split(BATCH) for tensor in samples()), strict=True):
             optimizer.zero_grad()
             half = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)

@@ -21,12 +21,12 @@ def layers():
 
 @pytest.mark.parametrize("layer", layers(), ids=lambda layer: type(layer).__name__)
 def test_a_computed_weight_cannot_be_registered(layer):
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    first_state = {name: value.clone() for name, value in layer.state_dict().items()}
     with pytest.raises(AttributeError, match=r"cannot be set: .* pr\.to_linears_\(model\)"):
         layer.register_parameter("weight", nn.Parameter(torch.zeros(2, 2)))
     after = layer.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert list(after) == list(first_state)
+    assert all(torch.equal(after[name], first_state[name]) for name in first_state)
 
 
 @pytest.fixture

@@ -618,8 +618,8 @@ def classifier():
 
 def tokenizer():
     tokenizers = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, **{f"w{number}": number for number in range(1, WORDS)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    vocabulary = {"[UNK]": 0, **{f"w{number}": number for number in range(1, WORDS)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[UNK]")
 
@@ -630,25 +630,25 @@ def tokenizer():
 def test_a_pipeline_runs_on_the_name_of_a_compressed_folder(task, make, tmp_path):
     model, _ = compressed(make, ("int8", "low_rank"))
     model.save_pretrained(tmp_path)
-    words = tokenizer()
-    words.add_special_tokens({"mask_token": "w7"})
-    words.save_pretrained(tmp_path)
+    fast_tokenizer = tokenizer()
+    fast_tokenizer.add_special_tokens({"mask_token": "w7"})
+    fast_tokenizer.save_pretrained(tmp_path)
     run = transformers.pipeline(task, model=str(tmp_path))
     assert any(isinstance(module, CompressedModule) for module in run.model.modules())
     if task == "fill-mask":
         with torch.no_grad():
-            wanted = model(**words("w3 w4 w7 w5", return_tensors="pt")).logits[0, 2].softmax(0).topk(2)
+            wanted = model(**fast_tokenizer("w3 w4 w7 w5", return_tensors="pt")).logits[0, 2].softmax(0).topk(2)
         found = run("w3 w4 w7 w5", top_k=2)
         assert [each["token"] for each in found] == wanted.indices.tolist()
         assert [each["score"] for each in found] == pytest.approx(wanted.values.tolist())
     elif task == "text-classification":
         with torch.no_grad():
-            wanted = model(**words("w3 w4 w9", return_tensors="pt")).logits[0].softmax(0)
+            wanted = model(**fast_tokenizer("w3 w4 w9", return_tensors="pt")).logits[0].softmax(0)
         (found,) = run("w3 w4 w9")
         assert (found["label"], found["score"]) == (f"LABEL_{wanted.argmax()}", pytest.approx(wanted.max().item()))
     else:
-        inputs = words("w3 w4 w9", return_tensors="pt", return_token_type_ids=False)
-        wanted = words.decode(model.generate(**inputs, max_new_tokens=4, do_sample=False)[0])
+        inputs = fast_tokenizer("w3 w4 w9", return_tensors="pt", return_token_type_ids=False)
+        wanted = fast_tokenizer.decode(model.generate(**inputs, max_new_tokens=4, do_sample=False)[0])
         config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
         (found,) = run("w3 w4 w9", generation_config=config)
         assert found["generated_text"].replace(" ", "") == wanted.replace(" ", "")  # the prompt is put before it

@@ -116,19 +116,19 @@ def test_without_derivatives(batch, n, D, E, dtype):
 @pytest.mark.parametrize("n", [150, 4200])
 def test_without_derivatives_nothing_looks_ahead(n, bad):
     q, k, v = operands(2, n=n, D=5, E=6, grad=False)
-    before = causal_linear_attention(q, k, v)
+    output = causal_linear_attention(q, k, v)
     for cut in (1, 70, 128, n - 1):
         values = v.clone()
         values[0, cut:, 3] = bad
         after = causal_linear_attention(q, k, values)
-        assert torch.equal(after[:, :cut], before[:, :cut])
+        assert torch.equal(after[:, :cut], output[:, :cut])
         if bad != 3e38:
             assert not after[0, cut:, 3].isfinite().any()
-        assert torch.equal(after[0, cut:, 4:], before[0, cut:, 4:])
-        assert torch.equal(after[1], before[1])
+        assert torch.equal(after[0, cut:, 4:], output[0, cut:, 4:])
+        assert torch.equal(after[1], output[1])
         for changed in ((q.clone(), k, v), (q, k.clone(), v)):
             changed[0 if changed[0] is not q else 1][:, cut:] = bad
-            assert torch.equal(causal_linear_attention(*changed)[:, :cut], before[:, :cut])
+            assert torch.equal(causal_linear_attention(*changed)[:, :cut], output[:, :cut])
     k[:, : n // 2, 2:] = 0  # nothing in common with any key so far
     q[:, : n // 2, :2] = 0
     assert not causal_linear_attention(q, k, v)[:, : n // 2].any()
@@ -479,17 +479,17 @@ def test_what_is_not_finite_moves_nothing_before_it(device, kernel, scaled, bad)
     function = causal_linear_attention if kernel else reference.causal_linear_attention
     q, k, v, *c = operands(1, n=130, D=5, E=6, scaled=scaled, device=device, grad=False)
     c = [x.nan_to_num(neginf=0.0) for x in c]
-    before = function(q, k, v, *c)
+    output = function(q, k, v, *c)
     for cut in (1, 70, 128):
         values = v.clone()
         values[:, cut:, 3] = bad
         after = function(q, k, values, *c)
-        assert torch.equal(after[:, :cut], before[:, :cut])
+        assert torch.equal(after[:, :cut], output[:, :cut])
         assert not after[:, cut:, 3].isfinite().any()
-        assert torch.equal(after[:, cut:, 4:], before[:, cut:, 4:])
+        assert torch.equal(after[:, cut:, 4:], output[:, cut:, 4:])
         for changed in ((q.clone(), k, v), (q, k.clone(), v)):
             changed[0 if changed[0] is not q else 1][:, cut:] = bad
-            assert torch.equal(function(*changed, *c)[:, :cut], before[:, :cut])
+            assert torch.equal(function(*changed, *c)[:, :cut], output[:, :cut])
         if scaled:
             values[:, cut:] = bad
             left_out = c[0].clone()
@@ -548,10 +548,10 @@ def test_the_kernel_of_one_token(device, dtype, scaled, D, E):
     for i in range(-tokens, 0):
         one = slice(i, i + 1 or None)
         scale = None if c is None else c[..., one]
-        before = state.clone()
+        first_state = state.clone()
         y, new_state, new_units = continued_attention(*(x[..., one, :] for x in (q, k, v)), scale, state, units)
         assert y.dtype is dtype
-        assert torch.equal(state, before)
+        assert torch.equal(state, first_state)
         assert_close(y, exact[..., one, :], dtype)
         expected = chunked.absorb_keys(k[..., one, :], v[..., one, :], scale, state, units)
         assert_close(new_state, expected[0].double(), torch.float32)

@@ -36,7 +36,7 @@ def on(monkeypatch):
 def precision(request):
     """Set float32's precision by torch's old function or its new attribute, after which the old one cannot be read."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    previous_precision = matmul.fp32_precision
 
     def choose(full):
         if request.param == "old":
@@ -46,7 +46,7 @@ def precision(request):
 
     yield choose
     torch.set_float32_matmul_precision("highest")
-    matmul.fp32_precision = before
+    matmul.fp32_precision = previous_precision
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,13 @@ def test_other_operands_get_other_plans(device, change):
 
 def test_a_change_of_precision_gets_another_plan(device):
     args = [operand.to(device) for operand in operands()]
-    before = torch.backends.cuda.matmul.fp32_precision
+    previous_precision = torch.backends.cuda.matmul.fp32_precision
     try:
         for precision in ("ieee", "tf32"):
             torch.backends.cuda.matmul.fp32_precision = precision
             sketched_matmul(*args)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.backends.cuda.matmul.fp32_precision = previous_precision
     assert len(ops._plans) == 2
 
 

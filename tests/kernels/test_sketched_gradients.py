@@ -83,13 +83,13 @@ def test_backward_takes_the_kernel(device, monkeypatch, path, form, needs_x):
     bias, U1, U2 = torch.randn(n_out).to(device), torch.randn(R, n_out).sign(), torch.randn(n_in, R).sign()
     U1, U2 = U1.to(device), U2.to(device)
     leaves = [t.requires_grad_() for t in ((x, S1, S2, bias) if needs_x else (S1, S2, bias))]
-    words = (pack_signs(U1), pack_signs(U2.mT)) if form == "words" else (U1, U2)
+    signs = (pack_signs(U1), pack_signs(U2.mT)) if form == "words" else (U1, U2)
     from panther.kernels._triton import sketched_gradients as kernel
 
     calls, make_plan = [], kernel.gradients_plan
     monkeypatch.setattr(kernel, "gradients_plan", lambda *args: calls.append(1) or make_plan(*args))
     with using_path(path):
-        computed = torch.autograd.grad(sketched_matmul(x, S1, words[0], S2, words[1], bias, 0.5), leaves, upstream)
+        computed = torch.autograd.grad(sketched_matmul(x, S1, signs[0], S2, signs[1], bias, 0.5), leaves, upstream)
     dense = [t.double() for t in (x, S1, U1, S2, U2, bias)]
     output = 0.5 * (dense[0] @ dense[1] @ dense[2] + dense[0] @ dense[4] @ dense[3]) + dense[5]
     assert calls == [1]

@@ -229,15 +229,15 @@ def test_tall_tiles_of_the_fused_kernel_on_sm_100(device, form, monkeypatch, poi
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
         signs = reference.random_block("sign", 1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
-        words = pack_signs(signs)
-        assert words.shape == (rows, -(-n // 32))
-        assert words.dtype is torch.int32
-        assert torch.equal(unpack_signs(words, n, torch.float32), signs)
-    words = pack_signs(
+        packed = pack_signs(signs)
+        assert packed.shape == (rows, -(-n // 32))
+        assert packed.dtype is torch.int32
+        assert torch.equal(unpack_signs(packed, n, torch.float32), signs)
+    packed = pack_signs(
         reference.random_block("sign", 1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu")
     )
     stream = reference.philox._philox_block(1, 2, TAG, range(3), range(256), 128, "cpu")
-    assert torch.equal(words.long() & 0xFFFFFFFF, stream)  # the layout is the stream's
+    assert torch.equal(packed.long() & 0xFFFFFFFF, stream)  # the layout is the stream's
 
 
 def test_words_without_triton_are_unpacked_block_by_block(monkeypatch):
@@ -327,11 +327,11 @@ def test_wide_strides_are_addressed_in_full():
     """A second index times its stride beyond 32 bits would wrap around in the kernels, so such operands are copied."""
     triton_sketched = pytest.importorskip("panther.kernels._triton.sketched")
     near, far = (torch.empty_strided((1, 70), (1, stride), device="meta") for stride in (30_000_000, 40_000_000))
-    words = torch.zeros(1, 70, dtype=torch.int32)
+    packed = torch.zeros(1, 70, dtype=torch.int32)
     assert triton_sketched.is_addressable(near)
     assert not triton_sketched.is_addressable(far)
-    assert triton_sketched.is_addressable(words)
-    assert not triton_sketched.is_addressable(words.expand(2, 70).mT)
+    assert triton_sketched.is_addressable(packed)
+    assert not triton_sketched.is_addressable(packed.expand(2, 70).mT)
 
 
 @pytest.mark.parametrize(

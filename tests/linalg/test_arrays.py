@@ -62,12 +62,12 @@ def test_memory_is_shared(hold, tmp_path):
     for tensor in (as_operand(array).dense, as_dense("A", array)):
         assert tensor.data_ptr() == array.__array_interface__["data"][0]
         assert np.array_equal(tensor.numpy(), array)
-    before = array.copy()
+    original = array.copy()
     randomized_svd(array, 3, seed=0)
     sketch_lstsq(array, read_only(array[:, 0].copy()), seed=0)
     cqrrpt(array, seed=0)
-    assert np.array_equal(array, before)
-    assert array.flags.writeable == before.flags.writeable or hold not in ("C order", "Fortran order")
+    assert np.array_equal(array, original)
+    assert array.flags.writeable == original.flags.writeable or hold not in ("C order", "Fortran order")
 
 
 @pytest.mark.parametrize("hold", COPIED)
@@ -123,7 +123,7 @@ def test_blocked_sparse_tensors_are_matrices(convert):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ((scipy.sparse.eye_array(9, format="csr", dtype=np.int64), 2), r"A is torch.int64 .* use A.astype\(float\)"),
         ((torch.eye(9, dtype=torch.int64), 2), r"use A.double\(\)"),
@@ -132,8 +132,8 @@ def test_blocked_sparse_tensors_are_matrices(convert):
         ((pandas.DataFrame({"x": [1.0, 2.0], "y": ["a", "b"]}), 1), "NumPy array of object"),
     ],
 )
-def test_what_is_not_floating_is_refused_with_a_fix_that_exists(arguments, words):
-    with pytest.raises(DTypeError, match=words):
+def test_what_is_not_floating_is_refused_with_a_fix_that_exists(arguments, message):
+    with pytest.raises(DTypeError, match=message):
         randomized_svd(*arguments, seed=0)
 
 

@@ -86,8 +86,8 @@ def test_every_rank_of_every_shape(case, dtype):
     name, n_iter = case
     driver = DRIVERS[name]
     for shape in SQUARE if driver.square else SIZES:
-        least = min(shape[-2:])
-        for k in {0, min(1, least), least // 3, least}:
+        full_rank = min(shape[-2:])
+        for k in {0, min(1, full_rank), full_rank // 3, full_rank}:
             for A in driver.kinds(shape, dtype):
                 result = driver(A, k, n_iter=n_iter)
                 driver.check(A, result, k, driver.excess[n_iter])

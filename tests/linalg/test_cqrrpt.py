@@ -98,9 +98,9 @@ def test_any_shape(dtype, path):
     """Those of 100 x 1, 3 x 10 and 2 x 2 crash the peer, and well-conditioned float32 input misleads its rank."""
     for shape in SHAPES:
         M = randn(*shape, dtype=dtype)
-        before = M.clone()
+        original = M.clone()
         assert check(M, cqrrpt(M, seed=1)) == min(shape)
-        assert torch.equal(M, before)
+        assert torch.equal(M, original)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,9 +136,9 @@ def test_conditions_in_float32(path):
 def test_a_matrix_of_moderate_condition_is_never_truncated(dtype, path):
     """Nor where max(m, n) eps, the usual tolerance, is far above its least singular value."""
     for shape in [(20000, 20), (3000, 40), (300, 60)]:
-        least = 10 * shape[1] * torch.finfo(dtype).eps
+        smallest = 10 * shape[1] * torch.finfo(dtype).eps
         singular_values = np.ones(shape[1])
-        singular_values[1:] = 1.05 * least
+        singular_values[1:] = 1.05 * smallest
         for seed in range(3):
             M = matrix(*shape, singular_values, dtype, seed=seed)
             assert check(M, cqrrpt(M, seed=seed)) == shape[1]

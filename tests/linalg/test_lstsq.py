@@ -233,11 +233,11 @@ def test_sparse_columns_that_depend_on_each_other_have_the_least_norm(column):
 def test_matrices_of_scipy_are_scaled_and_stay_as_they_are():
     A = torch.where(gaussian(500, 20).abs() > 1, gaussian(500, 20), 0.0)
     b, huge = gaussian(500), scipy.sparse.csr_array(A.numpy() * 2.0**600)
-    before = huge.copy()
+    original = huge.copy()
     x = sketch_lstsq(huge, b, seed=0).x
     torch.testing.assert_close(x * 2.0**600, sketch_lstsq(A, b, seed=0).x)
-    assert (huge != before).nnz == 0
-    assert np.array_equal(huge.indices, before.indices)
+    assert (huge != original).nnz == 0
+    assert np.array_equal(huge.indices, original.indices)
 
 
 def test_sparse_in_float32_and_with_no_entries():
@@ -347,9 +347,9 @@ def test_tol_bounds_the_distance_and_saves_iterations(condition):
         A, b, _ = problem(3000, 60, condition, 1.0, p=3)
         exact = direct(A, b)
         result = sketch_lstsq(A, b, tol=tol, seed=0)
-        least = (A @ exact - b).norm(dim=0)
-        assert ((A @ (result.x - exact)).norm(dim=0) <= 1.5 * tol * least).all()
-        assert (result.residual_norm / least - 1 <= 1.5 * tol**2).all()
+        smallest_residual = (A @ exact - b).norm(dim=0)
+        assert ((A @ (result.x - exact)).norm(dim=0) <= 1.5 * tol * smallest_residual).all()
+        assert (result.residual_norm / smallest_residual - 1 <= 1.5 * tol**2).all()
         assert result.iterations < sketch_lstsq(A, b, seed=0).iterations
         assert sketch_lstsq(A, b, tol=1e300, seed=0).iterations == 0
 

@@ -88,11 +88,11 @@ def test_small_singular_values_are_accurate_to_eps_times_the_largest(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_most_triplets_of_an_ill_conditioned_matrix(shape, dtype):
     """A is decomposed outright, singular values below the reach of its Gram matrix apart from those above."""
-    least, eps = min(shape), torch.finfo(dtype).eps
-    spectra = [torch.logspace(0, lowest, least, dtype=torch.float64) for lowest in (-14, -3, 0)]
+    full_rank, eps = min(shape), torch.finfo(dtype).eps
+    spectra = [torch.logspace(0, lowest, full_rank, dtype=torch.float64) for lowest in (-14, -3, 0)]
     A = torch.stack([with_spectrum(*shape, sigma, dtype) for sigma in spectra])
     for matrix in (*A, A, torch.stack((A[0], torch.zeros_like(A[0])))):
-        for k in (least, least - 20):
+        for k in (full_rank, full_rank - 20):
             U, S, V = randomized_svd(matrix, k, seed=0)
             assert_truncated_svd(matrix, (U, S, V), k)
             assert (S - torch.linalg.svdvals(matrix.double())[..., :k]).abs().max() <= 20 * eps
@@ -166,7 +166,7 @@ def test_lower_matmul_precision_stays_out_and_comes_back():
             return super().__matmul__(X)
 
     A = Recording(gaussian(200, 100, dtype=torch.float32))
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         randomized_svd(A, 3, seed=0)
@@ -175,21 +175,21 @@ def test_lower_matmul_precision_stays_out_and_comes_back():
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
     assert set(seen) == {("ieee", "ieee")}
 
 
 def test_the_argument_is_left_alone():
     A = gaussian(100, 90)
-    before = A.clone()
+    original = A.clone()
     result = randomized_svd(A, 90, seed=0)
     for part in result:
         part.zero_()
-    assert torch.equal(A, before)
+    assert torch.equal(A, original)
 
 
 @pytest.mark.parametrize(
-    ("sigma", "least", "most"),
+    ("sigma", "fewest", "most"),
     [
         (0.5 ** torch.arange(400.0), 3, 3),
         (torch.ones(400), 3, 3),
@@ -203,11 +203,11 @@ def test_the_argument_is_left_alone():
     ids=["0.5^i", "flat", "zero", "low rank", "1/i^2", "1/i", "i^-0.3", "linear"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_slow_spectra_take_more_blocks(sigma, least, most, dtype, krylov):
+def test_slow_spectra_take_more_blocks(sigma, fewest, most, dtype, krylov):
     A = with_spectrum(500, 400, sigma, dtype)
     for matrix in (A, A.mT, torch.stack((A, torch.zeros_like(A)))):
         randomized_svd(matrix, 20, seed=0)
-    assert all(least <= blocks <= most for blocks in krylov)
+    assert all(fewest <= blocks <= most for blocks in krylov)
     assert len(krylov) == 3
 
 
@@ -224,7 +224,7 @@ def test_it_is_as_accurate_as_subspace_iteration(krylov):
     """Against torch.svd_lowrank with 10 columns more and two iterations, the mean of five seeds each."""
     for sigma in (1 / torch.arange(1, 401.0), 0.97 ** torch.arange(400.0), torch.arange(1, 401.0) ** -0.3):
         A = with_spectrum(600, 400, sigma)
-        least = sigma[40:].double().norm()
+        optimal_error = sigma[40:].double().norm()
         found, expected = [], []
         for seed in range(5):
             torch.manual_seed(seed)
@@ -232,7 +232,7 @@ def test_it_is_as_accurate_as_subspace_iteration(krylov):
                 (found, randomized_svd(A, 40, seed=seed)),
                 (expected, torch.svd_lowrank(A, q=50, niter=2)),
             ):
-                errors.append(frobenius(A - (U[:, :40] * S[:40]) @ V[:, :40].mT) / least - 1)
+                errors.append(frobenius(A - (U[:, :40] * S[:40]) @ V[:, :40].mT) / optimal_error - 1)
         assert sum(found) <= 1.25 * sum(expected)
         assert min(found) >= -1e-12
 

@@ -151,18 +151,18 @@ def test_a_masked_key_has_no_influence(kernel, causal, fill, side):
     masked = slice(0, 20) if side == "left" else slice(65, 90)
     mask[1, masked] = True
     filled = x.masked_fill(mask[..., None], fill)
-    before = layer(x, x, x, key_padding_mask=mask, is_causal=causal)[0]
+    output = layer(x, x, x, key_padding_mask=mask, is_causal=causal)[0]
     after = layer(x, filled, filled, key_padding_mask=mask, is_causal=causal)[0]
-    assert torch.equal(before, after)
+    assert torch.equal(output, after)
     exponent = torch.zeros(2, 90).masked_fill(mask, -math.inf)
     expected = formed(layer, x, x, x, exponent, causal)
     seen = torch.ones(2, 90, dtype=torch.bool)
     if causal and side == "left":
         seen[1, masked] = False  # nothing to attend to: zero, and in the formula 0 / 0
-        assert torch.equal(before[~seen], layer.b0.expand_as(before[~seen]))
-    assert_close(before[seen], expected[seen])
+        assert torch.equal(output[~seen], layer.b0.expand_as(output[~seen]))
+    assert_close(output[seen], expected[seen])
     numbers = layer(x, x, x, key_padding_mask=exponent, is_causal=causal)[0]
-    assert torch.equal(numbers, before)
+    assert torch.equal(numbers, output)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -198,17 +198,17 @@ def test_all_keys_masked_gives_the_bias():
 def test_the_future_moves_no_bit(kernel, length):
     layer = attention_of(kernel, iscausal=True)
     x = draw(2, length, E)
-    before = layer(x, x, x)[0]
+    output = layer(x, x, x)[0]
     for cut in {1, length // 2, length - 1}:
         for change in (3.0, -1e3, 1e-3):
             other = x.clone()
             other[:, cut:] *= change
-            assert torch.equal(layer(other, other, other)[0][:, :cut], before[:, :cut])
+            assert torch.equal(layer(other, other, other)[0][:, :cut], output[:, :cut])
         for fill in (math.nan, math.inf, -1e38):
             other = x.clone()
             other[:, cut:] = fill
-            assert torch.equal(layer(other, other, other)[0][:, :cut], before[:, :cut])
-        assert_close(layer(*(x[:, :cut],) * 3)[0], before[:, :cut].double())  # a shorter run agrees
+            assert torch.equal(layer(other, other, other)[0][:, :cut], output[:, :cut])
+        assert_close(layer(*(x[:, :cut],) * 3)[0], output[:, :cut].double())  # a shorter run agrees
 
 
 def test_causal_masks_and_the_constructors_value():
@@ -314,7 +314,7 @@ def test_bad_arguments(arguments, error, message):
 def test_from_mha_copies(same, bias, batch_first, dtype):
     sizes = {} if same else {"kdim": 20, "vdim": 28}
     mha = nn.MultiheadAttention(E, H, 0.1, bias, batch_first=batch_first, dtype=dtype, **sizes).eval()
-    before = copy.deepcopy(mha.state_dict())
+    original = copy.deepcopy(mha.state_dict())
     layer = make_performer(mha, 24, kernel_fn="taylor")
     assert layer.batch_first == batch_first
     assert layer.dropout == 0.1
@@ -331,7 +331,7 @@ def test_from_mha_copies(same, bias, batch_first, dtype):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-    assert all(torch.equal(before[name], value) for name, value in mha.state_dict().items())
+    assert all(torch.equal(original[name], value) for name, value in mha.state_dict().items())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -410,10 +410,10 @@ def test_calibrated(causal, masked, grad):
     """With inputs far from 0 a calibrated layer is much better, and equal to its formula."""
     mha, x = peaked(1.0, E, H), draw(2, 150, E, scale=0.7) + 1.5 * draw(E, seed=8)
     layer = make_performer(mha, 24)
-    before = layer.approximation_error(x, is_causal=causal)
+    first_error = layer.approximation_error(x, is_causal=causal)
     layer.calibrate_(x)
-    after = layer.approximation_error(x, is_causal=causal)
-    assert after.layer < 0.7 * before.layer
+    error = layer.approximation_error(x, is_causal=causal)
+    assert error.layer < 0.7 * first_error.layer
     mask = torch.zeros(2, 150, dtype=torch.bool)
     mask[0, 90:120] = masked
     exponent = torch.zeros(2, 150).masked_fill(mask, -math.inf) if masked else None
@@ -424,8 +424,8 @@ def test_calibrated(causal, masked, grad):
         other = x.clone()
         other[:, 100:] = math.nan
         with torch.set_grad_enabled(grad):
-            after = layer(other, other, other, key_padding_mask=mask if masked else None, is_causal=True)[0]
-        assert torch.equal(out[:, :100], after[:, :100])
+            error = layer(other, other, other, key_padding_mask=mask if masked else None, is_causal=True)[0]
+        assert torch.equal(out[:, :100], error[:, :100])
 
 
 def test_what_calibration_sets():

@@ -306,10 +306,10 @@ def test_soups_of_two_seeds_are_refused(make, weight):
     """People average the floating tensors of two runs and keep the integers of one of them."""
     model, (one, two) = nn.Sequential(make(2)), [nn.Sequential(make(seed)).state_dict() for seed in (0, 1)]
     soup = {k: (1 - weight) * v + weight * two[k] if v.is_floating_point() else v for k, v in one.items()}
-    before = copy.deepcopy(model.state_dict())
+    first_state = copy.deepcopy(model.state_dict())
     with pytest.raises(SketchMismatchError, match="layer '0': the floating tensors do not belong to the seed"):
         model.load_state_dict(soup)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(v, first_state[k]) for k, v in model.state_dict().items())
     model.load_state_dict({k: v.bfloat16() if v.is_floating_point() else v for k, v in one.items()})
     del one["0.record_mark"]
     model.load_state_dict(one)  # as earlier versions saved it

@@ -101,7 +101,7 @@ def configurations(draw):
     sizes = st.tuples(*[st.integers(1, 4 if dim < 3 else 2)] * dim)
     stride = draw(st.one_of(st.integers(1, 3), sizes))
     unit = stride in (1, (1,) * dim)
-    words = ["valid", "same"] if unit else ["valid"]
+    padding_modes = ["valid", "same"] if unit else ["valid"]
     return {
         "dim": dim,
         "in_channels": groups * draw(st.integers(1, 16)),
@@ -109,7 +109,7 @@ def configurations(draw):
         "kernel_size": draw(st.one_of(st.integers(1, 4 if dim < 3 else 2), sizes)),
         "stride": stride,
         "padding": draw(
-            st.one_of(st.sampled_from(words), st.integers(0, 2), sizes.map(lambda s: tuple(x - 1 for x in s)))
+            st.one_of(st.sampled_from(padding_modes), st.integers(0, 2), sizes.map(lambda s: tuple(x - 1 for x in s)))
         ),
         "dilation": draw(st.one_of(st.integers(1, 2), st.tuples(*[st.integers(1, 2)] * dim))),
         "groups": groups,

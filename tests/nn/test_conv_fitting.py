@@ -57,12 +57,12 @@ def test_random_is_unbiased(groups):
 def test_from_conv_keeps_everything_else(init, dtype, bias):
     sizes = {"stride": (2, 1), "padding": (0, 2), "dilation": (2, 1), "groups": 2, "padding_mode": "circular"}
     dense = conv(dtype=dtype, kernel_size=(3, 2), bias=bias, **sizes).eval().to(memory_format=torch.channels_last)
-    before = dense.weight.detach().clone()
+    first_weight = dense.weight.detach().clone()
     layer = SKConv2d.from_conv(dense, 1, 4, init=init)
     assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
     assert (layer.bias is not None) == bias
     assert not layer.training
-    assert torch.equal(dense.weight, before)
+    assert torch.equal(dense.weight, first_weight)
     for twin in (layer, layer.to_conv()):
         assert all(getattr(twin, name) == getattr(dense, name) for name in sizes)
         assert twin.kernel_size == (3, 2)

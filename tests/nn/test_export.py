@@ -123,8 +123,8 @@ def test_an_onnx_file_holds_bits_and_codes_as_they_are(form, tmp_path):
     run = onnx_session(layer.eval(), x, {0: torch.export.Dim("batch")}, tmp_path / "layer.onnx")
     compare(run, layer, [x, x[:1]])
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    held = sum(tensor.nbytes for tensor in plain_state(layer).values())
-    assert written < held + (2 * layer.U1.nbytes if form == "packed" else 0) + 80_000 < dense.weight.nbytes
+    stored_bytes = sum(tensor.nbytes for tensor in plain_state(layer).values())
+    assert written < stored_bytes + (2 * layer.U1.nbytes if form == "packed" else 0) + 80_000 < dense.weight.nbytes
 
 
 @pytest.mark.extra

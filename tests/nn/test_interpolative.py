@@ -160,7 +160,7 @@ def test_bad_arguments(arguments, options, error, match):
 
 def test_bad_weights_and_factors_change_nothing():
     layer = InterpolativeLinear(64, 48, 3)
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     left, right = torch.randn(48, 3), torch.randn(3, 64)
     for arguments, error, match in (
         ((left[1:], right), ShapeError, r"left must have shape \(48, 3\) in this layer, not \(47, 3\)"),
@@ -170,7 +170,7 @@ def test_bad_weights_and_factors_change_nothing():
     ):
         with pytest.raises(error, match=match):
             layer.set_factors_(*arguments)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(torch.equal(tensor, first_state[name]) for name, tensor in layer.state_dict().items())
     with pytest.raises(TypeError, match=r"takes an nn\.Linear, not Conv1d"):
         InterpolativeLinear.from_linear(nn.Conv1d(3, 3, 1), 1)
     linear = nn.Linear(5, 5)
@@ -185,13 +185,13 @@ def test_bad_weights_and_factors_change_nothing():
 @pytest.mark.parametrize("assign", [False, True])
 def test_an_order_that_is_no_permutation_is_refused(size, assign, tmp_path):
     layer = InterpolativeLinear(*size, 9)
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     for order in (torch.full_like(layer.order, 3), layer.order + 1):
         with pytest.raises(RuntimeError, match=f"order must hold each number from 0 to {len(order) - 1} once"):
-            layer.load_state_dict(before | {"order": order}, assign=assign)
+            layer.load_state_dict(first_state | {"order": order}, assign=assign)
     with pytest.raises(RuntimeError, match="size mismatch for skeleton"):
         layer.load_state_dict(InterpolativeLinear(*size, 8).state_dict(), strict=False, assign=assign)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(torch.equal(tensor, first_state[name]) for name, tensor in layer.state_dict().items())
     layer.order[3] = layer.order[4]
     with pytest.raises(SketchMismatchError, match=f"order must hold each number from 0 to {len(order) - 1} once"):
         pr.save_compressed(layer, tmp_path)

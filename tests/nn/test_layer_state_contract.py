@@ -43,7 +43,7 @@ def test_state_dict_round_trips(kind, assign):
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, assign):
     layer, sound = kind.layer(), plain_state(kind.layer(seed=1))
-    before, expected = snapshot(layer), layer(kind.x(3))
+    original, expected = snapshot(layer), layer(kind.x(3))
     spoilt = []
     for name, tensor in sound.items():
         rest = {other: value for other, value in sound.items() if other != name}
@@ -62,20 +62,20 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, assign):
         RuntimeError, match=rf"(?s){type(layer).__name__}.*Missing key\(s\).*Unexpected key\(s\).*weight"
     ):
         layer.load_state_dict(kind.plain().state_dict(), assign=assign)
-    assert_unchanged(layer, before)
+    assert_unchanged(layer, original)
     assert torch.equal(layer(kind.x(3)), expected)
 
 
 @every_layer("record")
 def test_a_layer_that_a_checkpoint_does_not_have_is_reported(kind):
     layer = kind.layer()
-    before, dense = snapshot(layer), nn.ModuleDict({"layer": kind.plain(), "head": nn.Linear(4, 2)})
+    original, dense = snapshot(layer), nn.ModuleDict({"layer": kind.plain(), "head": nn.Linear(4, 2)})
     model = nn.ModuleDict({"layer": layer, "head": nn.Linear(4, 2)})
     result = model.load_state_dict(dense.state_dict(), strict=False)
     assert set(result.missing_keys) == {f"layer.{name}" for name in plain_state(kind.new())}
     assert "layer.weight" in result.unexpected_keys
     assert torch.equal(model["head"].weight, dense["head"].weight)
-    assert_unchanged(layer, before)
+    assert_unchanged(layer, original)
 
 
 @every_layer()
@@ -122,15 +122,15 @@ def test_fake_tensors(kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casts(kind, dtype):
     layer = kind.layer()
-    before = integers(layer)
+    original = integers(layer)
     for cast in (lambda module: module.to(dtype), lambda module: module.type(dtype)):
         moved = cast(copy.deepcopy(layer))
         assert moved(kind.x(3, dtype=dtype)).dtype is dtype
         assert list(moved.parameters())[-1].dtype is dtype
         after = integers(moved)
-        assert after.keys() == before.keys()
-        assert all(after[name].dtype is before[name].dtype for name in before)
-        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert after.keys() == original.keys()
+        assert all(after[name].dtype is original[name].dtype for name in original)
+        assert all(torch.equal(after[name], original[name]) for name in original)
         fresh = kind.new(dtype=dtype)
         fresh.load_state_dict(moved.state_dict())
         assert torch.equal(fresh(kind.x(3, dtype=dtype)), moved(kind.x(3, dtype=dtype)))
@@ -246,6 +246,6 @@ def test_the_inference_format_refuses_what_does_not_fit(kind, tmp_path):
 @every_layer()
 def test_moving_to_cuda_and_back(kind):
     layer = kind.layer()
-    before, expected = snapshot(layer), layer(kind.x(3))
+    original, expected = snapshot(layer), layer(kind.x(3))
     assert torch.allclose(layer.cuda()(kind.x(3).cuda()).cpu(), expected, atol=1e-4)
-    assert_unchanged(layer.cpu(), before)
+    assert_unchanged(layer.cpu(), original)

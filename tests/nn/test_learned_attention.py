@@ -273,7 +273,7 @@ def test_a_static_cache_is_read_up_to_its_queries():
 
 
 @pytest.mark.parametrize(
-    ("mask", "more", "words"),
+    ("mask", "more", "message"),
     [
         (causal_mask(torch.ones(2, LENGTH, dtype=torch.bool)).roll(1, -1), {}, "neither causal nor"),
         (torch.randn(2, 1, LENGTH, LENGTH), {}, "adds numbers"),
@@ -284,7 +284,7 @@ def test_a_static_cache_is_read_up_to_its_queries():
         (None, {"sliding_window": 8}, "sliding window"),
     ],
 )
-def test_calls_that_features_cannot_answer_are_refused(mask, more, words):
+def test_calls_that_features_cannot_answer_are_refused(mask, more, message):
     q, k, v = operands()
-    with pytest.raises(UnsupportedCallError, match=words):
+    with pytest.raises(UnsupportedCallError, match=message):
         attend(_Caller(), q, k, v, mask, **more)

@@ -73,12 +73,12 @@ def test_random_is_the_stated_estimator():
 )
 def test_from_linear_keeps_dtype_bias_and_training(init, dtype, bias):
     dense = linear(30, 20, dtype, bias).eval()
-    before = dense.weight.detach().clone()
+    first_weight = dense.weight.detach().clone()
     layer = SKLinear.from_linear(dense, 1, 2, init=init)
     assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
     assert (layer.bias is not None) == bias
     assert not layer.training
-    assert torch.equal(dense.weight, before)
+    assert torch.equal(dense.weight, first_weight)
     assert layer(torch.ones(3, 30, dtype=dtype)).isfinite().all()
 
 

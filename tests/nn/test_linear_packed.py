@@ -73,8 +73,8 @@ def test_bytes():
     def held(layer):
         return sum(t.nbytes for t in (layer.S1, layer.S2, layer.U1, layer.U2))
 
-    before = held(layer)
-    assert held(layer.pack_()) / before == 17 / 32
+    unpacked_bytes = held(layer)
+    assert held(layer.pack_()) / unpacked_bytes == 17 / 32
 
 
 @pytest.mark.parametrize("n_rows", [3, 200])

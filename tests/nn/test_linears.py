@@ -168,14 +168,14 @@ def test_what_cannot_be_replaced_is_kept_and_named():
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "words"),
+    ("model", "error", "message"),
     [
         ("model", TypeError, "takes a model, not str"),
         (SKLinear(8, 8, 1), ValueError, "nn.Sequential"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(model, error, words):
-    with pytest.raises(error, match=words):
+def test_bad_input_is_refused_in_a_sentence(model, error, message):
+    with pytest.raises(error, match=message):
         pr.to_linears_(model)
 
 

@@ -218,6 +218,6 @@ def test_layers_that_cannot_be_fused_are_named():
         pr.fuse_("model")
     hooked, parametrized = SKLinear(96, 160, 6), nn.utils.parametrizations.weight_norm(SKLinear(96, 160, 6), "S1")
     hooked.register_forward_hook(lambda *_: None)
-    for layer, words in ((hooked, "it has hooks"), (parametrized, "remove_parametrizations")):
-        with pytest.warns(PerformanceWarning, match=f"did not fuse 1 of 1 .*{words}"):
+    for layer, reason in ((hooked, "it has hooks"), (parametrized, "remove_parametrizations")):
+        with pytest.warns(PerformanceWarning, match=f"did not fuse 1 of 1 .*{reason}"):
             assert pr.fuse_(layer) is layer

@@ -26,8 +26,8 @@ def dense(columns=100, rows=60, **kwargs):
 def formula(layer, x, **floats):
     """The layer's formula in float64, from its stored tensors, or from floats that are given."""
     names = ("scales", "factor_scales", "scale_logs", "factor_scale_logs", "bias")
-    held = {name: getattr(layer, name) for name in names}
-    floats = {name: tensor.detach().double() for name, tensor in held.items() if tensor is not None} | floats
+    tensors = {name: getattr(layer, name) for name in names}
+    floats = {name: tensor.detach().double() for name, tensor in tensors.items() if tensor is not None} | floats
     for name, logs in (("scales", "scale_logs"), ("factor_scales", "factor_scale_logs")):
         if logs in floats:
             floats[name] = floats[name] * floats[logs].exp()
@@ -197,24 +197,24 @@ def test_a_layer_keeps_no_weight_for_its_gradient_unless_scales_are_trained(form
 def test_an_optimizer_of_all_parameters_leaves_the_weight(form, optimizer):
     """int8 scales are about 1e-3 and the scales of factors 1e-7: one step of an optimizer destroyed the layer."""
     layer = QuantizedLinear.from_linear(dense(), **form)
-    before = layer.weight
+    first_weight = layer.weight
     step = getattr(torch.optim, optimizer)(layer.parameters(), lr=1e-2)
     for _ in range(3):
         step.zero_grad()
         layer(torch.randn(20, 100)).square().sum().backward()
         step.step()
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
-    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.weight, first_weight)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_changes_scales_relative_to_their_size(form):
     layer = QuantizedLinear.from_linear(dense(), **form).train_scales_()
-    before = layer.weight.detach()
+    first_weight = layer.weight.detach()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02)  # several times a step of bfloat16
     layer(torch.randn(20, 100)).square().sum().backward()
     optimizer.step()
-    change = (layer.weight - before).norm() / before.norm()
+    change = (layer.weight - first_weight).norm() / first_weight.norm()
     assert 0.01 < change < 0.06
     with torch.no_grad():
         inferred = layer.weight
@@ -280,7 +280,7 @@ def test_bad_weights_are_refused():
 
 def test_bad_codes_and_factors_change_nothing():
     layer = QuantizedLinear.from_linear(dense(), 4, group_size=50, low_rank=2)
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     codes, scales = torch.zeros(60, 100, dtype=torch.uint8), torch.ones(60, 2)
     zeros = torch.zeros(60, 2, dtype=torch.uint8)
     left, right, c = torch.zeros(60, 2).char(), torch.zeros(2, 100).char(), torch.ones(2)
@@ -301,7 +301,7 @@ def test_bad_codes_and_factors_change_nothing():
     ):
         with pytest.raises(error, match=match):
             layer.set_factors_(*arguments)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(torch.equal(tensor, first_state[name]) for name, tensor in layer.state_dict().items())
     with pytest.raises(ShapeError, match="has no correction"):
         QuantizedLinear(4, 4).set_factors_(left, right, c)
     with pytest.raises(ShapeError, match="and no codes"):

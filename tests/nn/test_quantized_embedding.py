@@ -72,15 +72,15 @@ def test_trained_scales_leave_the_padding():
     with torch.no_grad():
         dense.weight[3] = 0.5  # as of pretrained models, whose padding is not zero
     layer = QuantizedEmbedding.from_embedding(dense, 4, group_size=8).train_scales_()
-    before, indices = layer.weight.detach().clone(), torch.tensor([[3, 1], [4, 1]])
+    first_weight, indices = layer.weight.detach().clone(), torch.tensor([[3, 1], [4, 1]])
     layer(indices).square().sum().backward()
     gradient = layer.scale_logs.grad
     assert gradient[[1, 4]].all()
     assert not gradient[[row for row in range(ROWS) if row not in (1, 4)]].any()
     torch.optim.SGD(layer.parameters(), 0.1).step()
-    after = layer.train_scales_(False).weight
-    assert not torch.equal(after[1], before[1])
-    assert torch.equal(after[3], before[3])
+    weight = layer.train_scales_(False).weight
+    assert not torch.equal(weight[1], first_weight[1])
+    assert torch.equal(weight[3], first_weight[3])
 
 
 def test_gradients_of_scales_are_those_of_the_weight():
@@ -188,17 +188,17 @@ class Tied(nn.Module):
 def tied():
     """Return the model with one set of codes for both layers."""
     model = Tied()
-    words, head = QuantizedEmbedding.from_embedding(model.words, 5), QuantizedLinear(16, 50, 5)
+    embedding, head = QuantizedEmbedding.from_embedding(model.words, 5), QuantizedLinear(16, 50, 5)
     head._with_bias_of(model.head)
-    buffers_of(head).update(buffers_of(words))
-    model.words, model.head = words, head
+    buffers_of(head).update(buffers_of(embedding))
+    model.words, model.head = embedding, head
     return model
 
 
 def assert_shared(model):
-    words, head = buffers_of(model.words), buffers_of(model.head)
-    assert words.keys() == head.keys()
-    assert all(words[name] is head[name] for name in words)
+    embedding, head = buffers_of(model.words), buffers_of(model.head)
+    assert embedding.keys() == head.keys()
+    assert all(embedding[name] is head[name] for name in embedding)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_shared_scales_are_trained_once():
 
 def test_back_to_torch():
     model, indices = tied(), torch.arange(7)
-    before = model(indices)
+    expected = model(indices)
     report = pr.to_linears_(model)
     assert [entry.became for entry in report.replaced] == ["Linear(16, 50)", "Embedding(50, 16)"]
     assert model.words.weight is model.head.weight
-    torch.testing.assert_close(model(indices), before)
+    torch.testing.assert_close(model(indices), expected)
     bags = nn.Sequential(QuantizedEmbeddingBag(9, 4, mode="sum"))
     pr.to_linears_(bags)
     assert type(bags[0]) is nn.EmbeddingBag

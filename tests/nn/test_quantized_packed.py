@@ -89,9 +89,9 @@ def test_zero_points_far_from_the_middle_cost_no_accuracy(made):
 def test_changes_are_followed(change, made):
     module, x = layer(), rows_of(4)
     with torch.no_grad():
-        before = module(x)
+        first_output = module(x)
         change(module)
-        assert not torch.equal(module(x), before)
+        assert not torch.equal(module(x), first_output)
         assert_close(module(x), exact(module, x), bf16)
     assert len(made) == 2
 

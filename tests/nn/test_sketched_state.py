@@ -99,7 +99,7 @@ def test_loading_redraws_a_sketch_that_was_overwritten(make):
 @both
 def test_a_wrong_record_raises_and_changes_nothing(make, monkeypatch):
     layer = make()
-    before, state = snapshot(layer), layer.state_dict()
+    original, state = snapshot(layer), layer.state_dict()
     damaged = state["sketch_seed"].clone()
     damaged[0] += 1
     with pytest.raises(SketchMismatchError, match="does not match its checksum"):
@@ -113,7 +113,7 @@ def test_a_wrong_record_raises_and_changes_nothing(make, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(SketchMismatchError, match="stream version 2 and this Panther knows 1"):
         layer.load_state_dict(later)
-    assert_unchanged(layer, before)
+    assert_unchanged(layer, original)
 
 
 def stacked_state(layer):
@@ -150,11 +150,11 @@ def test_stacked_keys_that_do_not_fit_change_nothing():
         (conv, {**stacked_state(conv()), "U1s": torch.ones(4, 4, 48)}, "U1s"),  # which mixes groups
     ):
         model = nn.Sequential(make())
-        before = snapshot(model)
+        original = snapshot(model)
         for strict in (True, False):
             with pytest.raises(RuntimeError, match=rf"{type(model[0]).__name__} '0' cannot take .*{message}"):
                 model.load_state_dict({f"0.{name}": value for name, value in spoilt.items()}, strict=strict)
-        assert_unchanged(model, before)
+        assert_unchanged(model, original)
 
 
 @both
@@ -276,9 +276,9 @@ def test_a_broadcast_record_is_adopted(make):
 @both
 def test_casts_keep_the_signs(make):
     layer = make()
-    before = snapshot(layer)
+    original = snapshot(layer)
     layer.half()
     assert all(set(getattr(layer, name).unique().tolist()) == {-1.0, 1.0} for name in layer.sketch_names)
     layer.float()
     for name in (*layer.sketch_names, "sketch_seed"):
-        assert torch.equal(getattr(layer, name), before[name])
+        assert torch.equal(getattr(layer, name), original[name])

@@ -98,11 +98,11 @@ def test_a_gradient_that_some_ranks_lack_is_refused_by_name():
             p.grad = torch.ones_like(p)
         if dist.get_rank() == 1:
             parameters[1][1].grad = None
-        before = weights_of(model)
+        first_weights = weights_of(model)
         with pytest.raises(DistributedError) as error:
             optimizer.step()
         assert not optimizer.state
-        assert all(torch.equal(before[name], value) for name, value in weights_of(model).items())
+        assert all(torch.equal(first_weights[name], value) for name, value in weights_of(model).items())
         for _, p in parameters:
             p.grad = None
         optimizer.step()  # no rank has a gradient: nothing happens
@@ -261,10 +261,10 @@ def test_states_and_gradients_that_cannot_be():
     optimizer.step()
     layer.weight.data = torch.zeros(2, 4)
     layer.weight.grad = torch.ones(2, 4)
-    before = copy.deepcopy(optimizer.state_dict())
+    first = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ShapeError, match=r"momentum_buffer has the shape \(4, 4\), and its parameter now .* \(2, 4\)"):
         optimizer.step()
-    assert torch.equal(before["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
+    assert torch.equal(first["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
 
 
 def test_complete_states_of_sharded_matrices_are_refused():

@@ -133,12 +133,12 @@ def test_steps_in_half_precision_differ_by_rounding():
 def test_products_ignore_lower_precision_of_float32():
     M = matrix_of((48, 20), "condition 1e4", torch.float32)
     expected = orthogonalize(M)
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
         assert torch.equal(orthogonalize(M), expected)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)

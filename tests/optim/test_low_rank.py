@@ -14,10 +14,10 @@ LR, SCALE = 0.5, 0.2  # the rate, and the root mean square of the entries of an 
 
 def step_of(p, optimizer, gradient):
     """The change of a parameter, in units in which orthonormal columns have norm 1."""
-    before = p.detach().clone()
+    first_value = p.detach().clone()
     p.grad = gradient.clone()
     optimizer.step()
-    return (before - p.detach()) / (LR * SCALE * math.sqrt(max(p.shape[-2:])))
+    return (first_value - p.detach()) / (LR * SCALE * math.sqrt(max(p.shape[-2:])))
 
 
 def optimizer_of(p, rank, momentum=0.95):
@@ -73,13 +73,13 @@ def test_the_full_rank_has_all_directions():
 
 
 @pytest.mark.parametrize(
-    ("rank", "error", "words"),
+    ("rank", "error", "message"),
     [
         (0, ShapeError, "rank=0 must be at least 1"),
         (5, ShapeError, r"rank=5 must be at most the sides of every matrix, and one has the shape \(4, 6\)"),
         (2.5, TypeError, "rank must be an integer"),
     ],
 )
-def test_ranks_that_cannot_be(rank, error, words):
-    with pytest.raises(error, match=words):
+def test_ranks_that_cannot_be(rank, error, message):
+    with pytest.raises(error, match=message):
         MuonAdamW([nn.Parameter(torch.zeros(4, 6))], orthogonalize=True, rank=rank)

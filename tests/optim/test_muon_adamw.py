@@ -78,8 +78,8 @@ def test_orthogonalised_updates_are_those_of_muon():
             other.grad = one.grad.clone()
         optimizer.step()
         reference.step()
-    for before, one, other in zip(start, ours, theirs, strict=True):
-        assert torch.linalg.norm(one - other) < 0.05 * torch.linalg.norm(other - before)
+    for first_value, one, other in zip(start, ours, theirs, strict=True):
+        assert torch.linalg.norm(one - other) < 0.05 * torch.linalg.norm(other - first_value)
 
 
 def shapes(group):
@@ -132,13 +132,13 @@ def test_the_state_is_half_of_adamws_and_can_be_saved():
 def test_a_parameter_without_a_gradient_stays_and_a_closure_is_called():
     model = network()
     optimizer = MuonAdamW(param_groups(model))
-    before = [p.clone() for p in model.parameters()]
+    first_values = [p.clone() for p in model.parameters()]
     assert optimizer.step(lambda: torch.tensor(2.0)).item() == 2.0
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), first_values, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "words"),
+    ("settings", "error", "message"),
     [
         ({"lr": -1.0}, ValueError, "lr must be at least 0"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas must be in \[0, 1\)"),
@@ -147,8 +147,8 @@ def test_a_parameter_without_a_gradient_stays_and_a_closure_is_called():
         ({"orthogonalize": True}, ShapeError, r"shape \(4,\).*param_groups"),
     ],
 )
-def test_settings_that_cannot_be(settings, error, words):
-    with pytest.raises(error, match=words):
+def test_settings_that_cannot_be(settings, error, message):
+    with pytest.raises(error, match=message):
         MuonAdamW(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).parameters(), **settings)
 
 
@@ -198,9 +198,9 @@ def test_a_trainer_takes_it():
     config = pr.train.TrainConfig(epochs=50, batch_size=32)
     optimizer = MuonAdamW(param_groups(model, lr=1e-3))
     loss = nn.functional.cross_entropy
-    before = loss(model(x), target).item()
+    first_loss = loss(model(x), target).item()
     pr.train.Trainer(model, optimizer, loss, config).fit(torch.utils.data.TensorDataset(x, target))
-    assert loss(model(x), target).item() < before / 2
+    assert loss(model(x), target).item() < first_loss / 2
 
 
 def differences_under_fsdp():

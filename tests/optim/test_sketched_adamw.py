@@ -78,10 +78,10 @@ def test_updates_have_the_size_of_those_of_adam(kind):
         if (kind, rank) == ("channel", 1):  # the reciprocal of one normal number has no variance
             continue
         (entry,) = parameters([shape], torch.float32)
-        before = entry[1].detach().clone()
+        first_value = entry[1].detach().clone()
         entry[1].grad = G.clone()
         SketchedAdamW([entry], lr=1.0, rank=rank, update=kind, weight_decay=0.0, seed=0).step()
-        size = (entry[1].detach() - before).square().mean().sqrt()
+        size = (entry[1].detach() - first_value).square().mean().sqrt()
         assert 0.6 < size < 1.6
 
 
@@ -227,8 +227,8 @@ def test_signs_are_drawn_once_a_period_and_kept_as_bits(monkeypatch):
         optimizer.step()
     assert len(draws) == len(set(draws)) == 6  # two matrices in three periods of two steps
     moments = optimizer.state[entries[0][1]]["sketch_avg"]
-    words = [words for _, words in optimizer.period_signs._words.values()]
-    assert 64 * max(tensor.nbytes for tensor in words) <= 2 * moments.nbytes
+    packed = [packed for _, packed in optimizer.period_signs._words.values()]
+    assert 64 * max(tensor.nbytes for tensor in packed) <= 2 * moments.nbytes
     assert all(
         set(state) == {"step", "sketch_avg", "sketch_avg_sq", "update_norm"} for state in optimizer.state.values()
     )
@@ -237,14 +237,14 @@ def test_signs_are_drawn_once_a_period_and_kept_as_bits(monkeypatch):
 def test_gradients_of_zero_change_nothing_but_the_decay():
     for kind in UPDATES:
         ((name, p),) = parameters([(6, 5)])
-        before = p.detach().clone()
+        first_value = p.detach().clone()
         p.grad = torch.zeros_like(p)
         optimizer = SketchedAdamW([{"params": [(name, p)], "rank": 3}], update=kind, **SETTINGS)
         optimizer.step()
-        torch.testing.assert_close(p.detach(), before * (1 - 0.01 * 0.1))
+        torch.testing.assert_close(p.detach(), first_value * (1 - 0.01 * 0.1))
         p.grad = torch.ones_like(p)
         optimizer.step()
-        assert (p.detach() - before).abs().max() > 1e-4  # no limit comes from the step without an update
+        assert (p.detach() - first_value).abs().max() > 1e-4  # no limit comes from the step without an update
 
 
 def deep(is_transposed=False):
@@ -260,12 +260,12 @@ def steps_of(model, optimizer, scales):
     """Take steps whose losses have these factors; the norms of the changes of the first matrix."""
     sizes = []
     for number, scale in enumerate(scales):
-        before = model[0].weight.detach().clone()
+        first_weight = model[0].weight.detach().clone()
         optimizer.zero_grad()
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(number))
         (scale * model(x).square().mean()).backward()
         optimizer.step()
-        sizes.append(float((model[0].weight.detach() - before).norm()))
+        sizes.append(float((model[0].weight.detach() - first_weight).norm()))
     return sizes
 
 
@@ -328,7 +328,7 @@ def test_bad_input_is_refused_before_anything_changes():
     for _, p in named:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    before = [p.detach().clone() for _, p in named]
+    first_values = [p.detach().clone() for _, p in named]
     named[1][1].grad = torch.ones_like(named[1][1]).to_sparse()
     with pytest.raises(ValueError, match=r"the gradient of layers\.1.weight is sparse"):
         optimizer.step()
@@ -336,7 +336,7 @@ def test_bad_input_is_refused_before_anything_changes():
     named[1][1].data = torch.ones(8, 4, dtype=torch.float64)
     with pytest.raises(ShapeError, match=r"layers\.1\.weight have the shape \(9, 3\), and with its shape \(8, 4\)"):
         optimizer.step()
-    assert torch.equal(named[0][1], before[0])
+    assert torch.equal(named[0][1], first_values[0])
 
 
 def test_groups_leave_tables_heads_and_small_matrices_to_adamw():

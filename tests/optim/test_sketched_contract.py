@@ -81,14 +81,14 @@ def test_parameters_without_gradients_are_skipped_with_their_period():
     model = network()
     optimizer = make(model)
     train(model, optimizer, range(2))
-    before = copy.deepcopy((model[0].weight, optimizer.state[model[0].weight]))
+    first_state = copy.deepcopy((model[0].weight, optimizer.state[model[0].weight]))
 
     def skip():
         model[0].weight.grad = None
 
     train(model, optimizer, range(2, 5), skip)
-    assert torch.equal(model[0].weight, before[0])
-    assert all(torch.equal(value, optimizer.state[model[0].weight][key]) for key, value in before[1].items())
+    assert torch.equal(model[0].weight, first_state[0])
+    assert all(torch.equal(value, optimizer.state[model[0].weight][key]) for key, value in first_state[1].items())
     assert optimizer.state[model[2].weight]["step"] == 5
     optimizer.zero_grad()
     optimizer.step()  # without any gradient
@@ -232,12 +232,12 @@ def test_states_of_other_optimizers_are_refused_before_anything_changes(name):
     model = network()
     optimizer = make(model)
     train(model, optimizer, range(1))
-    before = copy.deepcopy(optimizer.state_dict())
+    first_state = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointError, match=message):
         optimizer.load_state_dict(state)
     after = optimizer.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for index, values in before["state"].items():
+    assert first_state["param_groups"] == after["param_groups"]
+    for index, values in first_state["state"].items():
         assert all(torch.equal(value, after["state"][index][key]) for key, value in values.items())
 
 

@@ -27,10 +27,10 @@ def gradient(shape, number, dtype=torch.float32):
 
 def change(p, optimizer, value):
     """Return the change of a parameter by a step with a gradient, divided by the rate."""
-    before = p.detach().clone()
+    first_value = p.detach().clone()
     p.grad = value
     optimizer.step()
-    return (p.detach() - before) / optimizer.param_groups[0]["lr"]
+    return (p.detach() - first_value) / optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -148,12 +148,12 @@ def test_an_update_that_is_not_finite_is_refused_before_parameters_change(update
     for step in range(2):
         for _, p in named:
             p.grad = gradient(p.shape, step)
-        before = [copy.deepcopy(p.detach()) for _, p in named]
+        first_values = [copy.deepcopy(p.detach()) for _, p in named]
         if step == 1:
             optimizer.state[named[2][1]]["sketch_avg_sq"][3] = float("nan")
             with pytest.raises(TrainingError, match=r"the update of layers\.2 \(1 in all\) is not finite"):
                 optimizer.step()
-            assert all(torch.equal(p, q) for (_, p), q in zip(named, before, strict=True))
+            assert all(torch.equal(p, q) for (_, p), q in zip(named, first_values, strict=True))
         else:
             optimizer.step()
 

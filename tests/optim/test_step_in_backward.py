@@ -108,14 +108,14 @@ def layer_and_optimizer():
 def test_a_second_backward_pass_before_the_step_is_refused():
     layer, optimizer = layer_and_optimizer()
     layer(torch.ones(2, 6)).sum().backward()
-    before = copy.deepcopy(layer.state_dict())
+    first_state = copy.deepcopy(layer.state_dict())
     with pytest.raises(RuntimeError, match=r"second gradient before optimizer\.step\(\): call optimizer\.step\(\)"):
         layer(torch.ones(2, 6)).sum().backward()
-    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+    assert all(torch.equal(first_state[name], value) for name, value in layer.state_dict().items())
     optimizer.zero_grad()
     optimizer.step()
     layer(torch.ones(2, 6)).sum().backward()
-    assert not torch.equal(before["weight"], layer.weight)
+    assert not torch.equal(first_state["weight"], layer.weight)
 
 
 def test_a_gradient_scaler_is_refused_by_name():
@@ -145,16 +145,16 @@ def test_a_closure_runs_its_backward_pass_with_the_hooks():
 
 def test_assigned_gradients_and_added_groups_take_steps():
     layer, optimizer = layer_and_optimizer()
-    before = layer.weight.detach().clone()
+    first_weight = layer.weight.detach().clone()
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
-    assert not torch.equal(before, layer.weight)
+    assert not torch.equal(first_weight, layer.weight)
     optimizer.zero_grad()
     added = nn.Linear(5, 4)
     optimizer.add_param_group({"params": list(added.named_parameters())})
-    before = added.weight.detach().clone()
+    first_weight = added.weight.detach().clone()
     added(layer(torch.ones(2, 6))).sum().backward()
-    assert not torch.equal(before, added.weight)
+    assert not torch.equal(first_weight, added.weight)
     assert added.weight.grad is None
 
 
@@ -212,12 +212,12 @@ def test_models_train_as_on_one_process(n, layouts):
 def test_ddp_is_refused_on_every_rank():
     def rank():
         model = laid_out(network(0), "ddp")
-        before = weights_of(model)
+        first_weights = weights_of(model)
         optimizer = sketched(model.module).step_in_backward_()
         with pytest.raises(ConfigError, match=r"before DistributedDataParallel averages .*: shard the model by fully"):
             model(torch.ones(2, 12, dtype=torch.float64)).sum().backward()
         after = weights_of(model)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert all(torch.equal(first_weights[name], after[name]) for name in first_weights)
         del model, optimizer
         # A model that no wrapper has any more, and a model of this rank alone, are trained.
         model = network(0)

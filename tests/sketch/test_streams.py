@@ -34,9 +34,9 @@ def test_streams_versions_and_seeds_are_different_sketches():
 
 
 def test_drawing_leaves_the_generator_alone():
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     signs(3, 0, range(10), range(10))
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(random_state, torch.get_rng_state())
 
 
 def test_manual_seed_governs_drawn_seeds():

@@ -120,10 +120,10 @@ def snapshot(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
 
 
-def assert_unchanged(layer: nn.Module, before: dict[str, Tensor]) -> None:
+def assert_unchanged(layer: nn.Module, original: dict[str, Tensor]) -> None:
     after = snapshot(layer)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert after.keys() == original.keys()
+    assert all(torch.equal(after[name], original[name]) for name in original)
 
 
 class SelfAttention(RandMultiHeadAttention):

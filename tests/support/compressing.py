@@ -20,10 +20,10 @@ def state_of(model):
     )
 
 
-def assert_untouched(model, before):
+def assert_untouched(model, original):
     after = state_of(model)
-    assert before[1:] == after[1:]
-    assert all(torch.equal(before[0][key], value) for key, value in after[0].items())
+    assert original[1:] == after[1:]
+    assert all(torch.equal(original[0][key], value) for key, value in after[0].items())
 
 
 def error(model, exact, x):

@@ -13,11 +13,11 @@ def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     A fault that depends on two settings is found as by the whole product. Greedy, and the same rows at every call.
     """
     grid = [frozenset(combinations(enumerate(row), 2)) for row in product(*(range(len(axis)) for axis in axes))]
-    missing = set().union(*grid)
+    uncovered = set().union(*grid)
     rows = []
-    while missing:
-        best = max(grid, key=lambda pairs: len(pairs & missing))
-        missing -= best
+    while uncovered:
+        best = max(grid, key=lambda pairs: len(pairs & uncovered))
+        uncovered -= best
         values = dict(place for pair in best for place in pair)
         rows.append(tuple(axis[values[i]] for i, axis in enumerate(axes)))
     return rows

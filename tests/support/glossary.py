@@ -91,7 +91,7 @@ def code_complaints(source: str) -> list[tuple[int, str]]:
             texts.append((node.lineno, "".join(fields)))
         elif isinstance(node, ast.Constant) and id(node) not in in_message and " " in str(node.value):
             texts.append((node.lineno, str(node.value)))  # a string without a space is a name, not a text
-    return sorted((first + line - 1, words) for first, text in texts for line, words in complaints(prose(text)))
+    return sorted((first + line - 1, complaint) for first, text in texts for line, complaint in complaints(prose(text)))
 
 
 def _lines_of(match: re.Match[str]) -> str:

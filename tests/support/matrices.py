@@ -74,9 +74,9 @@ def assert_truncated_svd(A, result, k, excess=1.1):
     assert bool((S.diff(dim=-1) <= 0).all())
     sigma = torch.linalg.svdvals(A.double())
     error = frobenius(A.double() - (U.double() * S.double()[..., None, :]) @ V.mT.double())
-    least = torch.linalg.vector_norm(sigma[..., k:], dim=-1)
+    optimal_error = torch.linalg.vector_norm(sigma[..., k:], dim=-1)
     floor = 3 * factorisation(U.dtype) * torch.linalg.vector_norm(sigma, dim=-1)
-    assert bool((error <= excess * least + floor).all())
+    assert bool((error <= excess * optimal_error + floor).all())
 
 
 def assert_eigenpairs(A, values, vectors, k, excess):
@@ -90,9 +90,9 @@ def assert_eigenpairs(A, values, vectors, k, excess):
     assert bool((values.abs().diff(dim=-1) <= 0).all())
     sizes = torch.linalg.svdvals(A.double())
     error = frobenius(A.double() - (vectors.double() * values.double()[..., None, :]) @ vectors.mT.double())
-    least = torch.linalg.vector_norm(sizes[..., k:], dim=-1)
+    optimal_error = torch.linalg.vector_norm(sizes[..., k:], dim=-1)
     floor = 3 * factorisation(vectors.dtype) * torch.linalg.vector_norm(sizes, dim=-1)
-    assert bool((error <= excess * least + floor).all())
+    assert bool((error <= excess * optimal_error + floor).all())
 
 
 class MatrixFree:

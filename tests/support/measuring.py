@@ -38,9 +38,9 @@ def rise_of(work):
     gc.collect()  # sharded models are in circles
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins with what is held now
-    before = _resident_peak()
+    first_peak = _resident_peak()
     result = work()
-    return _resident_peak() - before, result
+    return _resident_peak() - first_peak, result
 
 
 def _resident_peak():
@@ -57,12 +57,12 @@ def assert_holds_one_checkpointed_call(function, x, parameters=()):
     def peak_and_rest(calls):
         with LiveBytes() as live:
             total = sum(checkpoint(function, x, use_reentrant=False).square().mean() for _ in range(calls))
-            before = live.now
+            first_bytes = live.now
             total.backward()
             del total
             for tensor in (x, *parameters):
                 tensor.grad = None
-        return live.peak - before, live.now
+        return live.peak - first_bytes, live.now
 
     peak_and_rest(1)  # caches of the first call
     gc.disable()

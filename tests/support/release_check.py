@@ -64,13 +64,13 @@ def main(arguments):
     wheels = list((ROOT / "dist").glob("*.whl"))
     if len(wheels) != 1:
         raise SystemExit(f"dist/ has {len(wheels)} wheels, one is needed: rm -r dist; python -m build")
-    pythons, missing = interpreters(options.python)
+    pythons, absent = interpreters(options.python)
     checked = [
         f"Python {version}" for version, python in pythons.items() if check(wheels[0], python, options.torch_index)
     ]
     print(f"{wheels[0].name} works in an empty environment of {', '.join(checked)}")
-    if missing:
-        print(f"not checked, because no interpreter was found: Python {', '.join(missing)}: see CONTRIBUTING.md")
+    if absent:
+        print(f"not checked, because no interpreter was found: Python {', '.join(absent)}: see CONTRIBUTING.md")
 
 
 def interpreters(paths):
@@ -104,8 +104,8 @@ def check(wheel, python, torch_index):
         command = [inside, ROOT / "tests/support/torch_constraints.py"]
         constraints.write_text(run(command, empty, capture_output=True).stdout)
         run([*pip, "-c", constraints, f"{wheel}[demo]"], empty)
-        where = [inside, "-c", "import panther; print(panther.__file__, panther.__version__)"]
-        printed = run(where, empty, capture_output=True).stdout
+        import_command = [inside, "-c", "import panther; print(panther.__file__, panther.__version__)"]
+        printed = run(import_command, empty, capture_output=True).stdout
         if not printed.startswith(str(environment)):
             raise SystemExit(f"panther was imported from {printed}, not from {environment}")
         run([panther, "demo", "--runs", "1", "--epochs", "3"], empty)

@@ -43,8 +43,8 @@ def measured(sizes):
 
 def main():
     found = {stats_cache.shipped_name(sizes): measured(sizes) for sizes in entries()}
-    text = json.dumps({"torch": torch.__version__.partition("+")[0], "measured": found}, sort_keys=True)
-    stats_cache.SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes for the same entries
+    document = json.dumps({"torch": torch.__version__.partition("+")[0], "measured": found}, sort_keys=True)
+    stats_cache.SHIPPED.write_bytes(gzip.compress(document.encode(), mtime=0))  # the same bytes for the same entries
     print(f"{len(found)} entries, {stats_cache.SHIPPED.stat().st_size:,} bytes")
 
 

@@ -65,8 +65,8 @@ class SlurmCluster:
         self._daemons = []
 
     def __enter__(self):
-        with ExitStack() as held:
-            taken = [held.enter_context(socket.socket()) for _ in range(3)]
+        with ExitStack() as open_sockets:
+            taken = [open_sockets.enter_context(socket.socket()) for _ in range(3)]
             for one in taken:
                 one.bind(("127.0.0.1", 0))
             ports = [one.getsockname()[1] for one in taken]
@@ -121,8 +121,8 @@ class SlurmCluster:
 
     def state(self, job):
         """The fields of a job, by name."""
-        words = self.call("scontrol", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        assignments = self.call("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in assignments if "=" in word)
 
     def wait(self, job, limit_s=300):
         """The fields of a job that has ended."""

@@ -226,8 +226,8 @@ def stack_of(pid):
         size = os.fstat(_stacks_file).st_size
         if size > seen:
             seen, unchanged = size, Deadline(0.2)
-    text = os.pread(_stacks_file, seen - begin, begin).decode(errors="replace")
-    return "".join(line for line in text.splitlines(keepends=True) if not re.search("[/_]pytest/|/pluggy/", line))
+    stacks = os.pread(_stacks_file, seen - begin, begin).decode(errors="replace")
+    return "".join(line for line in stacks.splitlines(keepends=True) if not re.search("[/_]pytest/|/pluggy/", line))
 
 
 def _catches(pid):

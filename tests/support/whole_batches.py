@@ -112,4 +112,6 @@ def assert_equal(weights_of_ranks, expected, atol=1e-10):
     whole = merged(weights_of_ranks)
     assert whole.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(whole[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            whole[name], value, rtol=0, atol=atol, msg=lambda difference, name=name: f"{name}: {difference}"
+        )

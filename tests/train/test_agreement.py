@@ -323,17 +323,17 @@ def test_three_ranks_are_told_which_one_differs():
 
 
 def test_equal_settings_have_equal_descriptions_and_others_do_not():
-    def make(text):
+    def make(label):
         return [
-            make_with(0.1 + len(text)),
-            functools.partial(F.cross_entropy, weight=torch.ones(len(text))),
-            nn.CrossEntropyLoss(weight=torch.ones(len(text))),
-            {"a": [text, {len(text)}], "b": torch.arange(len(text))},
-            Unseeded(len(text), 0).__iter__,
-            tuple(range(40 + len(text))),
+            make_with(0.1 + len(label)),
+            functools.partial(F.cross_entropy, weight=torch.ones(len(label))),
+            nn.CrossEntropyLoss(weight=torch.ones(len(label))),
+            {"a": [label, {len(label)}], "b": torch.arange(len(label))},
+            Unseeded(len(label), 0).__iter__,
+            tuple(range(40 + len(label))),
         ]
 
-    first, again, other = (list(map(describe_value, make(text))) for text in ("x", "x", "xyz"))
+    first, again, other = (list(map(describe_value, make(label))) for label in ("x", "x", "xyz"))
     assert first == again
     assert all(itertools.starmap(lambda one, two: one != two, zip(first, other, strict=True)))
     assert describe_value(torch.zeros(0)) != describe_value(torch.zeros(0, 2))

@@ -341,7 +341,7 @@ def test_a_file_may_have_a_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "content", "message"),
     [
         ("run.toml", "epochs = ", r"run\.toml is not valid TOML"),
         ("run.json", "{", r"run\.json is not valid JSON"),
@@ -351,8 +351,8 @@ def test_a_file_may_have_a_table(tmp_path):
         ("run.toml", "epoch = 1", "'epoch' is not a setting of TrainConfig: did you mean 'epochs'"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path, name, text, message):
-    (tmp_path / name).write_bytes(text.encode("latin-1"))
+def test_a_file_that_is_wrong(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         TrainConfig.load(tmp_path / name)
 

@@ -299,8 +299,8 @@ def test_what_cannot_work_is_refused_before_anything_has_changed():
         return texts
 
     for texts in on_ranks(run, 2):
-        for text, (strategy, _, _, reason) in zip(texts, refusals(), strict=True):
-            assert re.search(reason, text), (strategy, text)
+        for message, (strategy, _, _, reason) in zip(texts, refusals(), strict=True):
+            assert re.search(reason, message), (strategy, message)
 
 
 def test_a_scheduler_that_was_attached_to_the_object_keeps_working():
@@ -342,9 +342,9 @@ def test_a_sharded_model_that_a_callback_copies_is_told_how_to_average():
         train(build(), None, {"strategy": "ddp"}, [At(averaged, 1)])
         return str(caught.value)
 
-    text = on_ranks(run, 2)[0]
-    assert text.startswith("FSDP does not support deepcopy")
-    assert "At.on_step copied a sharded model" in text
+    message = on_ranks(run, 2)[0]
+    assert message.startswith("FSDP does not support deepcopy")
+    assert "At.on_step copied a sharded model" in message
 
 
 class Embedded(nn.Module):
@@ -417,7 +417,7 @@ def test_what_a_strategy_cannot_reproduce_is_refused(name):
         return messages
 
     for messages in on_ranks(run, 2):
-        assert all(part in text for (part, _), text in zip(changing_models(), messages, strict=True))
+        assert all(part in message for (part, _), message in zip(changing_models(), messages, strict=True))
 
 
 class Rates(Callback):

@@ -182,9 +182,9 @@ def test_rates_are_those_of_a_plain_loop_and_continue_bit_for_bit(name, interval
     assert (whole, rates(trainer)) == expected
     assert trainer.history["learning_rate"][1] == [row[0] for row in whole]
     for stop in (3, 6):  # step 3 is in the middle of an epoch
-        before, _ = run(make, tmp_path / str(stop), stop, **settings)
-        after, trainer = run(make, tmp_path / str(stop), **settings)
-        assert (before + after, rates(trainer)) == expected
+        first_rates, _ = run(make, tmp_path / str(stop), stop, **settings)
+        later_rates, trainer = run(make, tmp_path / str(stop), **settings)
+        assert (first_rates + later_rates, rates(trainer)) == expected
     assert "settings" not in caplog.text
 
 
@@ -358,7 +358,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "settings", "message"), REFUSED, ids=[row[2] for row in REFUSED])
 def test_what_cannot_work_is_refused(arguments, settings, message):
     model, arguments = nn.Linear(4, 3), dict(arguments)
-    before = [p.clone() for p in model.parameters()]
+    first_values = [p.clone() for p in model.parameters()]
     validation = data(5) if arguments.pop("validation", False) else None
     metrics = {"f1": lambda output, target: 0.0}
     config = TrainConfig(max_steps=4, batch_size=4, **settings)
@@ -370,7 +370,7 @@ def test_what_cannot_work_is_refused(arguments, settings, message):
         fit()
     assert message in str(caught.value)
     if "a rate is finite" not in message:
-        assert all(map(torch.equal, model.parameters(), before))
+        assert all(map(torch.equal, model.parameters(), first_values))
 
 
 def test_a_scheduler_that_the_optimizer_has_already_is_refused():
@@ -412,14 +412,14 @@ def test_another_scheduler_is_refused_before_anything_has_changed(second, settin
     run(SCHEDULERS["StepLR"], tmp_path, 3)
     torch.manual_seed(0)
     expected = nn.Linear(4, 3).weight
-    before = []
+    models = []
 
     def fit(scheduler, **options):
         options = {"max_steps": 9, "batch_size": 4, "checkpoint_dir": str(tmp_path)} | options
         validation = data(5) if options.pop("validate", False) else None
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
-        before.append(model)
+        models.append(model)
         Trainer(model, sgd(model), nn.CrossEntropyLoss(), TrainConfig(**options), scheduler=scheduler).fit(
             data(), validation
         )
@@ -427,7 +427,7 @@ def test_another_scheduler_is_refused_before_anything_has_changed(second, settin
     message = f"step-00000003 has the scheduler StepLR of each step, but the run has {kind}: pass the same scheduler"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         fit(second, **settings)
-    assert torch.equal(before[-1].weight, expected)
+    assert torch.equal(models[-1].weight, expected)
 
 
 def test_settings_that_were_changed_apply_and_are_said(tmp_path, caplog):
@@ -509,9 +509,9 @@ def test_a_step_is_a_step_of_the_optimizer(tmp_path):
         end = 6 if interval == "step" else 1
         assert rates(trainer)[0] == pytest.approx(0.1 * 0.8**end, rel=1e-12)
         # A run that ends there does the rest when it continues.
-        before, _ = run(SCHEDULERS["ExponentialLR"], tmp_path / interval, 3, training=stream, **settings)
-        after, _ = run(SCHEDULERS["ExponentialLR"], tmp_path / interval, 6, training=stream, **settings)
-        assert before + after == rows
+        first_rows, _ = run(SCHEDULERS["ExponentialLR"], tmp_path / interval, 3, training=stream, **settings)
+        later_rows, _ = run(SCHEDULERS["ExponentialLR"], tmp_path / interval, 6, training=stream, **settings)
+        assert first_rows + later_rows == rows
 
 
 ALL = ("ddp", "zero1", "fsdp", "replicate", "tp", "pp")

@@ -81,8 +81,8 @@ def test_ranks_that_use_different_parameters_or_blocks_are_told_which():
     first, second = on_ranks(run, 2)
     assert first == second
     alone_text, others_text, half_text, dropped_text = first
-    for text in (alone_text, half_text):
-        assert text.startswith("the loss of rank 1 does not depend on the parameters second.weight, second.bias in")
+    for message in (alone_text, half_text):
+        assert message.startswith("the loss of rank 1 does not depend on the parameters second.weight, second.bias in")
     assert others_text.startswith("the loss of rank 1 does not depend on the parameters first.weight, first.bias in")
     assert "rank 0 ran 'blocks.2' and rank 1 'blocks.1'" in dropped_text
 

@@ -219,10 +219,10 @@ def test_a_loss_that_is_not_finite_names_its_rank():
         x[7] = float("inf")
         model = build()
         trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(strategy="ddp", batch_size=4))
-        before = [p.clone() for p in model.parameters()]
+        first_values = [p.clone() for p in model.parameters()]
         with pytest.raises(TrainingError) as caught:
             trainer.fit(DataLoader(TensorDataset(x, y), 4))
-        return str(caught.value), all(map(torch.equal, before, model.parameters()))
+        return str(caught.value), all(map(torch.equal, first_values, model.parameters()))
 
     (first, same), (second, _) = on_ranks(run)
     assert first == second

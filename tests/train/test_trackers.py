@@ -206,7 +206,7 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path):
 
 def test_a_log_that_cannot_be_written_anew_stays(tmp_path, monkeypatch):
     train(tmp_path, max_steps=4)
-    before = lines(tmp_path)
+    first_lines = lines(tmp_path)
 
     def write_to_a_full_disk(draft):
         raise OSError(28, "No space left on device")
@@ -214,7 +214,7 @@ def test_a_log_that_cannot_be_written_anew_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("panther.files.writer.Draft.finish", write_to_a_full_disk)
     with pytest.raises(TrainingError, match="No space left on device"):
         train(tmp_path, max_steps=6)
-    assert lines(tmp_path) == before
+    assert lines(tmp_path) == first_lines
 
 
 @pytest.mark.extra

@@ -113,8 +113,8 @@ REFUSED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_one_rank_alone_does_ends_the_run_with_a_name(name):
-    run, text = REFUSED[name]
-    assert text in raised_on_ranks(run)
+    run, message = REFUSED[name]
+    assert message in raised_on_ranks(run)
 
 
 def test_ranks_that_freeze_different_parameters_are_told():
@@ -132,8 +132,8 @@ def test_ranks_that_freeze_different_parameters_are_told():
 
     first, second = on_ranks(run, 2)
     assert first == second
-    for text, ranks in zip(first, ("rank 0", "rank 1", "rank 0", "rank 1"), strict=True):
-        assert f"the parameter '0.weight' requires a gradient on {ranks} only" in text
+    for message, ranks in zip(first, ("rank 0", "rank 1", "rank 0", "rank 1"), strict=True):
+        assert f"the parameter '0.weight' requires a gradient on {ranks} only" in message
 
 
 def extended(trainer):
@@ -292,11 +292,11 @@ def test_a_lost_gradient_ends_the_run_in_its_step(tmp_path, names):
     for ended in (False, True):
         first, second = on_ranks(lambda ended=ended: run(ended), 2)
         assert first == second
-        for name, (text, saved) in zip(names, first, strict=True):
+        for name, (message, saved) in zip(names, first, strict=True):
             _, at, _, micro = LOSSES[name]
-            assert "does not depend on the parameters " in text
-            assert "first.weight" in text
-            assert "set find_unused_parameters=True" in text
+            assert "does not depend on the parameters " in message
+            assert "first.weight" in message
+            assert "set find_unused_parameters=True" in message
             assert saved == [f"step-{step:08}" for step in range(1, at // micro)]
 
 
@@ -467,10 +467,10 @@ def ways_of_a_loss():
 def test_a_loss_with_trainable_parameters_is_refused_before_the_first_step(way):
     """pytorch-metric-learning#710: the weights of ArcFace were never trained."""
     model = build()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first_values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ConfigError, match=r"trainable parameters of its own \(temperature\).*whose forward\(input"):
         train(model, SGD, {}, loss_fn=ways_of_a_loss()[way])
-    assert_equal([dict(model.named_parameters())], before)
+    assert_equal([dict(model.named_parameters())], first_values)
 
 
 def test_a_loss_whose_parameters_are_only_read_or_the_model_s_is_trained():
@@ -489,4 +489,4 @@ def test_a_loss_with_trainable_parameters_is_named_on_several_ranks():
             texts.append(str(caught.value))
         return texts
 
-    assert all("of its own (temperature)" in text for texts in on_ranks(run, 2) for text in texts)
+    assert all("of its own (temperature)" in message for texts in on_ranks(run, 2) for message in texts)

@@ -356,11 +356,11 @@ class Signals(Callback):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_and_the_same_call_continues(tmp_path, number, caplog):
     expected = run("shuffled")
-    before = signal.getsignal(number)
+    previous_handler = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught:
         run("shuffled", tmp_path, [Signals(number, 5)])
     assert caught.value.code == 128 + number
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is previous_handler
     assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in caplog.text
     with caplog.at_level("INFO", "panther.train"):
         trainer = run("shuffled", tmp_path, seed=3)
@@ -716,9 +716,9 @@ def test_settings_of_the_loss_scaler(tmp_path):
 
 def test_every_parameter_is_trained_whatever_it_is_called():
     model = Wrapper()
-    before = {name: p.clone() for name, p in model.named_parameters()}
+    first_values = {name: p.clone() for name, p in model.named_parameters()}
     Trainer(model, loss_fn=nn.CrossEntropyLoss()).fit(DataLoader(samples(), 8))
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(not torch.equal(p, first_values[name]) for name, p in model.named_parameters())
 
 
 def test_a_partial_of_a_sum_is_a_sum():

@@ -146,10 +146,10 @@ def test_another_batch_size_leaves_no_sample_out(tmp_path):
     trainer.callbacks.append(Breaks(4))
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(data)
-    before, seen[:] = seen[:24], []
+    first_samples, seen[:] = seen[:24], []
     trainer, data = run(10)
     trainer.fit(data)
-    assert sorted({*before, *seen}) == list(range(48))
+    assert sorted({*first_samples, *seen}) == list(range(48))
     assert len(seen) == 28  # from sample 20 on, of the 24 that were seen
 
 
@@ -168,9 +168,9 @@ def test_what_a_trainer_cannot_use_is_said():
 
 
 def test_profile_and_deterministic_algorithms(tmp_path):
-    before = torch.are_deterministic_algorithms_enabled()
+    users_setting = torch.are_deterministic_algorithms_enabled()
     trainer_of(max_steps=9, profile=True, deterministic=True, checkpoint_dir=str(tmp_path)).fit(shuffled())
-    assert torch.are_deterministic_algorithms_enabled() == before
+    assert torch.are_deterministic_algorithms_enabled() == users_setting
     assert json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]
     assert "addmm" in (tmp_path / "profile" / "rank-0.txt").read_text()
 

@@ -267,19 +267,19 @@ def test_stages_that_are_sharded_evaluate_batches_of_unequal_size():
         trainer = Trainer(build(), torch.optim.SGD, nn.CrossEntropyLoss(), config)
         x, y = samples(16)
         data = TensorDataset(*samples(19))
-        before = trainer.evaluate(DataLoader(data, 13))
+        first_metrics = trainer.evaluate(DataLoader(data, 13))
         trainer.fit(DataLoader(TensorDataset(x, y), 2), DataLoader(data, 13))
-        return before["loss"], trainer.history["validation_loss"][1][-1]
+        return first_metrics["loss"], trainer.history["validation_loss"][1][-1]
 
     x, y = samples(19)
     model, (inputs, labels) = build(), samples(16)
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=RATE), nn.CrossEntropyLoss()
-    before = loss_fn(model(x), y).item()
+    first_loss = loss_fn(model(x), y).item()
     for begin in range(0, 16, 4):
         optimizer.zero_grad()
         loss_fn(model(inputs[begin : begin + 4]), labels[begin : begin + 4]).backward()
         optimizer.step()
-    wanted = before, loss_fn(model(x), y).item()
+    wanted = first_loss, loss_fn(model(x), y).item()
     for result in on_ranks(run, 4):
         assert result == pytest.approx(wanted, rel=1e-8)
 

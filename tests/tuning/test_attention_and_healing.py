@@ -53,14 +53,14 @@ def likeness(model, x):
 
 @pytest.mark.slow
 def test_attention_and_layers_in_one_search(block):
-    before, x = state_of(block), inputs()
+    original, x = state_of(block), inputs()
     space = {
         nn.MultiheadAttention: {"kernel_fn": ["exact", "hermite", "softmax"], "num_random_features": Int(8, 64)},
         "up": {"bits": [8, 4]},
     }
     measure = likeness(block, x[0])
     result = pr.tune(block, measure, x, space=space, objective="metric", **{**QUICK, "trials": 8})
-    assert_untouched(block, before)
+    assert_untouched(block, original)
     plans = [trial.plan for trial in result.trials]
     assert not plans[0].attention  # the first are choices of pr.compress
     changed = [trial for trial in result.trials if trial.plan.attention]
@@ -91,13 +91,13 @@ def test_attention_of_transformers_and_nothing_else(block):
             return model(**x[0]).last_hidden_state[mask[:4] == 1]
 
     wanted = states(model)
-    before = state_of(model)
+    original = state_of(model)
     space = {Group("encoder.layer.*.attention.self", joint=True): {"num_random_features": [4, 16, 45, 64]}}
     result = pr.tune(
         model, lambda model: -((states(model) - wanted).norm() / wanted.norm()), x, space=space, objective="metric",
         **QUICK,
     )  # fmt: skip
-    assert_untouched(model, before)
+    assert_untouched(model, original)
     assert torch.equal(states(model), wanted)
     found = result.model.encoder.layer[1].attention.self
     assert isinstance(found.linear_attention, RandomFeatureAttention)
@@ -112,8 +112,8 @@ def test_an_old_module_that_something_else_holds_is_found(block, how):
         def __init__(self):
             super().__init__()
             self.inner = block
-            held = block.attention
-            self.kept = [held.forward if how == "forward" else held]  # as libraries put forwards aside
+            attention = block.attention
+            self.kept = [attention.forward if how == "forward" else attention]  # as libraries put forwards aside
 
         def forward(self, x):
             h = self.inner.up(x)
@@ -123,8 +123,8 @@ def test_an_old_module_that_something_else_holds_is_found(block, how):
             new = Wrapped.__new__(Wrapped)
             nn.Module.__init__(new)
             new.inner = copy.deepcopy(self.inner, memo)
-            held = new.inner.attention
-            new.kept = [held.forward if how == "forward" else held]
+            attention = new.inner.attention
+            new.kept = [attention.forward if how == "forward" else attention]
             return new
 
     model, x = Wrapped().eval(), inputs()
@@ -140,9 +140,9 @@ def test_trials_are_healed(block):
     options = {"objective": "metric", "constraint": "size <= 20 %", "first": 3, **QUICK, "trials": 3}
     plain = pr.tune(net, Accuracy(x, labels), batches(x), **options)
     heal = {"max_steps": [40], "learning_rate": [1e-3, 3e-3]}
-    before = state_of(net)
+    original = state_of(net)
     healed = pr.tune(net, Accuracy(x, labels), batches(x), heal=heal, **options)
-    assert_untouched(net, before)
+    assert_untouched(net, original)
     assert healed.best.plan.heal["max_steps"] == 40
     assert Accuracy(x, labels)(healed.model) == healed.best.metric
     # Healing lowers the error of the output, and the accuracy may fall by a few samples all the same.
@@ -165,7 +165,7 @@ def test_the_automatic_space_of_some_layers_and_terms_of_another(block):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"space": {"attention": {"num_random_features": [8], "rank": [2]}}}, "has the unknown setting 'rank': use"),
         ({"space": {"attention": {"kernel_fn": ["cosine"]}}}, "kernel_fn 'cosine' is unknown"),
@@ -177,8 +177,8 @@ def test_the_automatic_space_of_some_layers_and_terms_of_another(block):
         ({"heal": 3}, "heal=3 must be a HealConfig, or a dict"),
     ],
 )
-def test_what_is_not_understood(block, options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_not_understood(block, options, message):
+    with pytest.raises(ConfigError, match=message):
         pr.tune(block, lambda model: 1.0, inputs(), **QUICK | options)
 
 

@@ -11,7 +11,7 @@ UNCHANGED = Figures(0.9, 1000, 0.01, 1000.0)
 
 
 @pytest.mark.parametrize(
-    ("text", "met", "missed"),
+    ("bound", "met", "missed"),
     [
         (">= 0.91", {"metric": 0.91}, {"metric": 0.90}),
         ("<=2.5", {"metric": 2.5}, {"metric": 2.6}),
@@ -22,8 +22,8 @@ UNCHANGED = Figures(0.9, 1000, 0.01, 1000.0)
         (" >= -1e-1 ", {"metric": -0.1}, {"metric": -0.2}),
     ],
 )
-def test_a_text_is_a_bound(text, met, missed):
-    goal = make_goal("metric" if "size" in text or "lat" in text else "size", text, None)
+def test_a_text_is_a_bound(bound, met, missed):
+    goal = make_goal("metric" if "size" in bound or "lat" in bound else "size", bound, None)
     figures = {"metric": 0.5, "size": 100, "latency": 0.001, "objective": 1.0}
     assert goal.feasible(Figures(**figures | met), UNCHANGED)
     assert not goal.feasible(Figures(**figures | missed), UNCHANGED)
@@ -68,7 +68,7 @@ def test_whatever_breaks_a_constraint_is_worse():
 
 
 @pytest.mark.parametrize(
-    ("objective", "constraint", "direction", "words"),
+    ("objective", "constraint", "direction", "message"),
     [
         ("bytes", None, None, "objective='bytes' is unknown"),
         ("size", "0.9", None, "is not understood"),
@@ -81,8 +81,8 @@ def test_whatever_breaks_a_constraint_is_worse():
         ("size", None, "up", "must be 'maximize' or 'minimize'"),
     ],
 )
-def test_what_is_not_understood_is_said(objective, constraint, direction, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_not_understood_is_said(objective, constraint, direction, message):
+    with pytest.raises(ConfigError, match=message):
         make_goal(objective, constraint, direction)
 
 

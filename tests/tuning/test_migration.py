@@ -69,18 +69,18 @@ def names(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore::UserWarning:optuna")
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 def test_each_row_runs(names, code, capsys):
-    for text in re.findall(r"``(.*?)``", code, re.DOTALL):
-        if text.startswith("panther tree") or (text == "result.to_dataframe()" and not _has_pandas()):
+    for snippet in re.findall(r"``(.*?)``", code, re.DOTALL):
+        if snippet.startswith("panther tree") or (snippet == "result.to_dataframe()" and not _has_pandas()):
             continue
-        if ".plot(" in text:
+        if ".plot(" in snippet:
             pytest.importorskip("matplotlib")
-        before = dict(names)
-        exec(text, names)
-        if text.startswith("space = "):
+        previous_names = dict(names)
+        exec(snippet, names)
+        if snippet.startswith("space = "):
             options = {"space": names["space"], "objective": "metric", **names["few"]}
             result = pr.tune(names["model"], names["accuracy"], names["batches"], **options)
             assert all(trial.plan.layers or trial.plan.attention for trial in result.trials[-1:])
-        names.update(before)
+        names.update(previous_names)
 
 
 def _has_pandas():

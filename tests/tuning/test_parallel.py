@@ -61,10 +61,10 @@ class Killed(Accuracy):
 @pytest.mark.slow  # processes that import torch
 def test_eight_trials_in_two_processes_of_which_one_is_killed(net, trained, tmp_path):
     x, labels = trained[1:]
-    before = state_of(net)
+    original = state_of(net)
     path = tmp_path / "study.log"
     result = pr.tune(net, Killed(x, labels, tmp_path, 1), batches(x), parallel=2, storage=path, **QUICK)
-    assert_untouched(net, before)
+    assert_untouched(net, original)
     assert (tmp_path / "killed-0").exists()
     assert sorted(map(number, result.trials)) == list(range(8))
     assert {trial.state for trial in result.trials} == {"complete"}
@@ -204,14 +204,14 @@ def test_a_worker_answers_what_it_cannot_load():
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (TuningError("evaluate raised KeyError"), "evaluate raised KeyError"),
         (ConfigError("no such kernel"), "no such kernel"),
         (ZeroDivisionError("division by zero"), "a process of the search failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_worker_answers_what_is_raised(error, words):
+def test_a_worker_answers_what_is_raised(error, message):
     class Raises:
         def trial(self, *_):
             yield 1, None
@@ -220,7 +220,7 @@ def test_a_worker_answers_what_is_raised(error, words):
     server = TrialServer(lambda: (Raises(), None))
     assert server.begin(3, "{}") == ("partial", 1, None)
     kind, answer = server.proceed(False)
-    assert (kind, str(answer)) == ("error", words)
+    assert (kind, str(answer)) == ("error", message)
 
 
 @pytest.mark.slow  # processes that import torch

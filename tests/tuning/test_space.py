@@ -41,15 +41,15 @@ def test_layers_are_selected(key, names):
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("key", "message"),
     [
         ("tail", "'tail' of the space matches no layer"),
         (Group("blocks.*", indices=7), r"needs the layers at \[7\], and 4 match, from 0 to 3"),
         (3, "space has the key 3"),
     ],
 )
-def test_a_selection_of_nothing_is_an_error(key, words):
-    with pytest.raises(ConfigError, match=words):
+def test_a_selection_of_nothing_is_an_error(key, message):
+    with pytest.raises(ConfigError, match=message):
         selected(net(), as_group(key))
 
 

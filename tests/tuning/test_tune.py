@@ -42,9 +42,9 @@ def data(trained):
 
 
 def test_it_finds_a_small_model_that_is_good_enough_and_leaves_the_given_one(net, accuracy, data, tmp_path):
-    before, generator = state_of(net), torch.get_rng_state()
+    original, generator = state_of(net), torch.get_rng_state()
     result = pr.tune(net, accuracy, data, constraint=">= 95 %", **QUICK)
-    assert_untouched(net, before)
+    assert_untouched(net, original)
     assert torch.equal(generator, torch.get_rng_state())
     assert accuracy.calls == QUICK["trials"] + 2  # of the unchanged model, twice
     best = result.best
@@ -233,11 +233,11 @@ def test_reports_as_rows_json_and_a_plot(net, accuracy, data, tmp_path):
     with pytest.raises(TuningError, match="was read from a file, which has no models"):
         read.build(0)
     matplotlib = pytest.importorskip("matplotlib")
-    before = dict(matplotlib.rcParams)
+    users_settings = dict(matplotlib.rcParams)
     for drawn in (result, read):
         for x in (None, "trial", "budget"):
             assert drawn.plot(tmp_path / "tuned.svg", x).stat().st_size > 5000
-    assert dict(matplotlib.rcParams) == before
+    assert dict(matplotlib.rcParams) == users_settings
     with pytest.raises(ConfigError, match="x='budgets' is not a parameter of the search: use one of 'trial', 'budget'"):
         read.plot(tmp_path / "tuned.svg", "budgets")
 
@@ -256,7 +256,7 @@ def _without_checksum(record):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda record: record.update(best=7), "does not match its checksum"),
         (lambda record: record.update(format="panther.compress"), "was not written by TuneResult.to_json"),
@@ -271,13 +271,13 @@ def _without_checksum(record):
         (lambda record: record["report"]["layers"][0].update(shape=[2, "3"]), r"layers\[0\].shape\[1\] is '3'"),
     ],
 )
-def test_a_damaged_file_of_a_result(written, tmp_path, change, words):
+def test_a_damaged_file_of_a_result(written, tmp_path, change, message):
     record = json.loads(written)
     change(record)
-    if "checksum" not in words:
+    if "checksum" not in message:
         record["checksum"] = record_checksum(_without_checksum(record))
     (tmp_path / "damaged.json").write_text(json.dumps(record))
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=message):
         pr.TuneResult.from_json(tmp_path / "damaged.json")
 
 
@@ -347,7 +347,7 @@ def fail(model):
 
 
 @pytest.mark.parametrize(
-    ("at", "do", "words"),
+    ("at", "do", "message"),
     [
         (1, fail, r"evaluate raised RuntimeError: no such file for the unchanged model \(test_tune.py, line \d+\)"),
         (4, fail, r"evaluate raised RuntimeError: no such file for trial 1 \(test_tune.py"),
@@ -356,15 +356,15 @@ def fail(model):
         (5, change_layer, "evaluate changed module '1' of trial 2"),
     ],
 )
-def test_an_evaluation_that_raises_or_changes_the_model(net, trained, data, at, do, words):
-    before = state_of(net)
-    with pytest.raises(TuningError, match=words):
+def test_an_evaluation_that_raises_or_changes_the_model(net, trained, data, at, do, message):
+    original = state_of(net)
+    with pytest.raises(TuningError, match=message):
         pr.tune(net, Accuracy(*trained[1:], at=at, do=do), data, constraint=">= 90 %", **QUICK)
-    assert_untouched(net, before)
+    assert_untouched(net, original)
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "words"),
+    ("evaluate", "message"),
     [
         (lambda model: math.nan, "evaluate returned nan for the unchanged model, and must return a finite number"),
         (lambda model: None, "evaluate returned a NoneType for the unchanged model, and must return a number"),
@@ -374,8 +374,8 @@ def test_an_evaluation_that_raises_or_changes_the_model(net, trained, data, at, 
         (lambda model: (value for value in ()), "evaluate yielded nothing"),
     ],
 )
-def test_an_evaluation_that_returns_no_number(net, data, evaluate, words):
-    with pytest.raises(TuningError, match=words):
+def test_an_evaluation_that_returns_no_number(net, data, evaluate, message):
+    with pytest.raises(TuningError, match=message):
         pr.tune(net, evaluate, data, **QUICK)
 
 
@@ -437,13 +437,13 @@ def test_a_storage_of_another_study(net, accuracy, data, tmp_path):
     path = tmp_path / "study.log"
     options = {**QUICK, "trials": 2, "storage": path}
     pr.tune(net, accuracy, data, constraint=">= 80 %", **options)
-    for changed, words in (
+    for changed, difference in (
         ({"constraint": ">= 70 %"}, r"constraint >= 80 % instead of >= 70 %"),
         ({"objective": "metric"}, "objective size instead of metric"),
         ({"space": {"0": {"bits": [8, 4]}}}, "space auto instead of 0"),
         ({"seed": 1}, "seed 0 instead of 1"),
     ):
-        with pytest.raises(ConfigError, match=f"has another study .*{words}"):
+        with pytest.raises(ConfigError, match=f"has another study .*{difference}"):
             pr.tune(net, accuracy, data, **{"constraint": ">= 80 %"} | options | changed)
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -521,7 +521,7 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"space": {}}, "must be 'auto', or a dict"),
         ({"space": {"0": {}}}, "must be 'auto' or a dict of settings"),
@@ -539,8 +539,8 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
         ({"timeout_s": 0}, "timeout_s=0 must be positive"),
     ],
 )
-def test_arguments_that_are_not_understood(net, accuracy, data, options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_arguments_that_are_not_understood(net, accuracy, data, options, message):
+    with pytest.raises(ConfigError, match=message):
         pr.tune(net, accuracy, data, **QUICK | options)
     assert accuracy.calls == 0
 

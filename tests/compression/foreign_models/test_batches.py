@@ -85,7 +85,7 @@ class Caching(Model):
 )
 def test_a_forward_may_write_its_batch(model, batches, call):
     model, batches = model(), batches()
-    before = copy.deepcopy(batches)
+    originals = copy.deepcopy(batches)
     report, exact, last = compressed(model, batches, forward_fn=call)
 
     def run(model, batch):
@@ -95,7 +95,7 @@ def test_a_forward_may_write_its_batch(model, batches, call):
 
     assert report.measured_error == pytest.approx(true_error(model, exact, last, run), rel=1e-4)
     assert 0 < report.measured_error < 0.8
-    flat, others = (torch.utils._pytree.tree_leaves(each) for each in (batches, before))
+    flat, others = (torch.utils._pytree.tree_leaves(each) for each in (batches, originals))
     for ours, theirs in zip(flat, others, strict=True):
         pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else []
         if isinstance(ours, Sample):
@@ -105,7 +105,7 @@ def test_a_forward_may_write_its_batch(model, batches, call):
             pairs = [(ours.keys, theirs.keys)]
         assert all(torch.equal(a, b) for a, b in pairs)
     if isinstance(batches[0], dict):
-        assert [*batches[0]] == [*before[0]]
+        assert [*batches[0]] == [*originals[0]]
 
 
 def test_a_copy_of_a_batch_shares_nothing_that_a_forward_can_write():

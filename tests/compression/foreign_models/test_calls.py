@@ -100,24 +100,24 @@ def test_the_search_of_attributes_ends():
 class Static(Model):
     """Writes each output into the same memory, as a captured graph of a GPU does."""
 
-    def __init__(self, where):
+    def __init__(self, place):
         super().__init__()
         memory = torch.zeros(64, WIDTH)
-        if where == "buffer":
+        if place == "buffer":
             self.register_buffer("memory", memory, persistent=False)
-        elif where == "attribute":
+        elif place == "attribute":
             self.memory = memory
-        self.of = (lambda: self.memory) if where != "closure" else (lambda: memory)
+        self.of = (lambda: self.memory) if place != "closure" else (lambda: memory)
 
     def forward(self, x):
         with torch.no_grad():
             return self.of().copy_(self.network(x))
 
 
-@pytest.mark.parametrize("where", ["attribute", "buffer", "closure"])
+@pytest.mark.parametrize("place", ["attribute", "buffer", "closure"])
 @pytest.mark.filterwarnings("ignore:method='two_sided'")
-def test_an_output_in_static_memory(where):
-    model, exact, batches = Static(where), Static("buffer"), inputs()
+def test_an_output_in_static_memory(place):
+    model, exact, batches = Static(place), Static("buffer"), inputs()
     report = pr.compress(model, 0.3, batches, **low_rank)
     ours, expected = model(batches[-1]).clone(), exact(batches[-1])
     assert report.measured_error == pytest.approx(((ours - expected).norm() / expected.norm()).item(), rel=1e-3)

@@ -134,9 +134,9 @@ def test_a_model_that_never_ran_compresses_like_one_that_ran_and_is_left_as_it_w
         model = kind().eval()
         if ran:
             model.eval()(inputs()[0])
-        before = _content(model.eval())
+        original = _content(model.eval())
         pr.compress(model, calibration=inputs(), **_OPTIONS)
-        assert _content(model) == before
+        assert _content(model) == original
         outputs.append((model.state_dict(), model(inputs()[1])))
     (codes, output), (other_codes, other_output) = outputs
     assert codes.keys() == other_codes.keys()
@@ -155,10 +155,10 @@ def test_a_failing_call_leaves_no_hook():
         return model(batch)
 
     model = WithAttribute().eval()
-    before = _content(model)
+    original = _content(model)
     with pytest.raises(CompressionError, match="the fourth one fails"):
         pr.compress(model, calibration=inputs(), forward_fn=forward, **_OPTIONS)
-    assert _content(model) == before
+    assert _content(model) == original
     assert not model.is_ready
 
 
@@ -198,10 +198,10 @@ class NamesLayer(Scaled):
 @pytest.mark.parametrize("kind", [MakesLayer, MakesLayerInPlaceOfIdentity, MakesParameter])
 def test_a_forward_that_makes_layers_is_refused_until_the_model_ran(kind):
     model = kind().eval()
-    before = _content(model)
+    original = _content(model)
     with pytest.raises(CompressionError, match=r"a forward of the model makes 'layer', .*: run the model on a batch"):
         pr.compress(model, calibration=inputs(), **_OPTIONS)
-    assert _content(model) == before
+    assert _content(model) == original
     model(inputs()[0])
     pr.compress(model, calibration=inputs(), **_OPTIONS)
 

@@ -86,10 +86,10 @@ class Captioner(nn.Module):
         self.head = nn.Linear(64, 50)
 
     def forward(self, input_ids, attention_mask, pixel_values, boxes=None):
-        words = self.text(input_ids) if boxes is None else self.text(input_ids) + self.box(boxes)
-        words = (words * attention_mask[..., None]).sum(1, keepdim=True)
+        caption = self.text(input_ids) if boxes is None else self.text(input_ids) + self.box(boxes)
+        caption = (caption * attention_mask[..., None]).sum(1, keepdim=True)
         patches = pixel_values if pixel_values.dim() == 3 else pixel_values.flatten(1, 2)  # as many as there are words
-        return self.head(nn.functional.gelu(self.image(patches) + words))
+        return self.head(nn.functional.gelu(self.image(patches) + caption))
 
 
 @pytest.mark.parametrize("size", [(3, 2), (6,)])

@@ -39,11 +39,11 @@ class Sampling(Model):
 )
 def test_random_numbers_are_those_of_the_original(noise):
     model = Sampling(noise)
-    before = torch.get_rng_state(), random.getstate(), model.own.get_state()
+    random_states = torch.get_rng_state(), random.getstate(), model.own.get_state()
     report, exact, last = compressed(model, inputs(), 0.6)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert torch.equal(model.own.get_state(), before[2])
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert random.getstate() == random_states[1]
+    assert torch.equal(model.own.get_state(), random_states[2])
     model.own.manual_seed(4)
     exact.own.manual_seed(4)
     # With other random numbers than those of the report.
@@ -172,10 +172,10 @@ def test_the_observers_of_quantization_aware_training():
             return self.network(self.fake(x))
 
     model = Observed()
-    before = {name: buffer.clone() for name, buffer in model.fake.named_buffers()}
+    observed = {name: buffer.clone() for name, buffer in model.fake.named_buffers()}
     pr.compress(model, 0.4, inputs(), **low_rank)
-    assert len(before) > 4
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.fake.named_buffers())
+    assert len(observed) > 4
+    assert all(torch.equal(buffer, observed[name]) for name, buffer in model.fake.named_buffers())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -191,7 +191,7 @@ def test_an_interruption_at_any_line(number, call, monkeypatch):
 
     from panther.compression.calibration import model_state
 
-    model, before = Stateful(), signal.signal(number, end)
+    model, previous_handler = Stateful(), signal.signal(number, end)
     objects = {module: dict(vars(module)) for module in model.modules()}
     refill, left = model_state.refill, call
 
@@ -207,7 +207,7 @@ def test_an_interruption_at_any_line(number, call, monkeypatch):
         with pytest.raises(Ended):
             pr.compress(model, 0.3, inputs(), **low_rank)
     finally:
-        signal.signal(number, before)
+        signal.signal(number, previous_handler)
     for module, attributes in objects.items():
         assert vars(module).keys() == attributes.keys()
         assert all(vars(module)[name] is value for name, value in attributes.items())
