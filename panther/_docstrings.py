@@ -68,7 +68,7 @@ def inherit_arguments(*sources: Any) -> Callable[[_Member], _Member]:
 
 
 def _argument_names(member: Any) -> list[str]:
-    kinds = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    kinds: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(member).parameters.values()
     return [kinds.get(parameter.kind, "") + parameter.name for parameter in parameters]
 
