@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 from panther import optim
 from panther.distributed import CommunicationCounter
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.gradient_messages import GradientMessages
 from panther.distributed.advisor.cost.model import Layout, estimate
+from panther.distributed.advisor.cost.rank import GradientMessages
 from panther.distributed.advisor.cost.schedule import _interleaved, _listed_by_torch, order_of
-from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
+from panther.distributed.advisor.plan import ParallelismPlan, plan_parallelism
+from panther.distributed.advisor.reasons import Option
+from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
 from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError

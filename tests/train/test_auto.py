@@ -19,8 +19,7 @@ import panther as pr
 from panther._torch import has_hooks
 from panther.distributed import ClusterSpec, CommunicationCounter, ModelStats, get_world_size, plan_parallelism
 from panther.distributed.advisor.cost.model import Estimate, Layout, MemoryEstimate, estimate
-from panther.distributed.advisor.plan import Option
-from panther.distributed.advisor.reasons import preferred
+from panther.distributed.advisor.reasons import Option, preferred
 from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.comm.mesh import physical_memory
 from panther.errors import ConfigError

@@ -16,7 +16,7 @@ from panther.cli.demo.training import TRAIN_SAMPLES
 from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
-from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
+from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
 from panther.distributed.comm.mesh import physical_memory
 from panther.errors import DistributedError, require_extra
 

@@ -1,17 +1,16 @@
-"""The reasons of a plan: why an option is the best or not, and the layout that ``strategy="auto"`` takes."""
+"""The options of a plan and their reasons: why one is the best or not, and which one ``strategy="auto"`` takes."""
 
-__all__ = ["REQUIRED_SPEEDUP", "UNCALIBRATED", "Preference", "explain", "memory_clause", "preferred"]
+__all__ = ["REQUIRED_SPEEDUP", "UNCALIBRATED", "Option", "Preference", "explain", "memory_clause", "preferred"]
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from panther._text import format_bytes, format_seconds
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.model import Estimate
+from panther.distributed.advisor.training_run import TrainingCost
 from panther.distributed.parallelize.layout import Layout
-
-if TYPE_CHECKING:
-    from panther.distributed.advisor.plan import Option
 
 _TIMES = {
     "compute": "computing",
@@ -27,14 +26,36 @@ to 30 %, and a layout that is harder to work with should gain about as much as t
 UNCALIBRATED = "speeds are uncalibrated, so no other layout was preferred for its predicted speed"
 
 
+@dataclass(frozen=True)
+class Option:
+    """A layout with its predicted cost, and the reason of its rank."""
+
+    estimate: Estimate
+    fits: bool
+    """Whether the layout's memory fits, at the start and in a step."""
+    reason: str
+    cost: TrainingCost | None = None
+    """The cost of the training run, if a run was given."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether the layout fits, and the run costs no more than its budget."""
+        return self.fits and (self.cost is None or self.cost.within_budget is not False)
+
+    @property
+    def layout(self) -> Layout:
+        """The mesh and its strategies."""
+        return self.estimate.layout
+
+
 class Preference(NamedTuple):
     """A layout, and why it is preferred to the others."""
 
-    option: "Option"
+    option: Option
     reason: str
 
 
-def preferred(options: Sequence["Option"], cluster: ClusterSpec) -> Preference:
+def preferred(options: Sequence[Option], cluster: ClusterSpec) -> Preference:
     """Return the layout of a plan that ``strategy="auto"`` builds.
 
     Layouts that fit, and keep to the budget if there is one, are ordered by simplicity: ``"ddp"``, then data
@@ -65,7 +86,7 @@ def memory_clause(subject: str, needed: float, room: float) -> str:
     return f"{subject} {format_bytes(needed)} of the {format_bytes(room)} that a rank may use"
 
 
-def _needs(option: "Option", cluster: ClusterSpec) -> str:
+def _needs(option: Option, cluster: ClusterSpec) -> str:
     return memory_clause("it needs", option.estimate.peak, cluster.memory_bytes * cluster.usable)
 
 
@@ -105,12 +126,12 @@ def explain(estimates: Sequence[Estimate], index: int, room: float, objective: s
     # Compare by the objective, and by the other measure in case of a tie.
     seconds = "takes {:.4g} times as long as", other.seconds, best.seconds, format_seconds
     memory = "needs {:.4g} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
-    for words, parts, least, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
-        ratio = sum(parts.values()) / sum(least.values())
+    for verb, parts, best_parts, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
+        ratio = sum(parts.values()) / sum(best_parts.values())
         if ratio != 1:
-            part = max(parts, key=lambda name: parts[name] - least[name])
-            more = format_(parts[part] - least[part])
-            return f"{other.layout} {words.format(ratio)} the best: {more} more for {_TIMES.get(part, part)}."
+            part = max(parts, key=lambda name: parts[name] - best_parts[name])
+            more = format_(parts[part] - best_parts[part])
+            return f"{other.layout} {verb.format(ratio)} the best: {more} more for {_TIMES.get(part, part)}."
     return f"{other.layout} takes as long as the best and needs as much memory."
 
 

@@ -25,12 +25,18 @@ from functools import lru_cache
 from itertools import pairwise
 
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.gradient_messages import UNCOMPRESSED, GradientMessages
-from panther.distributed.advisor.cost.rank import MemoryEstimate, Rank, memory_of, optimizer_bytes, start_of
+from panther.distributed.advisor.cost.rank import (
+    UNCOMPRESSED,
+    GradientMessages,
+    MemoryEstimate,
+    Rank,
+    memory_of,
+    optimizer_bytes,
+    start_of,
+)
 from panther.distributed.advisor.cost.schedule import order_of
-from panther.distributed.advisor.statistics.layer_stats import LayerStats, TensorStats
+from panther.distributed.advisor.statistics.layer_stats import ADAM, LayerStats, OptimizerStates, TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.advisor.statistics.optimizer_states import ADAM, OptimizerStates
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import SCHEDULES, balance_stages
 from panther.errors import ShapeError
@@ -282,8 +288,8 @@ def estimate(
     for tensor in stats.tensors:
         if tensor.last_layer > max(next(stage for stage in stages if tensor.layer in stage)):
             raise ShapeError(f"{tensor.name!r} would be trained by more than one of {len(stages)} stages")
-    held = {tensor.layer for tensor in stats.tensors if tensor.trained}
-    if any(held.isdisjoint(stage) for stage in stages):
+    trained_layers = {tensor.layer for tensor in stats.tensors if tensor.trained}
+    if any(trained_layers.isdisjoint(stage) for stage in stages):
         raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")
     samples = batch / (layout.dp * layout.replicate * layout.num_microbatches)
     order = order_of(layout.schedule, layout.pp, layout.num_microbatches) if layout.schedule else None
@@ -309,7 +315,7 @@ def estimate(
         "dp": dp - hidden,
     }
     nonzero_traffic = tuple(t for t in (*traffic, *along_dp, exchanged) if t.payload)
-    on_meta = max(start_of(rank, held) for rank, held in zip(ranks, memory, strict=True))
+    on_meta = max(map(start_of, ranks, memory))
     return Estimate(layout, memory, nonzero_traffic, seconds, bubble, full or on_meta, on_meta)
 
 

@@ -1,18 +1,19 @@
 """A rank of a layout: its stages, layers and tensors, and its memory: the peak in a step, and before the first step."""
 
-__all__ = ["MemoryEstimate", "Rank", "memory_of", "optimizer_bytes", "shard_numel", "start_of"]
+__all__ = [
+    "UNCOMPRESSED", "GradientMessages", "MemoryEstimate", "Rank", "memory_of", "optimizer_bytes", "shard_numel",
+    "start_of",
+]  # fmt: skip
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import cast
+from typing import Any, cast
 
-from panther.distributed.advisor.cost.gradient_messages import GradientMessages
 from panther.distributed.advisor.cost.schedule import Order
-from panther.distributed.advisor.statistics.layer_stats import TensorStats
+from panther.distributed.advisor.statistics.layer_stats import OptimizerStates, TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.advisor.statistics.optimizer_states import OptimizerStates
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import SCHEDULES, stages_of_rank
 
@@ -58,16 +59,16 @@ class Rank:
         samples: float,
         order: Order | None,
         optimizer_states: OptimizerStates,
-        messages: GradientMessages,
+        messages: "GradientMessages",
     ) -> None:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
         self.messages = messages
         kind = SCHEDULES[layout.schedule].order if layout.schedule else "loop"
         self.own_stages = stages_of_rank(rank, layout.pp, len(stages), kind)
-        held_layers = {layer for stage in self.own_stages for layer in stages[stage]}
-        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in held_layers]
-        self.layers = [stats.layers[i] for i in sorted(held_layers)]
+        layers = {layer for stage in self.own_stages for layer in stages[stage]}
+        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in layers]
+        self.layers = [stats.layers[i] for i in sorted(layers)]
         self.shards = layout.dp if layout.strategy == "fsdp" else 1
 
     def bytes_of(self, tensors: Iterable[TensorStats]) -> float:
@@ -78,10 +79,9 @@ class Rank:
         """Return the shape of what this rank holds of a tensor: a padded shard under ``"fsdp"``."""
         return _shard_shape(tensor.shape, tensor.on_mesh, self.shards) if self.shards > 1 else tensor.shape
 
-    def gradient_shapes(self) -> list[tuple[tuple[int, ...], int]]:
-        """Return the shape of each gradient on this rank, and its entries."""
-        shapes = [self.shape_of(t) for t in self.tensors if t.trained]
-        return [(shape, prod(shape)) for shape in shapes]
+    def gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape of each gradient on this rank."""
+        return [self.shape_of(tensor) for tensor in self.tensors if tensor.trained]
 
     @cached_property
     def state_bytes(self) -> int:
@@ -194,7 +194,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     """Return the memory of the rank."""
     parameters = [tensor for tensor in rank.tensors if tensor.role == "parameter"]
     trained = [tensor for tensor in parameters if tensor.trained]
-    held = rank.bytes_of(trained)
+    gradient_bytes = rank.bytes_of(trained)
     unsent = 0.0
     if trained and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
         itemsize = max(tensor.itemsize for tensor in trained)
@@ -202,12 +202,14 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     memory = MemoryEstimate(
         parameters=rank.bytes_of(parameters),
         # Gradients have the dtype and the sharding of the parameters, even in mixed precision.
-        gradients=held,
+        gradients=gradient_bytes,
         optimizer=float(rank.state_bytes),
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
         buffers=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "buffer"),
         activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))], rank.recomputed()),
-        communication=(held if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank) + unsent,
+        communication=(gradient_bytes if rank.layout.strategy == "ddp" else _gathered(rank))
+        + _pipeline_buffers(rank)
+        + unsent,
         workspace=2 * max(layer.largest.at(rank.samples) for layer in rank.layers),
     )
     return replace(memory, overlap=_overlap_bytes(rank, trained, memory))
@@ -219,8 +221,8 @@ def start_of(rank: Rank, memory: MemoryEstimate) -> float:
     The rank holds its shards and one more module: in full if its values are drawn, and as shards with a sketch if they
     are read.
     """
-    held_layers = {tensor.layer for tensor in rank.tensors}
-    modules = [sizes for layer, sizes in rank.stats.largest_modules.items() if layer in held_layers]
+    layers = {tensor.layer for tensor in rank.tensors}
+    modules = [sizes for layer, sizes in rank.stats.largest_modules.items() if layer in layers]
     drawn_bytes = max((full for full, _, _ in modules), default=0.0)
     read_bytes = max((shard / rank.shards + sketch for _, shard, sketch in modules), default=0.0)
     return memory.parameters + memory.sketches + memory.buffers + max(drawn_bytes, read_bytes)
@@ -306,3 +308,93 @@ def _gathered(rank: Rank) -> float:
     root, root_summed = sizes.pop("", (0.0, 0.0))
     block = max((2 * (g + u) for g, u in sizes.values()), default=0.0)
     return root + max(block, 2 * root_summed)
+
+
+_INDEX = 4  # bytes of an index of top-k
+# torch's PowerSGD sends a tensor whole unless its factors have less than half of its numbers.
+_MIN_COMPRESSION = 2
+
+
+@dataclass(frozen=True)
+class GradientMessages:
+    """How gradients are sent between ranks that have equal parameters.
+
+    Args:
+        hook: The value of ``comm_hook``; None sends gradients uncompressed.
+        settings: The settings of the hook that are not the default.
+
+    Raises:
+        ValueError: If the hook is unknown, or a setting is out of range or of another hook.
+        TypeError: If a setting is unknown.
+    """
+
+    hook: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.hook is None and not self.settings:
+            return
+        # Here, because it imports torch.distributed, which planning from stored statistics does not need.
+        from panther.distributed.data.comm_hooks import DEFAULTS, check_hook
+
+        unknown = [name for name in self.settings if name not in DEFAULTS]
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is not a setting of comm_hook: use one of {', '.join(DEFAULTS)}")
+        check_hook(self.hook, dict(self.settings))
+
+    def applies_to(self, strategy: str | None, replicate: int) -> bool:
+        """Return whether gradients of a layout are compressed: under DDP, and between the replicas of FSDP."""
+        return self.hook is not None and (strategy == "ddp" or (strategy == "fsdp" and replicate > 1))
+
+    def payload_bytes(self, shapes: Sequence[tuple[int, ...]], itemsize: int) -> float:
+        """Return the bytes of the messages of a rank in a step.
+
+        Args:
+            shapes: The shape of each gradient on this rank.
+            itemsize: Bytes of an entry.
+        """
+        numel = sum(map(prod, shapes))
+        if self.hook in ("fp16", "bf16"):
+            return min(itemsize, _HALF) * numel
+        if self.hook == "topk":
+            return float(self._setting("topk_fraction")) * numel * (itemsize + _INDEX)
+        if self.hook == "sketch":
+            return float(self._setting("sketch_fraction")) * numel * itemsize
+        if self.hook == "powersgd":
+            return itemsize * sum(map(self._factor_numbers, shapes))
+        return itemsize * numel
+
+    def stored_bytes(self, shapes: Sequence[tuple[int, ...]], itemsize: int) -> float:
+        """Return the bytes that a rank keeps between steps: what was not sent, and PowerSGD's factors.
+
+        The arguments are those of :meth:`payload_bytes`.
+        """
+        if self.hook not in ("topk", "powersgd"):
+            return 0.0
+        stored = sum(map(prod, shapes))
+        if self.hook == "powersgd":
+            factors = [(self._factor_numbers(shape), prod(shape)) for shape in shapes]
+            stored += sum(numbers for numbers, numel in factors if numbers < numel)
+        return itemsize * stored
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each rank gets the messages of all ranks, in place of their sum."""
+        return self.hook == "topk"
+
+    def _factor_numbers(self, shape: tuple[int, ...]) -> float:
+        numel = prod(shape)
+        if len(shape) < 2:
+            return numel
+        m, n = shape[0], numel // max(1, shape[0])
+        rank = min(m, n, int(self._setting("powersgd_rank")))
+        factors = (m + n) * rank
+        return factors if factors * _MIN_COMPRESSION < numel else numel
+
+    def _setting(self, name: str) -> Any:
+        from panther.distributed.data.comm_hooks import DEFAULTS
+
+        return self.settings.get(name) or DEFAULTS[name]
+
+
+UNCOMPRESSED = GradientMessages()

@@ -5,12 +5,13 @@ runs forward and backward on torch's fake tensors, which need no memory, so that
 counted.
 """
 
-__all__ = ["Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
+__all__ = ["Policy", "Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from panther._torch import (
     COLLECTIVE_NAMESPACES,
     FakeTensorMode,
+    TorchDispatchMode,
     buffers_of,
     fake_group,
     operator_name,
@@ -34,10 +37,12 @@ from panther._torch import (
     untracked_shard,
     without_fake_log,
 )
-from panther.distributed.advisor.statistics.regions import Policy, Regions, storage, tensors_in
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError
+
+Policy = Callable[..., CheckpointPolicy]
+"""The policy of selective activation checkpointing, which is given an operation and its arguments."""
 
 _GROUPS = itertools.count()
 _MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -112,7 +117,7 @@ def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
 
 def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> tuple[Any, int]:
     """Return a fake sample input with ``times`` the batch size of ``sample``, and its batch size."""
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(sample)
     if not tensors or tensors[0].dim() == 0 or len(tensors[0]) == 0:
         raise ShapeError(
             "sample_input has no tensor with a batch dimension: pass a batch of samples as the forward takes it"
@@ -143,20 +148,15 @@ class WorkCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        self.flops = 0
-        """Flops since the beginning."""
+        self.flops, self.moved = 0, 0
+        """Flops, and the bytes that operations other than products move, since the beginning."""
         self._products: list[Work] = []
         self._largest: list[int] = []
-        self._moved = 0
 
-    def take(self) -> tuple[list[Work], int, list[int]]:
-        """Return the work since the last call.
-
-        It is the list of products, the bytes that other operations move, and the bytes of the largest tensor that each
-        product or operation makes.
-        """
-        work = self._products, self._moved, self._largest
-        self._products, self._moved, self._largest = [], 0, []
+    def take(self) -> tuple[list[Work], list[int]]:
+        """Return the products since the last call, and the bytes of the largest tensor that each operation made."""
+        work = self._products, self._largest
+        self._products, self._largest = [], []
         return work
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -169,8 +169,8 @@ class WorkCounter(FlopCounterMode):
             if func_packet in _MATRIX_PRODUCTS:
                 a, b = inputs[-2:]  # the first input of addmm and baddbmm is the addend
                 sizes = (*a.shape[-2:], b.shape[-1])
-            self._products.append(Work(flops, sum(map(_bytes, inputs + outputs)), sizes))
-            self._largest.append(max(map(_bytes, outputs)))
+            self._products.append(Work(flops, sum(map(_used_bytes, inputs + outputs)), sizes))
+            self._largest.append(max(map(_used_bytes, outputs)))
             return out
         # A name such as "aten::add"; collectives are counted as traffic.
         if operator_name(func_packet).partition("::")[0] in COLLECTIVE_NAMESPACES:
@@ -180,8 +180,8 @@ class WorkCounter(FlopCounterMode):
         in_place = func_packet.__name__.endswith("_")
         if outputs and (in_place or any(storage_key(tensor) not in stored for tensor in outputs)):
             read = outputs if func_packet in _ROWS_ONLY else inputs
-            self._moved += sum(map(_bytes, read)) + sum(map(_bytes, outputs))
-            self._largest.append(max(map(_bytes, outputs)))
+            self.moved += sum(map(_used_bytes, (*read, *outputs)))
+            self._largest.append(max(map(_used_bytes, outputs)))
         return out
 
 
@@ -192,14 +192,13 @@ class Run:
         self.batch = batch
         self.activations, self.output = np.zeros((2, layers), dtype=np.int64)
         """Bytes that autograd saves in each layer, without parameters and buffers; bytes of each layer's output."""
-        self.sums = np.zeros((5, layers), dtype=np.int64)
-        self.flops, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
-        """Flops; bytes and calls of collectives over the tp axis; bytes and calls of the collectives that gather."""
+        self.sums = np.zeros((6, layers), dtype=np.int64)
+        self.flops, self.moved, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
+        """Flops of products; bytes that other operations read and write; bytes and calls of collectives over the tp
+        axis; bytes and calls of the collectives that gather."""
         self.saves_input = [False] * layers
         self.products: list[list[Work]] = [[] for _ in range(layers)]
         """The products, in the order in which they run."""
-        self.moved = np.zeros(layers, dtype=np.int64)
-        """Bytes that other operations read and write."""
         self.largest: list[list[int]] = [[] for _ in range(layers)]
         """Bytes of the largest tensor that each operation makes."""
         self.returns_tensor = [True] * layers
@@ -230,38 +229,36 @@ def run(
     nothing.
     """
     counts = Run(batch, len(layers))
-    held = (*model.parameters(), *model.buffers(), *(v for m in model.modules() for v in vars(m).values()))
-    weights = {storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    candidates = (*model.parameters(), *model.buffers(), *attributes)
+    weights = {storage(tensor) for tensor in candidates if isinstance(tensor, Tensor)}
     saved: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
     entered: list[Tensor] = []
     work, traffic = WorkCounter(), CommunicationCounter()
-    before = np.zeros(len(counts.sums), dtype=np.int64)
-    regions = Regions(
-        counts.kept_bytes, counts.keeps_input, counts.recomputed, weights, lambda: (current, inputs_of[current])
-    )
+    previous_sums = np.zeros(len(counts.sums), dtype=np.int64)
+    regions = Regions(counts, weights, lambda: (current, inputs_of[current]))
 
     def switch_to(layer: int) -> None:
         """Add the counts since the last switch to the current layer, and make ``layer`` the current one."""
-        nonlocal current, before
-        products, moved, largest = work.take()
+        nonlocal current, previous_sums
+        products, largest = work.take()
         counts.products[current] += products
-        counts.moved[current] += moved
         counts.largest[current] += largest
         gathered, gathers = (
             sum(count for name, count in per_operation.items() if "gather" in name)
             for per_operation in (traffic.bytes_by_operation, traffic.calls_by_operation)
         )
-        now = np.array([work.flops, traffic.bytes, traffic.calls, gathered, gathers])
-        counts.sums[:, current] += now - before
-        current, before = layer, now
+        sums = np.array([work.flops, work.moved, traffic.bytes, traffic.calls, gathered, gathers])
+        counts.sums[:, current] += sums - previous_sums
+        current, previous_sums = layer, sums
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage(tensor)
         # A tensor that more than one operation saves counts once.
         if key not in weights and key not in saved:
             saved[key] = tensor  # keeps it alive, so that no other storage gets its address
-            counts.activations[current] += untracked_shard(tensor).untyped_storage().nbytes()
+            counts.activations[current] += _stored_bytes(tensor)
             counts.saves_input[current] |= key == inputs_of[current]
         regions.save(tensor)
         return tensor
@@ -269,7 +266,7 @@ def run(
     def enter(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             switch_to(i)
-            input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            input_tensors = tensors_in((args, kwargs))
             inputs_of[i] = storage(input_tensors[0]) if input_tensors else -1
             entered.extend(input_tensors[:1])  # the reference keeps other storages from getting the same address
 
@@ -327,6 +324,96 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _bytes(tensor: Tensor) -> int:
+def _used_bytes(tensor: Tensor) -> int:
     # An expanded tensor counts with the memory of its storage.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+class Regions(TorchDispatchMode):
+    """Count the bytes of blocks that activation checkpointing would keep, and the bytes that it would recompute.
+
+    Args:
+        counts: Its ``kept_bytes``, ``keeps_input`` and ``recomputed`` are filled.
+        weights: Storages of parameters and buffers, which do not count.
+        place: A function that returns the layer that runs, and the storage of its input.
+    """
+
+    def __init__(self, counts: Run, weights: set[int], place: Callable[[], tuple[int, int]]) -> None:
+        super().__init__()
+        self._counts, self._weights, self._place = counts, weights, place
+        self._kept: dict[int, Tensor] = {}  # by storage; references keep other storages from getting the same address
+        self._block: _Block | None = None  # the block that runs
+
+    def watch(self, block: nn.Module, policy: Policy | None) -> list[Any]:
+        """Register the hooks of a block."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_in((args, kwargs)):
+                self._keep(tensor)
+            self._block = _Block(policy)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            block_record, self._block = self._block, None
+            if block_record is not None:
+                counted_keys = self._weights | (self._kept.keys() - block_record.selected.keys())
+                recomputed = (tensor for key, tensor in block_record.saved.items() if key not in counted_keys)
+                recomputed_bytes = sum(map(_stored_bytes, recomputed)) - block_record.selected_bytes
+                self._counts.recomputed[self._place()[0]].append(max(0, recomputed_bytes))
+
+        return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
+
+    def save(self, tensor: Tensor) -> None:
+        """Count a tensor that autograd saves."""
+        if self._block is None:
+            self._keep(tensor)
+        else:
+            self._block.saved[storage(tensor)] = tensor
+            # Backward uses the tensors that were selected so far, and recomputes only up to the last saved tensor.
+            self._block.selected_bytes = sum(map(_stored_bytes, self._block.selected.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count its results if the policy of the block saves them."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        block = self._block
+        if block is not None and block.policy is not None:
+            is_selected = block.policy(None, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+            for tensor in tensors_in(out) if is_selected else ():
+                block.selected[storage(tensor)] = tensor
+                self._keep(tensor)
+        return out
+
+    def _keep(self, tensor: Tensor) -> None:
+        layer, input_storage = self._place()
+        key = storage(tensor)
+        if key not in self._weights and key not in self._kept:
+            self._kept[key] = tensor
+            self._counts.kept_bytes[layer] += _stored_bytes(tensor)
+            self._counts.keeps_input[layer] |= key == input_storage
+
+
+@dataclass
+class _Block:
+    """The tensors that are saved in a block."""
+
+    policy: Policy | None
+    saved: dict[int, Tensor] = field(default_factory=dict)
+    """Tensors that autograd saves, by storage."""
+    selected: dict[int, Tensor] = field(default_factory=dict)
+    """Tensors that the policy saves, by storage."""
+    selected_bytes: int = 0
+    """Bytes of the tensors that the policy had saved when autograd saved the last tensor."""
+
+
+def storage(tensor: Tensor) -> int:
+    """Return a number that tensors share if they share their memory."""
+    return storage_key(untracked_shard(tensor))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    return untracked_shard(tensor).untyped_storage().nbytes()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from panther._process_settings import ignored_warnings
 from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, tree_leaves, untracked_shard
 from panther.distributed.advisor.statistics.fake_run import (
+    Policy,
     Run,
     Work,
     fake_inputs,
@@ -24,7 +25,6 @@ from panther.distributed.advisor.statistics.fake_run import (
     run,
 )
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
-from panther.distributed.advisor.statistics.regions import Policy
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy
@@ -35,23 +35,13 @@ from panther.nn.base import SketchedModule
 
 
 def measure_transformer(
-    *,
-    hidden: int,
-    heads: int,
-    ffn: int,
-    vocab: int,
-    sequence: int,
-    sketch: int | None,
-    mixed_precision: str | None,
-    tp: int,
-    autocast: bool = False,
-    activation_checkpointing: str = "none",
+    *, sequence: int, hidden: int, heads: int, ffn: int, vocab: int, sketch: int | None, **variant: Any
 ) -> Measured:
-    """Return the statistics of one of ``tp`` ranks for a plain transformer of one layer."""
+    """Return the statistics of a plain transformer of one layer; ``variant`` is arguments of :func:`measure`."""
     with torch.device("meta"), ignored_warnings(category=PerformanceWarning):
         model = plain_transformer(hidden, 1, heads, ffn, vocab, sketch)
     tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
-    return measure(model, tokens, _loss_of_tokens, mixed_precision, tp, autocast, activation_checkpointing)
+    return measure(model, tokens, _loss_of_tokens, **variant)
 
 
 def _loss_of_tokens(logits: Tensor) -> Tensor:
@@ -155,13 +145,13 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     stats, seen_ids = [], set()
     for prefix, module in model.named_modules():
         sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
-        held: list[tuple[str, Tensor | None, str]] = [
-            (name, p, "parameter") for name, p in parameters_of(module).items()
+        entries: list[tuple[str, Tensor | None, str]] = [
+            *((name, p, "parameter") for name, p in parameters_of(module).items()),
+            *((name, b, "sketch" if name in sketches else "buffer") for name, b in buffers_of(module).items()),
+            # Packed signs are plain attributes of the module, not buffers.
+            *((name, vars(module)[name], "sketch") for name in sketches if name in vars(module)),
         ]
-        held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in buffers_of(module).items()]
-        # Packed signs are plain attributes of the module, not buffers.
-        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]
-        for name, tensor, role in held:
+        for name, tensor, role in entries:
             if tensor is None or id(tensor) in seen_ids:
                 continue
             seen_ids.add(id(tensor))

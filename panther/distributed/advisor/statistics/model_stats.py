@@ -46,8 +46,8 @@ def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measu
     if "refused" in values:
         raise ShapeError(values["refused"])
     tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in values["tensors"])
-    rest = {name: value for name, value in values.items() if name not in ("tensors", "layers")}
-    return Measured(tensors, tuple(map(_layer, values["layers"])), **rest)
+    layers = tuple(map(_layer, values["layers"]))
+    return Measured(**{**values, "tensors": tensors, "layers": layers})
 
 
 def shipped_name(sizes: dict[str, Any]) -> str:
@@ -182,9 +182,9 @@ class ModelStats:
                 shard[module] += tensor.nbytes
         result: dict[int, tuple[float, float, float]] = {}
         for (layer, name), size in full.items():
-            largest, *held = result.get(layer, (0.0, 0.0, 0.0))
-            both = max(held, [shard[layer, name], sketch[layer, name]], key=sum)
-            result[layer] = max(largest, size), both[0], both[1]
+            largest, *on_rank = result.get(layer, (0.0, 0.0, 0.0))
+            largest_shard, its_sketch = max(on_rank, [shard[layer, name], sketch[layer, name]], key=sum)
+            result[layer] = max(largest, size), largest_shard, its_sketch
         return result
 
     def shard(self, tp: int) -> "ModelStats":
@@ -243,13 +243,12 @@ class ModelStats:
 
         _check(mixed_precision, activation_checkpointing)
 
-        @cache
-        def variant(tp: int, autocast: bool) -> ModelStats:
-            measured = measure(model, sample_input, loss_fn, mixed_precision, tp, autocast, activation_checkpointing)
-            return _stats(measured, tp, mixed_precision, autocast, activation_checkpointing, variant)
+        def measured(tp: int, autocast: bool) -> Measured:
+            return measure(model, sample_input, loss_fn, mixed_precision, tp, autocast, activation_checkpointing)
 
         has_values = not all(parameter.is_meta for parameter in model.parameters())
-        return replace(variant(1, False), has_values=has_values)
+        stats = _stats(measured, mixed_precision, activation_checkpointing)
+        return replace(stats, has_values=has_values)
 
     @classmethod
     def transformer(
@@ -302,32 +301,30 @@ class ModelStats:
         _check(mixed_precision, activation_checkpointing)
         sizes = {"hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab, "sequence": sequence, "sketch": sketch}
 
-        @cache
-        def variant(tp: int, autocast: bool) -> ModelStats:
+        def measured(tp: int, autocast: bool) -> Measured:
             arguments = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
             # Defaults are left out, so that earlier files keep their names.
             arguments |= {"autocast": True} if autocast else {}
             recomputes = activation_checkpointing != "none"
             arguments |= {"activation_checkpointing": activation_checkpointing} if recomputes else {}
-            measured = transformer_stats(cache_dir, arguments)
-            return _stats(measured, tp, mixed_precision, autocast, activation_checkpointing, variant)
+            return transformer_stats(cache_dir, arguments)
 
         # All layers have the same figures, so that a model of one layer is measured.
-        return _lengthened(variant(1, False), layers)
+        return _lengthened(_stats(measured, mixed_precision, activation_checkpointing), layers)
 
 
 def _stats(
-    measured: Measured,
-    tp: int,
-    mixed_precision: str | None,
-    autocast: bool,
-    activation_checkpointing: str,
-    variant: Any,
+    measured: Callable[[int, bool], Measured], mixed_precision: str | None, activation_checkpointing: str
 ) -> ModelStats:
-    tensors, layers, is_sequential, tokens = measured
-    casts = autocast and mixed_precision is not None
-    figures = (tensors, layers, is_sequential, tp, mixed_precision, casts, activation_checkpointing, tokens)
-    return ModelStats(*figures, _variant=variant)
+    """Return the statistics of the entire model, given what is measured for a size of the tp axis and ``autocast``."""
+
+    @cache
+    def variant(tp: int, autocast: bool) -> ModelStats:
+        settings = (tp, mixed_precision, autocast, activation_checkpointing)
+        tensors, layers, is_sequential, tokens = measured(tp, autocast)
+        return ModelStats(tensors, layers, is_sequential, *settings, tokens, _variant=variant)
+
+    return variant(1, False)
 
 
 def _check(mixed_precision: str | None, activation_checkpointing: str) -> None:
