@@ -187,11 +187,11 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
     C = _orthonormalise(Q, gram, seed)
     R = C @ R[:k]
     # Random probes find columns that are small in the sketch only; at the end, the truncated part has exact norms.
-    least = max(rtol, 10 * n * eps) * R[:1, :1].sum()
+    threshold = max(rtol, 10 * n * eps) * R[:1, :1].sum()
     r = _count_leading(R.diagonal() > rtol * R[:1, :1].sum())
-    missed = R[r:, r:].norm() > distortion * math.sqrt(n) * least
+    missed = R[r:, r:].norm() > distortion * math.sqrt(n) * threshold
     if k < n and not missed:
-        missed = _residual_norm(M, CQRRPTResult(Q, R, P), seed) > least
+        missed = _residual_norm(M, CQRRPTResult(Q, R, P), seed) > threshold
     return None if missed else (Q, R, P)
 
 

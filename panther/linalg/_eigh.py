@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
+from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_size
 from panther.linalg._rangefinder import (
     SearchOptions,
@@ -128,6 +129,7 @@ def nystrom(
 def nystrom(
     A: Any, k: int, *, return_error: Literal[True], **options: Unpack[SearchOptions]
 ) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
+@inherit_arguments(randomized_eigh)
 @driver
 def nystrom(
     A: Any,  # (*batch, n, n)
@@ -146,10 +148,6 @@ def nystrom(
     Args:
         A: Positive semidefinite matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for
             :mod:`panther.linalg`.
-        k: Number of eigenpairs, from 0 to n.
-        oversample: As for :func:`~panther.linalg.randomized_eigh`.
-        n_iter: As for :func:`~panther.linalg.randomized_eigh`.
-        seed: As for :func:`~panther.linalg.randomized_eigh`.
         return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
 
     Returns:
@@ -157,7 +155,6 @@ def nystrom(
         the estimate.
 
     Raises:
-        ShapeError: If A is not square.
         ValueError: If A is not symmetric, or not semidefinite on the search space.
 
     Cost: as :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of an (n, d) matrix.
@@ -173,16 +170,16 @@ def nystrom(
     operand, k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
     values, W = _core_eigh(core)
     eps = torch.finfo(core.dtype).eps
-    least, most = (
+    smallest, largest = (
         values[..., :1].clamp_max(0),
         values.abs().amax(-1, keepdim=True) if values.numel() else values[..., :1],
     )
-    if bool((least < -max(100 * eps, operand.eps) * most).any()):
+    if bool((smallest < -max(100 * eps, operand.eps) * largest).any()):
         raise ValueError(
-            f"A must be positive semidefinite and has an eigenvalue of {float(least.min()):.3g} or less: use "
+            f"A must be positive semidefinite and has an eigenvalue of {float(smallest.min()):.3g} or less: use "
             f"randomized_eigh, or add a multiple of the identity"
         )
-    shift = torch.maximum(2 * eps * most, -2 * least).clamp_min(torch.finfo(core.dtype).tiny)
+    shift = torch.maximum(2 * eps * largest, -2 * smallest).clamp_min(torch.finfo(core.dtype).tiny)
     root = (values + shift).clamp_min(shift / 2).sqrt()
     Q, T, R = near_qr((Y + shift[..., None] * P) @ W / root[..., None, :])
     left, S, _ = core_svd(R)

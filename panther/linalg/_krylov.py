@@ -188,8 +188,8 @@ class _StoppingRule:
         theta, rest = values[..., :k], values[..., k:].sum(-1)
         captured = theta.sum(-1)
         diagonal = G.diagonal(dim1=-2, dim2=-1)
-        rho, before = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
-        rate = torch.where(before > 0, rho / before, 0.0).clamp(0, 1)
+        rho, previous_rho = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
+        rate = torch.where(previous_rho > 0, rho / previous_rho, 0.0).clamp(0, 1)
         coupling = (G[..., -2 * b : -b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
         half = (theta - rho[..., None]) / 2
         gains = torch.hypot(half, coupling.sqrt()) - half

@@ -138,8 +138,8 @@ def _conjugate_gradients(
         length = torch.where(active, square / (direction * product).sum(dim=1), 0.0)[:, None]
         y = y + length * direction
         residual = residual - length * product
-        before, square = square, residual.square().sum(dim=1)
-        direction = residual + torch.where(active, square / before, 0.0)[:, None] * direction
+        previous_square, square = square, residual.square().sum(dim=1)
+        direction = residual + torch.where(active, square / previous_square, 0.0)[:, None] * direction
         step += 1
     return y, step
 

@@ -137,21 +137,21 @@ def randomized_svd(
 
 def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: int) -> KrylovSpace:
     """Return the search space of the triplets."""
-    least, most = sorted(operand.shape[-2:])
+    small_size, large_size = sorted(operand.shape[-2:])
     block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
     if iterations is None:
-        tall = least <= most / 4
+        tall = small_size <= large_size / 4
         # From this share of all directions on, LAPACK is faster than two iterations, which make many calls.
-        if 9 * least <= 16 * (width + 24) or (tall and least <= 2 * width):
+        if 9 * small_size <= 16 * (width + 24) or (tall and small_size <= 2 * width):
             return whole_space(operand)
         # A Krylov space is twice as wide as the space of subspace iteration and needs fewer products with A. It gains
         # if the products are most of the work.
-        if operand.num_entries * width <= _SMALL or (not tall and least < 8 * width):
+        if operand.num_entries * width <= _SMALL or (not tall and small_size < 8 * width):
             columns = -(-(width + 2) // 4) * 4
-            return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)
-    elif block * blocks >= least:
+            return iterate(operand, sign_matrix(operand, columns, seed, large_size), _ITERATIONS)
+    elif block * blocks >= small_size:
         return whole_space(operand)
-    return grow(operand, sign_matrix(operand, block, seed, most), k, None if iterations is None else blocks)
+    return grow(operand, sign_matrix(operand, block, seed, large_size), k, None if iterations is None else blocks)
 
 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:

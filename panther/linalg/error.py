@@ -125,8 +125,8 @@ def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)
 def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
     """Return a power of two that divides x exactly, to entries of order 1; 1 where x is zero."""
     size = x.abs().amax(dim=(-2, -1), keepdim=True) if x.shape[-2] else x.new_zeros(*x.shape[:-2], 1, 1)
-    least = -100 if x.dtype == torch.float32 else -1000
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=least)
+    lowest_exponent = -100 if x.dtype == torch.float32 else -1000
+    exponent = (torch.frexp(size).exponent - 1).clamp(min=lowest_exponent)
     return torch.where(size > 0, torch.ldexp(torch.ones_like(size), exponent), 1.0)
 
 
