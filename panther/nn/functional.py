@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther import kernels
+from panther._docstrings import inherit_arguments
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.kernels.ops.library import autocast, is_exporting
@@ -229,6 +230,7 @@ def linear_attention(
         return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0).to(v.dtype)
 
 
+@inherit_arguments(kernels.windowed_linear_attention)
 def windowed_linear_attention(
     q: Tensor,  # (*batch, n, D)
     k: Tensor,  # (*batch, n, D)
@@ -248,18 +250,6 @@ def windowed_linear_attention(
     neighbouring block, and :math:`e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j})` elsewhere; with ``is_causal``, only
     where :math:`j \le i`. The output is the mean of the values with these weights, and 0 where there is no key.
     See :func:`panther.kernels.windowed_linear_attention`, whose operands have one dtype, for the numerics.
-
-    Args:
-        q: Queries, scaled so that :math:`q_i \cdot k_j` is the logit.
-        k: Keys.
-        v: Values.
-        phi_q: Features of the queries. Their products with features of keys must not be negative.
-        phi_k: Features of the keys.
-        log_q: The exponents a, 0 if not given.
-        log_k: The exponents b of the features, 0 if not given. A key at -inf is masked in the exact part too.
-        key_mask: True where a key takes part; a masked key has no influence, even if it is NaN.
-        window: Positions in a block.
-        is_causal: Whether a query sees only the keys up to its own position.
 
     Returns:
         The output, in the dtype of ``v``; half precision is summed in float32.

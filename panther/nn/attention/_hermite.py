@@ -158,8 +158,8 @@ def _running_sums(x: Tensor) -> Tensor:  # (*batch, n, X)
     n = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -n % 16)).unflatten(-2, (-1, 16)).cumsum(-2)
     # Sums over previous blocks. With differences, a later NaN would reach earlier rows.
-    before = F.pad(blocks[..., -1, :], (0, 0, 1, -1)).cumsum(-2)
-    sums: Tensor = (blocks + before.unsqueeze(-2)).flatten(-3, -2)[..., :n, :]
+    previous_sums = F.pad(blocks[..., -1, :], (0, 0, 1, -1)).cumsum(-2)
+    sums: Tensor = (blocks + previous_sums.unsqueeze(-2)).flatten(-3, -2)[..., :n, :]
     return sums
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._keywords import explain_keywords_of_class
-from panther.errors import ShapeError, SketchMismatchError
+from panther.errors import ShapeError, SketchMismatchError, check_size
 from panther.kernels.ops.attention import continued_attention
 from panther.kernels.reference.attention import absorb_keys, no_autocast
 from panther.nn.attention._features import (
@@ -24,12 +24,14 @@ from panther.nn.attention._hermite import (
     hermite_features,
     hermite_keys,
     hermite_queries,
+    hermite_rank,
     key_norms,
 )
 from panther.nn.attention.decoding.fingerprints import fingerprint_of, renew_fingerprint
 from panther.nn.attention.decoding.states import AttentionState, units_with
 from panther.nn.functional import linear_attention
 from panther.nn.sketch_record import DrawnModule, has_values, read_integers
+from panther.sketch import check_seed
 
 KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # Files store the index of a kernel, so append new kernels.
 _FORWARD_BITS = 40
@@ -64,6 +66,30 @@ class FeatureMap(DrawnModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         explain_keywords_of_class(cls)
+
+    def _set_up_map(
+        self,
+        kernel_fn: str,
+        num_random_features: int,
+        feature_width: int,
+        seed: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Make the seed and the buffers of the map, without values. The layer has its number and width of heads."""
+        if kernel_fn not in KERNELS:
+            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, KERNELS))}")
+        rows = self.num_random_features = check_size("num_random_features", num_random_features, least=1)
+        self.kernel_fn, self.feature_width, self.feature_norm = kernel_fn, feature_width, self.head_dim**0.5
+        self.seed_is_given, self.seed, self._draws, self._forwards = seed is not None, check_seed(seed), 0, 0
+        self._default_kernel = self._centered = False
+        if kernel_fn == "hermite":
+            rows = 2 * hermite_rank(rows, feature_width)
+            center = torch.zeros(self.num_heads, 2, feature_width, dtype=dtype, device=device)
+            self.register_buffer("center", center)
+        shape = (self.num_heads, rows, feature_width)
+        directions = None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
+        self.register_buffer("directions", directions)
 
     def redraw_features_(self) -> Self:
         """Draw the next directions of the seed, the same on every device and every rank."""
@@ -228,11 +254,11 @@ class FeatureMap(DrawnModule):
                 "each rank its shard"
             )
         self.shards.check(k)
-        before = self.shards.state_before(self._absorb(self._no_state(k, v), k, v, exponent))
+        earlier_state = self.shards.state_before(self._absorb(self._no_state(k, v), k, v, exponent))
         y: Tensor
-        y, _ = self._extend(before, q, k, v, exponent)
+        y, _ = self._extend(earlier_state, q, k, v, exponent)
         # The first rank does not use the state, and has to take part in the exchange of gradients. This adds 0.
-        return torch.add(y, before.sums[..., :0].sum().to(y.dtype))
+        return torch.add(y, earlier_state.sums[..., :0].sum().to(y.dtype))
 
     def _combined(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, scale: Tensor | None, causal: bool) -> Tensor:
         if self.kernel_fn != "hermite":
@@ -269,12 +295,12 @@ class FeatureMap(DrawnModule):
         return self._absorb_features(state, phi_k, v, scale)
 
     def _absorb_features(self, state: AttentionState, phi_k: Tensor, v: Tensor, scale: Tensor | None) -> AttentionState:
-        before, scale = _with_units(state, scale, phi_k)
-        sums, units = absorb_keys(phi_k, v, scale, state.sums, before)
+        earlier_units, scale = _with_units(state, scale, phi_k)
+        sums, units = absorb_keys(phi_k, v, scale, state.sums, earlier_units)
         norms, num_keys = state.norms, state.num_keys
         if norms is not None and num_keys is not None:
             squares = key_norms(phi_k, self.feature_width)
-            norms = absorb_keys(squares, v[..., :0], scale, norms[..., None], before)[0][..., 0]
+            norms = absorb_keys(squares, v[..., :0], scale, norms[..., None], earlier_units)[0][..., 0]
             num_keys = num_keys + _num_keys(phi_k, scale)[..., -1:] if phi_k.shape[-2] else num_keys
         return AttentionState(sums, units, norms, num_keys, state.length + phi_k.shape[-2], state.feature_map)
 

@@ -33,6 +33,8 @@ from panther.nn.attention.decoding.windowed import (
     attend_token,
     empty_state,
     extended,
+    of_query_heads,
+    take_positions,
 )
 from panther.nn.attention.interface import UnsupportedCallError, register
 from panther.nn.functional import windowed_linear_attention
@@ -263,14 +265,13 @@ class LearnedLinearAttention(nn.Module):
             ShapeError: If the heads do not fit, or the lengths differ and attention is not causal.
         """
         self._check_heads(q, k)
-        heads = k.shape[-3]
         if self.shards is None and q.shape[-2] != k.shape[-2] and not is_causal:
             raise ShapeError(
                 f"{q.shape[-2]} queries and {k.shape[-2]} keys have no common positions, which the window needs: use "
                 "softmax attention between different sequences"
             )
-        if heads != self.num_heads and self.shards is None:  # The maps belong to query heads.
-            k, v = (x.repeat_interleave(self.num_heads // heads, -3) for x in (k, v))
+        if self.shards is None:  # The maps belong to query heads.
+            k, v = of_query_heads(k, self.num_heads), of_query_heads(v, self.num_heads)
         q = q * (self.head_dim**-0.5 if scale is None else scale)
         if self.recorder is not None:
             self.recorder(q, k, v, key_mask, is_causal)
@@ -492,8 +493,3 @@ def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
         entry = (version, first if bool(first.any()) else None)
         _left_padding[key_mask] = entry
     return entry[1]
-
-
-def take_positions(x: Tensor, order: Tensor) -> Tensor:  # (N, H, n, X), (N or 1, n) -> (N, H, n, X)
-    """Return ``x`` with the positions of each row reordered."""
-    return x.gather(2, order[:, None, :, None].expand(x.shape))

@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn.attention._check import ApproximationError, errors_of_layer_and_mean, is_plain, sample, warn_if_worse
-from panther.nn.attention._features import (
-    check_inputs,
-    is_causal_mask,
-    key_exponent,
-)
-from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention._features import check_inputs, is_causal_mask, key_exponent
 from panther.nn.attention.decoding.states import AttentionState, check_state
-from panther.nn.attention.feature_map import KERNELS, FeatureMap
+from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.positional import sinSRPE
 from panther.nn.base import keep_own_forward
 from panther.nn.factors import check_dense, inherit_attributes
-from panther.sketch import check_seed
 
 # The approximation is not checked on fewer keys.
 _LEAST_KEYS = 32
@@ -164,11 +158,6 @@ class RandMultiHeadAttention(FeatureMap):
         if embed_dim % num_heads:
             raise ShapeError(f"num_heads={num_heads} must divide embed_dim={embed_dim}: change one of them")
         self.head_dim = embed_dim // num_heads
-        self.num_random_features = check_size("num_random_features", num_random_features, least=1)
-        self._default_kernel = kernel_fn is None
-        kernel_fn = "hermite" if kernel_fn is None else kernel_fn
-        if kernel_fn not in KERNELS:
-            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, KERNELS))}")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float):
             raise TypeError(f"dropout must be a number, not {type(dropout).__name__}: use 0.0 for none")
         if not 0 <= dropout <= 1:
@@ -179,14 +168,13 @@ class RandMultiHeadAttention(FeatureMap):
             raise TypeError(f"SRPE must be a module, such as sinSRPE, or None, not {type(SRPE).__name__}")
         check_device(device)
         check_floating("dtype", dtype)
-        self.dropout, self.kernel_fn, self.iscausal, self.batch_first = dropout, kernel_fn, iscausal, batch_first
+        self.dropout, self.iscausal, self.batch_first = dropout, iscausal, batch_first
         self.kdim = embed_dim if kdim is None else check_size("kdim", kdim, least=1)
         self.vdim = embed_dim if vdim is None else check_size("vdim", vdim, least=1)
         self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
         if redraw_interval is not None:
             check_size("redraw_interval", redraw_interval, least=1)
         self.redraw_interval = redraw_interval
-        self.seed_is_given, self.seed, self._draws, self._forwards = seed is not None, check_seed(seed), 0, 0
         self.SRPE = SRPE
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -196,17 +184,10 @@ class RandMultiHeadAttention(FeatureMap):
         self.Wv, self.W0 = parameter(embed_dim, self.vdim), parameter(embed_dim, embed_dim)
         for name in ("bq", "bk", "bv", "b0"):
             self.register_parameter(name, parameter(embed_dim) if bias else None)
-        self.feature_width = getattr(SRPE, "num_realizations", self.head_dim)
-        self.feature_norm = self.head_dim**0.5
-        rows = self.num_random_features
-        self._centered = self._unchecked = False
-        if kernel_fn == "hermite":
-            rows = 2 * hermite_rank(rows, self.feature_width)
-            self.register_buffer("center", torch.zeros(num_heads, 2, self.feature_width, dtype=dtype, device=device))
-        shape = (num_heads, rows, self.feature_width)
-        self.register_buffer(
-            "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
-        )
+        width = getattr(SRPE, "num_realizations", self.head_dim)
+        kernel = "hermite" if kernel_fn is None else kernel_fn
+        self._set_up_map(kernel, num_random_features, width, seed, device, dtype)
+        self._default_kernel, self._unchecked = kernel_fn is None, False
         self.register_forward_pre_hook(keep_own_forward)
         self.reset_parameters()
 

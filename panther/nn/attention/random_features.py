@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from panther.errors import check_size
-from panther.nn.attention._hermite import hermite_rank
 from panther.nn.attention.decoding.states import AttentionState, check_state
-from panther.nn.attention.feature_map import KERNELS, FeatureMap
+from panther.nn.attention.decoding.windowed import of_query_heads, without_masked
+from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.interface import UnsupportedCallError
-from panther.sketch import check_seed
 
 
 class RandomFeatureAttention(FeatureMap):
@@ -49,21 +48,10 @@ class RandomFeatureAttention(FeatureMap):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kernel_fn not in KERNELS:
-            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, KERNELS))}")
         self.num_heads = check_size("num_heads", num_heads, least=1)
-        self.head_dim = self.feature_width = check_size("head_dim", head_dim, least=1)
-        self.num_random_features = check_size("num_random_features", num_random_features, least=1)
-        self.kernel_fn, self.SRPE, self.feature_norm = kernel_fn, None, head_dim**0.5
-        self.seed_is_given, self.seed, self._draws, self._forwards = seed is not None, check_seed(seed), 0, 0
-        self._default_kernel = self._centered = False
-        rows = self.num_random_features
-        if kernel_fn == "hermite":
-            rows = 2 * hermite_rank(rows, head_dim)
-            self.register_buffer("center", torch.zeros(num_heads, 2, head_dim, dtype=dtype, device=device))
-        shape = (num_heads, rows, head_dim)
-        directions = None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
-        self.register_buffer("directions", directions)
+        self.head_dim = check_size("head_dim", head_dim, least=1)
+        self.SRPE = None
+        self._set_up_map(kernel_fn, num_random_features, self.head_dim, seed, device, dtype)
         self._draw_directions()
 
     def forward(
@@ -119,15 +107,12 @@ class RandomFeatureAttention(FeatureMap):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return scaled queries, keys and values of all heads, and the keys' exponents."""
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        k, v = (of_query_heads(x, q.shape[1]) for x in (k, v))
         if scale is not None:
             q = q * (scale * self.head_dim**0.5)
         exponent = None
         if key_mask is not None:
-            left_out = ~key_mask[:, None, :, None]  # Masked keys may be NaN.
-            k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+            k, v = without_masked(k, v, key_mask)
             exponent = torch.zeros(key_mask.shape, dtype=q.dtype, device=q.device)
             exponent = exponent.masked_fill(~key_mask, -torch.inf)[:, None]
         return q, k, v, exponent

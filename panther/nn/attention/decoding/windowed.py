@@ -9,6 +9,7 @@ queries: for feature f the key has the feature f alone, the exponent :math:`\log
 
 __all__ = [
     "Extended", "advanced", "attend_chunk", "attend_shard", "attend_token", "empty_state", "extended", "fills_of",
+    "of_query_heads", "take_positions", "without_masked",
 ]  # fmt: skip
 
 from typing import Any, NamedTuple
@@ -71,9 +72,7 @@ def extended(
 ) -> Extended:
     """Return the window of a state with new tokens after it."""
     N, _, T, _ = k.shape
-    if key_mask is not None:
-        left_out = ~key_mask[:, None, :, None]  # Masked keys may be NaN.
-        k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+    k, v = without_masked(k, v, key_mask)
     skipped = _leading_padding(state.positions, key_mask, T)
     mask = torch.ones(N, T, dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     starts = tuple(window + fill for fill in fills_of(state.positions, window))
@@ -86,7 +85,7 @@ def extended(
     source = torch.where(place < first, place, place - first + skip + 2 * window)  # in the window and the new tokens
     exists = source < 2 * window + T
     source = source.clamp_max(2 * window + T - 1)
-    keys, values = (_take(torch.cat(pair, 2), source) for pair in ((state.keys, k), (state.values, v)))
+    keys, values = (take_positions(torch.cat(pair, 2), source) for pair in ((state.keys, k), (state.values, v)))
     is_key = torch.cat((state.is_key, mask), 1).gather(1, source) & exists
     return Extended(keys, values, is_key, starts, skipped, T)
 
@@ -119,8 +118,8 @@ def attend_chunk(
     else:
         first, skip = _column(chunk.starts, q), _column(chunk.skipped, q)
         place = torch.arange(n, device=q.device)
-        rows = _take(q, (place - first + skip).clamp(0, T - 1))  # Rows without a token are not read.
-    k, v = _of_query_heads(chunk.keys, attention.num_heads), _of_query_heads(chunk.values, attention.num_heads)
+        rows = take_positions(q, (place - first + skip).clamp(0, T - 1))  # Rows without a token are not read.
+    k, v = of_query_heads(chunk.keys, attention.num_heads), of_query_heads(chunk.values, attention.num_heads)
     phi_q, log_q = attention.query_features(rows)
     phi_k, log_k = attention.key_features(k)
     log_k = log_k.masked_fill(~chunk.is_key[:, None], -torch.inf)
@@ -146,7 +145,7 @@ def attend_chunk(
     if equal:
         return y[:, :, start:]
     token = torch.arange(T, device=q.device)
-    y = _take(y, (token + first - skip).clamp_min(0))
+    y = take_positions(y, (token + first - skip).clamp_min(0))
     return y.masked_fill((token < skip)[:, None, :, None], 0)  # Padding before a sequence sees no key.
 
 
@@ -167,9 +166,7 @@ def attend_token(
         chunk = Extended(keys, values, is_key, (), (), 0)
         sums, units, keys, values, is_key = _moved(attention, state, chunk, shifts)
         fills = tuple(fill % window for fill in fills)
-    if key_mask is not None:
-        left_out = ~key_mask[:, None, :, None]
-        k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+    k, v = without_masked(k, v, key_mask)
     slots = tuple(window + fill for fill in fills)
     slot = slots[0] if len(set(slots)) == 1 else _column(slots, k)
     takes_part = torch.ones_like(is_key[:, :1]) if key_mask is None else key_mask
@@ -203,7 +200,7 @@ def _moved(
     window = attention.window
     size, sums, units = 2 * window, state.sums, state.units
     if count := max(shifts, default=0):
-        keys, values = (_of_query_heads(x[:, :, :count], attention.num_heads) for x in (chunk.keys, chunk.values))
+        keys, values = (of_query_heads(x[:, :, :count], attention.num_heads) for x in (chunk.keys, chunk.values))
         is_far = chunk.is_key[:, :count]
         if min(shifts) < count:
             is_far = is_far & (torch.arange(count, device=keys.device) < _column(shifts, keys))
@@ -211,14 +208,14 @@ def _moved(
     n = chunk.is_key.shape[1]
     if len(set(shifts)) <= 1:
         stop = min(count + size, n)
-        missing = size - (stop - count)
+        padding = size - (stop - count)
         window_keys, window_values = (
-            F.pad(x[:, :, count:stop], (0, 0, 0, missing)) for x in (chunk.keys, chunk.values)
+            F.pad(x[:, :, count:stop], (0, 0, 0, padding)) for x in (chunk.keys, chunk.values)
         )
-        return sums, units, window_keys, window_values, F.pad(chunk.is_key[:, count:stop], (0, missing))
+        return sums, units, window_keys, window_values, F.pad(chunk.is_key[:, count:stop], (0, padding))
     source = torch.arange(size, device=state.sums.device) + _column(shifts, state.sums)
     exists, source = source < n, source.clamp_max(n - 1)
-    window_keys, window_values = _take(chunk.keys, source), _take(chunk.values, source)
+    window_keys, window_values = take_positions(chunk.keys, source), take_positions(chunk.values, source)
     return sums, units, window_keys, window_values, chunk.is_key.gather(1, source) & exists
 
 
@@ -258,20 +255,20 @@ def attend_shard(
         )
     first, here, after = firsts[shards.rank], needed[shards.rank], needed[shards.rank + 1]
     rows = torch.cat((k, v), -1)[:, :, n - min(after, n) :].movedim(2, 0)
-    before = shards.from_previous(rows.contiguous(), here).movedim(0, 2)
+    previous_rows = shards.from_previous(rows.contiguous(), here).movedim(0, 2)
     start = window + first % window  # of the shard, counted from the previous block
-    missing = start - here  # before the sequence
+    padding = start - here  # before the sequence
     keys, values = (
-        F.pad(torch.cat((part, x), 2), (0, 0, missing, 0))
-        for part, x in zip(before.split((k.shape[-1], v.shape[-1]), -1), (k, v), strict=True)
+        F.pad(torch.cat((part, x), 2), (0, 0, padding, 0))
+        for part, x in zip(previous_rows.split((k.shape[-1], v.shape[-1]), -1), (k, v), strict=True)
     )
-    is_key = torch.arange(start + n, device=k.device).expand(len(k), -1) >= missing
+    is_key = torch.arange(start + n, device=k.device).expand(len(k), -1) >= padding
     chunk = Extended(keys, values, is_key, (start,) * len(k), (0,) * len(k), n)
     empty = empty_state(len(k), attention.num_heads, attention.num_features, window, k, v)
     count = ((first + n) // window - first // window) * window  # positions before the window of the next rank
     sums, units = empty.sums, empty.units
     if count:
-        far_keys, far_values = (_of_query_heads(x[:, :, :count], attention.num_heads) for x in (keys, values))
+        far_keys, far_values = (of_query_heads(x[:, :, :count], attention.num_heads) for x in (keys, values))
         sums, units = _absorbed(attention, far_keys, far_values, is_key[:, :count], sums, units)
     # Every rank takes part in the exchange of gradients, also if none of its keys is far. This adds 0.
     sums, units = shards.sums_before(sums + k[..., :0].sum(), units)
@@ -305,10 +302,20 @@ def _column(numbers: tuple[int, ...], like: Tensor) -> Tensor:  # (N, 1)
     return torch.tensor(numbers, device=like.device)[:, None]
 
 
-def _take(x: Tensor, source: Tensor) -> Tensor:  # (N, H, n, X), (N, n') -> (N, H, n', X)
-    index = source[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+def take_positions(x: Tensor, source: Tensor) -> Tensor:  # (N, H, n, X), (N or 1, n') -> (N, H, n', X)
+    """Return the positions of ``x`` that ``source`` names for each sample."""
+    index = source[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
     return x.gather(2, index)
 
 
-def _of_query_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
+def of_query_heads(x: Tensor, num_heads: int) -> Tensor:  # (*, heads of keys, n, X) -> (*, num_heads, n, X)
+    """Return keys or values of each query head, of which several may share a head of keys."""
+    return x if x.shape[-3] == num_heads else x.repeat_interleave(num_heads // x.shape[-3], -3)
+
+
+def without_masked(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values (N, heads of keys, n, X) with zeros where the mask (N, n) is False: they may be NaN."""
+    if key_mask is None:
+        return k, v
+    left_out = ~key_mask[:, None, :, None]
+    return k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
