@@ -143,10 +143,10 @@ def test_work_is_counted_by_operation():
         c.t().reshape(7, 3)
         c + 1
         c.add_(1)
-    products, moved, made = work.take()
+    products, made = work.take()
     assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21), (3, 5, 7))]
-    assert (moved, made) == (4 * 21 * (2 + 2), [4 * 21] * 3)  # the transposed view is no work
-    assert work.take() == ([], 0, [])
+    assert (work.moved, made) == (4 * 21 * (2 + 2), [4 * 21] * 3)  # the transposed view is no work
+    assert work.take() == ([], [])
 
 
 def test_narrow_products_take_longer():
