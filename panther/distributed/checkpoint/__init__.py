@@ -15,34 +15,22 @@ if TYPE_CHECKING:
     from .folders import checkpoints, latest
 
 # PEP 562: torch's DCP takes a quarter of a second to import, and a run without checkpoints does not need it.
-_HOME = {
-    "LoadedCheckpoint": "_load",
-    "PendingSave": "_save",
-    "async_save": "_save",
-    "checkpoints": "folders",
-    "export": "_load",
-    "latest": "folders",
-    "load": "_load",
-    "restore_architecture": "_load",
-    "save": "_save",
+_HOMES = {
+    "_load": ("LoadedCheckpoint", "export", "load", "restore_architecture"),
+    "_save": ("PendingSave", "async_save", "save"),
+    "folders": ("checkpoints", "latest"),
 }
 
 __all__ = [
-    "LoadedCheckpoint",
-    "PendingSave",
-    "async_save",
-    "checkpoints",
-    "export",
-    "latest",
-    "load",
-    "restore_architecture",
-    "save",
-]
+    "LoadedCheckpoint", "PendingSave", "async_save", "checkpoints", "export", "latest", "load",
+    "restore_architecture", "save",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"{__name__} has no attribute {name!r}", name=name)
 
 

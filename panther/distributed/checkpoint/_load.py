@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from panther._model_libraries import model_files
 from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._restore import (
-    Restore,
     check_optimizer_values,
     check_random_state,
     check_sketch_records,
+    undo_of,
 )
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
@@ -122,7 +122,7 @@ def _load(
     # Earlier versions did not save them.
     trees, layouts = (manifest.get("rank_states", [None]), manifest.get("layouts", {})) if rank_states else ([None], {})
     tree = rank_state_of(trees, get_rank(group), get_world_size(group))
-    parameters = {states.plain(name): each for part in parts for name, each in part.named_parameters()}
+    parameters = states.parameters_by_name(parts)
     # state_dict() of a sharded model can communicate, so that it is called once, on all ranks at the same time.
     state = run_on_all_ranks(lambda: states.model_state(parts), group)
     # Checkpoints of earlier versions have no records of attention.
@@ -154,22 +154,22 @@ def _load(
     values = states.decode(entries, targets)
     generator_states = states.decode(generators, targets) if random_state else None
 
-    def checked() -> tuple[dict[str, Any] | None, Restore]:
-        where = f"{folder / MANIFEST}"
-        check_sketch_records(parts, values, where)
+    def checked() -> tuple[dict[str, Any] | None, Callable[[], None]]:
+        file = f"{folder / MANIFEST}"
+        check_sketch_records(parts, values, file)
         if check is not None:
             check(states.decode(manifest["extra"], targets))
         if generator_states is not None:
-            check_random_state(generator_states, where)
+            check_random_state(generator_states, file)
         if optimizer is None:
-            return None, Restore(parts, None)
+            return None, undo_of(parts, None)
         saved_states, settings = (states.decode(manifest["optimizer"][key], targets) for key in ("states", "settings"))
         parameters = states.named_parameters(optimizer, parts)
-        check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, where)
+        check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, file)
         values_of_optimizer = states.optimizer_values(optimizer, parts, manifest["optimizer"], targets)
-        return values_of_optimizer, Restore(parts, optimizer)
+        return values_of_optimizer, undo_of(parts, optimizer)
 
-    optimizer_values, before = run_on_all_ranks(checked, group)
+    optimizer_values, undo = run_on_all_ranks(checked, group)
 
     def fill() -> None:
         # The optimizer is filled first, because undoing this needs no copy.
@@ -183,7 +183,7 @@ def _load(
     try:
         run_on_all_ranks(fill, group)
     except BaseException:
-        before.undo()
+        undo()
         raise
     return LoadedCheckpoint(
         path=folder,

@@ -1,9 +1,9 @@
 """Check all values of a checkpoint before they are loaded, and undo the load if a module or optimizer refuses them."""
 
-__all__ = ["Restore", "check_optimizer_values", "check_random_state", "check_sketch_records"]
+__all__ = ["check_optimizer_values", "check_random_state", "check_sketch_records", "undo_of"]
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _LIKE_PARAMETER = {
 }  # fmt: skip
 
 
-def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], where: str) -> None:
+def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], file: str) -> None:
     """Raise FormatError if the record of a sketch is not valid, before the layer would raise an error."""
     for part in parts:
         for name, module in part.named_modules():
@@ -36,10 +36,10 @@ def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], 
                 try:
                     read_record(record, module.num_terms, key)
                 except SketchMismatchError as error:
-                    raise FormatError(f"{where} is damaged: {error}") from None
+                    raise FormatError(f"{file} is damaged: {error}") from None
 
 
-def check_random_state(values: Any, where: str) -> None:
+def check_random_state(values: Any, file: str) -> None:
     """Raise FormatError unless random generators accept the decoded states of :func:`state.random_state`."""
     try:
         torch.Generator().set_state(values["torch"])
@@ -48,7 +48,7 @@ def check_random_state(values: Any, where: str) -> None:
         if "cuda" in values and (values["cuda"].dtype is not torch.uint8 or values["cuda"].dim() != 1):
             raise TypeError("the state of CUDA's generator is not a row of bytes")
     except Exception as error:  # three libraries raise errors of different types
-        raise FormatError(f"{where} is damaged: it has no valid states of the random generators ({error})") from None
+        raise FormatError(f"{file} is damaged: it has no valid states of the random generators ({error})") from None
 
 
 def check_optimizer_values(
@@ -56,7 +56,7 @@ def check_optimizer_values(
     saved_states: Mapping[str, Any],
     saved_settings: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    where: str,
+    file: str,
 ) -> None:
     """Raise FormatError unless decoded states and settings, by parameter, have the types that an optimizer uses.
 
@@ -65,23 +65,23 @@ def check_optimizer_values(
         saved_states: The state of each parameter, such as its moments.
         saved_settings: The settings of each parameter, such as ``lr``.
         groups: The optimizer's own groups, whose settings have the expected types.
-        where: The file, for the message.
+        file: The file, for the message.
     """
     group_of = {parameter: group for group in groups for parameter in group["params"]}
     for name, parameter in parameters:
         for key, value in saved_states.get(name, {}).items():
             if key == "step" and not _is_number(value):
-                raise FormatError(f"{where} is damaged: the optimizer's 'step' of {name!r} is {value!r}, not a number")
+                raise FormatError(f"{file} is damaged: the optimizer's 'step' of {name!r} is {value!r}, not a number")
             shape = tuple(value.shape) if isinstance(value, Tensor) else None
             if key in _LIKE_PARAMETER and value is not None and shape != tuple(parameter.shape):
                 kind = type(value).__name__ if shape is None else f"a tensor of the shape {shape}"
                 raise FormatError(
-                    f"{where} is damaged: the optimizer's {key!r} of {name!r} is {kind}, and the parameter has the "
+                    f"{file} is damaged: the optimizer's {key!r} of {name!r} is {kind}, and the parameter has the "
                     f"shape {tuple(parameter.shape)}"
                 )
         for key, value in saved_settings[name].items():
             if key in group_of[parameter] and not _is_same_kind(value, group_of[parameter][key]):
-                raise FormatError(f"{where} is damaged: the optimizer's {key!r} of {name!r} is {value!r}")
+                raise FormatError(f"{file} is damaged: the optimizer's {key!r} of {name!r} is {value!r}")
 
 
 def _is_number(value: Any) -> bool:
@@ -104,29 +104,20 @@ def _is_same_kind(value: Any, current: Any) -> bool:
     return isinstance(value, type(current)) or not isinstance(current, str)
 
 
-class Restore:
-    """The state of a model, an optimizer and the random generators before a load, which :meth:`undo` restores.
+def undo_of(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Return a function that restores the present state of modules, an optimizer and the random generators.
 
-    Args:
-        parts: The model, or the stages of this rank; :class:`ModuleState` says when its values are copied.
-        optimizer: The optimizer, or None.
+    :class:`ModuleState` says when the values of the modules are copied.
     """
+    model = ModuleState(parts)
+    undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
+    tensors: dict[str, Tensor] = {}
+    generators = states.random_state("random", tensors)
 
-    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
-        self._model = ModuleState(parts)
-        self._undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
-        self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._cuda_state = torch.cuda.get_rng_state() if uses_cuda else None
+    def undo() -> None:
+        if undo_optimizer is not None:
+            undo_optimizer()
+        model.restore()
+        states.set_random_state(states.decode(generators, tensors))
 
-    def undo(self) -> None:
-        """Restore the state before the load."""
-        if self._undo_optimizer is not None:
-            self._undo_optimizer()
-        self._model.restore()
-        torch_state, python_state, numpy_state = self._random
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if self._cuda_state is not None:
-            torch.cuda.set_rng_state(self._cuda_state)
+    return undo

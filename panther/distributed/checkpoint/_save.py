@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
+from panther._docstrings import inherit_arguments
 from panther.distributed.checkpoint import folders
 from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint.rank_states import encode_rank_states, merge_rank_states
@@ -128,6 +129,7 @@ def save(
         )
 
 
+@inherit_arguments(save)
 def async_save(
     directory: str | os.PathLike[str],
     model: nn.Module | Sequence[nn.Module],
@@ -144,17 +146,6 @@ def async_save(
 
     The thread communicates in a separate gloo group. If an earlier asynchronous checkpoint is still being written,
     this call waits for it and raises its error.
-
-    Args:
-        directory: Directory of the checkpoints, the same for all ranks. It is made if it is missing.
-        model: The model in any layout, or the modules of this rank's pipeline stages.
-        optimizer: Its optimizer, which may be a ZeroRedundancyOptimizer.
-        step: Number of steps so far, which names the folder.
-        extra: Values of the first rank, of the types that :func:`save` stores.
-        per_rank_extra: Values of every rank, of the same types.
-        rank_states: Values of every rank, as :func:`save` stores them.
-        keep: Number of checkpoints to keep in the directory; None keeps all.
-        group: Process group; None is all ranks, or this process alone.
 
     Returns:
         The pending checkpoint. Call its ``result()`` before leaving the process group at the latest.
@@ -222,7 +213,7 @@ def _collect(
     check_size("step", step, least=0)
     if keep is not None:
         check_size("keep", keep, least=1)
-    where, rank = os.fspath(directory), get_rank(group)
+    folder, rank = os.fspath(directory), get_rank(group)
     tensors: dict[str, Tensor] = {}
 
     def values_of_this_rank() -> dict[str, Any]:
@@ -231,9 +222,9 @@ def _collect(
         # Tied tensors are stored once, under the first of their names.
         first = states.first_names(state)
         entries = {name: states.encode(value, f"model.{first[name]}", tensors) for name, value in state.items()}
-        parameters = {states.plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
+        parameters = states.parameters_by_name(parts)
         return {
-            "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
+            "arguments": {"step": step, "optimizer": optimizer is not None, "directory": folder, "keep": keep},
             "modules": {name: spec for part in parts for name, spec in module_specs(part, in_training=True).items()},
             "model": entries,
             "optimizer": None if optimizer is None else states.optimizer_state(optimizer, parts, tensors),
@@ -272,7 +263,7 @@ def _collect(
         "per_rank_extra": [values["per_rank_extra"] for values in values_by_rank],
         **merge_rank_states([values["rank_states"] for values in values_by_rank]),
     }
-    return _Collected(Path(where), step, keep, tensors, header)
+    return _Collected(Path(folder), step, keep, tensors, header)
 
 
 def _encode_whole(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
@@ -308,7 +299,8 @@ def _union(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 def _write(state: _Collected, group: Group) -> Path:
     """Write a checkpoint under a temporary name, and rename it when all ranks have finished."""
-    temporary = run_on_first_rank(lambda: folders.begin(state.directory, state.step), group)
+    name = f"step-{state.step:08d}"
+    temporary = run_on_first_rank(lambda: folders.make_temporary(state.directory, name, "step-*"), group)
     try:
         failure = f"the checkpoint of step {state.step} is not written: "
         write_tensors(temporary, state.tensors, state.header, group, failure)

@@ -5,7 +5,7 @@ written, a file beside it is locked, so that processes that save to the same dir
 folders.
 """
 
-__all__ = ["begin", "checkpoints", "folder_of", "latest", "make_temporary", "note_damage", "publish", "remove", "tidy"]
+__all__ = ["checkpoints", "folder_of", "latest", "make_temporary", "note_damage", "publish", "remove", "tidy"]
 
 import errno
 import os
@@ -89,13 +89,11 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-def begin(directory: Path, step: int) -> Path:
-    """Make a temporary folder for a checkpoint, and remove temporary folders that killed processes left."""
-    return make_temporary(directory, f"step-{step:08d}", "step-*")
-
-
 def make_temporary(directory: Path, name: str, pattern: str) -> Path:
-    """Make a temporary folder for this process only, and remove abandoned ones whose names match the pattern."""
+    """Make a temporary folder for this process only.
+
+    Temporary folders whose names match the pattern, and that killed processes left, are removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(directory, pattern)
     name = f"{name}.{secrets.token_hex(8)}"

@@ -10,7 +10,8 @@ the parameters of more than one pipeline stage.
 __all__ = [
     "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "is_tensor", "model_state",
     "module_name", "named_parameters", "numpy_state", "optimizer_state", "optimizer_targets", "optimizer_undo",
-    "optimizer_values", "parts_of", "places", "plain", "python_state", "random_state", "set_random_state",
+    "optimizer_values", "parameters_by_name", "parts_of", "places", "plain", "python_state", "random_state",
+    "set_random_state",
 ]  # fmt: skip
 
 import random
@@ -100,9 +101,14 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def parameters_by_name(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters of modules by their names in a checkpoint."""
+    return {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
+
+
 def named_parameters(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's parameters on this rank with their names, in the optimizer's order."""
-    names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
+    names = {parameter: name for name, parameter in parameters_by_name(parts).items()}
     parameters = [parameter for group in _inner(optimizer).param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
@@ -139,7 +145,7 @@ def optimizer_state(
 
 def _names_by_group(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[list[str]]:
     """Return the names of each group's parameters, with those whose state a ZeroRedundancyOptimizer has elsewhere."""
-    names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
+    names = {parameter: name for name, parameter in parameters_by_name(parts).items()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -224,13 +230,13 @@ def optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return a function that restores the present states and settings of the optimizer."""
     inner = _inner(optimizer)
     state, groups = inner.state, inner.param_groups
-    before = inner.state_dict()
+    state_dict = inner.state_dict()
 
     def undo() -> None:
         if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
             inner.state, inner.param_groups = state, groups  # torch's load_state_dict replaces both objects
         else:
-            inner.load_state_dict(before)
+            inner.load_state_dict(state_dict)
         if _is_zero(optimizer):
             sync_zero_groups(optimizer, inner)
 
@@ -239,13 +245,13 @@ def optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
     """Return the states of the generators of torch, Python and NumPy on this rank, encoded."""
-    version, words, gauss = random.getstate()
+    version, integers, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     kind, keys, *rest = numpy_state
     states = {
         "torch": torch.get_rng_state(),
         # Tensors instead of long tuples of integers, because tensors are stored in binary.
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(integers, dtype=torch.int64), gauss],
         "numpy": [kind, torch.tensor(keys.astype(np.int64)), *rest],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -264,8 +270,8 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
 def python_state(saved: Any) -> tuple[Any, ...]:
     """Return the decoded state of Python's generator for its ``setstate``."""
-    version, words, gauss = saved
-    return (version, tuple(words.tolist()), gauss)
+    version, integers, gauss = saved
+    return (version, tuple(integers.tolist()), gauss)
 
 
 def numpy_state(saved: Any) -> tuple[Any, ...]:

@@ -12,20 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from panther._torch import put_module, without_inner_wrappers
 from panther.distributed.checkpoint import state as states
-from panther.distributed.checkpoint._reader import Chunk, TensorReader
 from panther.distributed.checkpoint.folders import checkpoints, folder_of
 from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
-from panther.distributed.checkpoint.storage import read_tensors, reader_of
+from panther.distributed.checkpoint.storage import Chunk, TensorReader, read_tensors, reader_of, tensor_reader
 from panther.errors import CheckpointError, FormatError
 from panther.files import read_json
 from panther.files.tensors import stored_tensors
@@ -127,27 +120,23 @@ def stored_weights(folder: Path) -> StoredWeights:
 def _inference_weights(folder: Path, manifest: Mapping[str, Any]) -> StoredWeights:
     """Return the weights of a folder of ``save_compressed``, which are in one file that the manifest names."""
     path = weights_path(folder, manifest)
-    tensors: dict[str, Any] = {}
-    chunks = {}
+    tensors: dict[str, tuple[torch.dtype, Sequence[int], list[Any]]] = {}
 
-    def add(chunk: Chunk, size: Sequence[int], dtype: torch.dtype) -> None:
-        shape, offsets = torch.Size(size), torch.Size([0] * len(size))
-        stored_chunks = [ChunkStorageMetadata(offsets, shape)]
-        tensors[chunk.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, stored_chunks)
-        chunks[MetadataIndex(chunk.key, offsets)] = chunk
+    def add(chunk: Chunk, shape: Sequence[int], dtype: torch.dtype) -> None:
+        tensors[chunk.key] = dtype, shape, [([0] * len(shape), shape, chunk)]
 
     for name, stored in stored_tensors(path).items():
         add(Chunk(path, name), stored.shape, stored.dtype)
     places = {name: name for name in tensors} | manifest["aliases"]
     for key, value in _middle_zeros(manifest["modules"]).items():
         # A layer of symmetric grids has no zero points in the file, and as many of them as scales.
-        scales = tensors.get(places.get(f"{key.removesuffix('zeros')}scales", ""))
-        if scales is not None:
-            add(Chunk(path, key, constant=value), scales.size, torch.uint8)
+        scales = places.get(f"{key.removesuffix('zeros')}scales", "")
+        if scales in tensors:
+            add(Chunk(path, key, constant=value), tensors[scales][1], torch.uint8)
             places[key] = key
     if strangers := sorted(set(places.values()) - tensors.keys()):
         raise FormatError(f"{folder / INFERENCE_MANIFEST} names the tensor {strangers[0]!r}, which {path} lacks")
-    return StoredWeights(folder, TensorReader(Metadata(tensors), chunks), manifest["modules"], places)
+    return StoredWeights(folder, tensor_reader(tensors), manifest["modules"], places)
 
 
 def _middle_zeros(modules: Mapping[str, Any]) -> dict[str, int]:
