@@ -90,12 +90,9 @@ class CheckedGroups(torch.optim.Optimizer):
         from panther.optim.shards import layout_of
 
         sharded = [(name, layout, p) for name, p in matrices if (layout := layout_of(p)) is not None]
-        check_gradients([(name, layout, p.grad is not None) for name, layout, p in sharded], self._call_name)
+        call_name = f"{type(self).__name__}.step"
+        check_gradients([(name, layout, p.grad is not None) for name, layout, p in sharded], call_name)
         return {p: layout for _, layout, p in sharded}
-
-    @property
-    def _call_name(self) -> str:
-        return f"{type(self).__name__}.step"
 
     def _refuse_sparse(self, name: str, p: Tensor) -> None:
         if p.grad is not None and p.grad.layout is not torch.strided:

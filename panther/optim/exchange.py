@@ -14,14 +14,7 @@ A generator stands for a batch. It yields while its messages travel, so that oth
 ranks run the same batches in the same order.
 """
 
-__all__ = [
-    "Owners",
-    "check_gradients",
-    "mean_bytes",
-    "triangle_bytes",
-    "update_shards",
-    "whole_matrix_bytes",
-]
+__all__ = ["Owners", "check_gradients", "mean_bytes", "triangle_bytes", "update_shards", "whole_matrix_bytes"]
 
 import hashlib
 from collections.abc import Generator, Sequence
@@ -106,7 +99,7 @@ def add_up(x: Tensor, layout: ShardLayout) -> Generator[None, None, Tensor]:
     return message.to(x.device)
 
 
-def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str = _CALL) -> None:
+def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str) -> None:
     """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
 
     Args:

@@ -50,17 +50,13 @@ class LowRankUpdate(MatrixUpdate):
         m, n = parameter.shape[-2:]
         super().__init__(parameter, group, state, None if layout is None else layout.oriented(m < n))
         self.rank: int = group["rank"]
+        self.batch_key = (*self.batch_key, self.rank)
         if "basis" not in state:
             state["basis"] = self._first_basis(parameter)
         # It is sharded over experts as the parameter is, and otherwise complete on every rank.
         state["basis"] = placed_like(parameter, state["basis"], 0 if parameter.dim() == 3 else -1)
         basis: Tensor = local_part(state["basis"])
         self.basis = basis if basis.dim() == 3 else basis[None]
-
-    @property
-    def batch_key(self) -> tuple[Any, ...]:
-        """Return what updates of one batch have in common."""
-        return *super().batch_key, self.rank
 
     def accumulate(self) -> Tensor:  # (count, rows, columns) of this rank
         """Add the gradient to the momentum, and return the sum, tall after a transposition."""

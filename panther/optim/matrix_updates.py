@@ -1,23 +1,14 @@
 """Momentum and orthogonalised updates of matrices on one rank, in batches of equal shapes."""
 
 __all__ = [
-    "MatrixUpdate",
-    "advance_momenta",
-    "apply_updates",
-    "batches_of",
-    "iteration_dtype",
-    "local_part",
-    "moment_dtype",
-    "orthogonalize_batch",
-    "placed_like",
-    "placements_like",
-    "run_overlapped",
-]
+    "MatrixUpdate", "advance_momenta", "apply_updates", "batch_limit", "batches_of", "iteration_dtype", "local_part",
+    "moment_dtype", "orthogonalize_batch", "placed_like", "placements_like", "run_overlapped",
+]  # fmt: skip
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +18,7 @@ from panther.optim.newton_schulz import orthogonalize
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
+_Update = TypeVar("_Update", bound=Any)  # with a batch_key and a count, as MatrixUpdate
 _RMS = 0.2  # root mean square of the entries of an update at rate 1, as for usual updates of Adam
 # Matrices with a shorter side below this iterate in float32, which takes less time than bfloat16 for them.
 _SHORT_SIDE = 64
@@ -46,7 +38,8 @@ class MatrixUpdate:
         shape: (m, n) of the complete matrices, tall after a transposition.
         layout: The argument.
         dtype: The dtype of Newton-Schulz iterations.
-
+        count: The number of matrices on this rank, complete or sharded.
+        batch_key: What updates of one batch have in common.
     """
 
     def __init__(
@@ -65,16 +58,10 @@ class MatrixUpdate:
         self._is_transposed = m < n if layout is None else layout.is_transposed
         self.shape = (n, m) if self._is_transposed else (m, n)
         self.dtype = iteration_dtype(parameter, group)
-
-    @property
-    def batch_key(self) -> tuple[Any, ...]:
-        """Return what updates of one batch have in common."""
-        return self.shape, self.layout, self.dtype, self._momentum.dtype, self._parameter.device
-
-    @property
-    def count(self) -> int:
-        """Return the number of matrices on this rank, complete or sharded."""
-        return self._parameter.shape[0] if self._parameter.dim() == 3 else 1
+        self.count = self._parameter.shape[0] if parameter.dim() == 3 else 1
+        self.batch_key: tuple[Any, ...] = (
+            self.shape, self.layout, self.dtype, self._momentum.dtype, self._parameter.device
+        )  # fmt: skip
 
     def advance_momentum(self) -> Tensor:  # (count, m, n) of this rank
         """Add the gradient to the momentum, and return Nesterov's combination of both, tall after a transposition."""
@@ -106,17 +93,26 @@ def iteration_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     return moment_dtype(parameter)
 
 
-def batches_of(updates: Iterable[MatrixUpdate]) -> Iterator[list[MatrixUpdate]]:
-    """Yield updates that are computed together: of one shape, layout, dtype and device, and of limited size."""
-    by_key: dict[tuple[Any, ...], list[MatrixUpdate]] = {}
+def batch_limit(update: MatrixUpdate) -> int:
+    """Return the number of matrices like those of an update that are computed together."""
+    ranks = 1 if update.layout is None else update.layout.ranks
+    limit = max(1, ranks * _BATCH_BYTES // (4 * max(1, math.prod(update.shape))))
+    return max(limit // ranks, 1) * ranks  # the owners then have equal numbers of matrices
+
+
+def batches_of(updates: Iterable[_Update], limit_of: Callable[[_Update], int]) -> Iterator[list[_Update]]:
+    """Yield updates that are computed together: of one shape, layout, dtype and device, and of limited size.
+
+    Args:
+        updates: The updates.
+        limit_of: Returns the largest number of matrices like those of an update in a batch, equal on all ranks.
+    """
+    by_key: dict[tuple[Any, ...], list[_Update]] = {}
     for update in updates:
         by_key.setdefault(update.batch_key, []).append(update)
     for updates_of_key in by_key.values():
-        first = updates_of_key[0]
-        ranks = 1 if first.layout is None else first.layout.ranks
-        limit = max(1, ranks * _BATCH_BYTES // (4 * max(1, math.prod(first.shape))))
-        limit = max(limit // ranks, 1) * ranks  # the owners then have equal numbers of matrices
-        batch: list[MatrixUpdate] = []
+        limit = limit_of(updates_of_key[0])
+        batch: list[_Update] = []
         for update in updates_of_key:
             if batch and sum(member.count for member in batch) + update.count > limit:
                 yield batch

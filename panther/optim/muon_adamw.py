@@ -17,6 +17,7 @@ from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
+    batch_limit,
     batches_of,
     iteration_dtype,
     orthogonalize_batch,
@@ -196,7 +197,7 @@ class MuonAdamW(CheckedGroups):
             from panther.optim.exchange import Owners, add_up, update_shards
 
             owners = Owners()
-            for batch in batches_of(sharded):
+            for batch in batches_of(sharded, batch_limit):
                 layout = batch[0].layout
                 if isinstance(batch[0], LowRankUpdate) and layout is not None:
                     yield update_low_rank(batch, partial(add_up, layout=layout))
@@ -205,7 +206,7 @@ class MuonAdamW(CheckedGroups):
         for group in self.param_groups:
             if not group["orthogonalize"]:
                 yield self._step_adamw(group)
-        for batch in batches_of(update for update in updates if update.layout is None):
+        for batch in batches_of((update for update in updates if update.layout is None), batch_limit):
             yield update_low_rank(batch) if isinstance(batch[0], LowRankUpdate) else orthogonalize_batch(batch)
 
     def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:

@@ -3,30 +3,33 @@
 __all__ = ["SketchedAdamW"]
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from panther.errors import ConfigError
+from panther.errors import CheckpointError, ConfigError, ShapeError, check_flag, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.parameter_groups import split_groups
-from panther.optim.sketched_checks import (
-    check_group_settings,
-    check_moments,
-    check_saved_moments,
-    check_sketch,
-    is_sketched,
-    plain_name,
-)
-from panther.optim.sketched_update import PeriodSigns, SketchedUpdate, apply_sketched
+from panther.optim.sketched_update import UPDATES, PeriodSigns, SketchedUpdate, apply_sketched
 from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
 
 if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
+# Under these names wrappers hold a module: DistributedDataParallel, DataParallel and AveragedModel, torch.compile,
+# activation checkpointing, the older FSDP, and Lightning Fabric.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+_OTHER_SETTINGS = {
+    "update_proj_gap": "period= takes its value",
+    "scale": "updates have the size of Adam's at the same lr, so leave it out",
+    "scale_type": "update='channel' or 'tensor' takes its value",
+    "proj": "projections have random signs, so leave it out",
+    "proj_type": "projections act on the shorter side, so leave it out",
+}
+"""What to do with settings of GaLore and APOLLO."""
 _PLAIN = ("step", "exp_avg", "exp_avg_sq")
 _SKETCHED = ("step", "sketch_avg", "sketch_avg_sq", "update_norm")
 _Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
@@ -133,11 +136,11 @@ class SketchedAdamW(CheckedGroups):
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]
-        check_group_settings(group)
+        _check_group_settings(group)
         super()._check_group(number)
         group["seed"] = check_seed(0 if group["seed"] is None else group["seed"])
         for index in range(len(self.param_groups[number]["params"])):
-            check_sketch(*self.entry(number, index))
+            _check_sketch(*self.entry(number, index))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, unless its settings or parameters are refused."""
@@ -155,7 +158,7 @@ class SketchedAdamW(CheckedGroups):
     def depends_on_order(self) -> bool:
         """Whether the projection of a matrix depends on its place in the groups, because it has no name."""
         return any(
-            not group.get("param_names") and any(is_sketched(p, group) for p in group["params"])
+            not group.get("param_names") and any(_is_sketched(p, group) for p in group["params"])
             for group in self.param_groups
         )
 
@@ -241,9 +244,7 @@ class SketchedAdamW(CheckedGroups):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_parameters(
-            [(number, index) for number, group in enumerate(self.param_groups) for index in range(len(group["params"]))]
-        )
+        self._step_parameters(self._places())
         if self._backward_steps is not None:
             self._backward_steps.end_step()
         return loss
@@ -255,12 +256,12 @@ class SketchedAdamW(CheckedGroups):
         """Take the step of parameters, by the numbers of their groups and their indices there."""
         self._refuse_capture()
         entries = [self.entry(number, index) for number, index in places]
-        sketched = [entry for entry in entries if is_sketched(entry[1], entry[2])]
+        sketched = [entry for entry in entries if _is_sketched(entry[1], entry[2])]
         self._agree_on_sketches()
         layouts = self._agreed_layouts((name, p) for name, p, _ in sketched)
         for name, p, group in entries:
             self._refuse_sparse(name, p)
-            check_moments(name, p, self.state.get(p, {}), group)
+            _check_moments(name, p, self.state.get(p, {}), group)
         updates = [
             self._update_class(name, p, group, self.state[p], layouts.get(p), self.period_signs)
             for name, p, group in sketched
@@ -269,10 +270,13 @@ class SketchedAdamW(CheckedGroups):
         apply_sketched(updates)
         plain: dict[int, dict[Tensor, str]] = {}
         for (number, _), (name, p, group) in zip(places, entries, strict=True):
-            if p.grad is not None and not is_sketched(p, group):
+            if p.grad is not None and not _is_sketched(p, group):
                 plain.setdefault(number, {})[p] = name
         for number, names in plain.items():
             step_adamw(self.param_groups[number], list(names), self.state, names)
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(number, i) for number, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
 
     def entry(self, number: int, index: int) -> _Entry:
         """Return a parameter with its group and its name, equal in all layouts that keep names or else the order.
@@ -283,7 +287,7 @@ class SketchedAdamW(CheckedGroups):
         """
         group = self.param_groups[number]
         names = group.get("param_names")
-        name = plain_name(names[index]) if names else f"parameter {index} of group {number}"
+        name = _plain_name(names[index]) if names else f"parameter {index} of group {number}"
         return name, group["params"][index], group
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,23 +301,21 @@ class SketchedAdamW(CheckedGroups):
         """
         groups = state_dict["param_groups"]
         indices = [index for group in groups for index in group["params"]]
-        entries = [
-            (number, place) for number, group in enumerate(self.param_groups) for place in range(len(group["params"]))
-        ]
+        places = self._places()
         # torch has an error for other numbers of groups and of parameters.
-        if len(groups) == len(self.param_groups) and len(indices) == len(entries):
-            for (number, place), index in zip(entries, indices, strict=True):
+        if len(groups) == len(self.param_groups) and len(indices) == len(places):
+            for (number, place), index in zip(places, indices, strict=True):
                 name, p, _ = self.entry(number, place)
                 state, subject = state_dict["state"].get(index, {}), f"the state of {name}"
                 self._check_kind(subject, groups[number], ("rank", "update", "period", "seed"))
                 if state:
-                    self._check_kind(subject, state, _SKETCHED if is_sketched(p, groups[number]) else _PLAIN)
-                check_saved_moments(name, p, state, groups[number])
+                    self._check_kind(subject, state, _SKETCHED if _is_sketched(p, groups[number]) else _PLAIN)
+                _check_saved_moments(name, p, state, groups[number])
         super().load_state_dict(state_dict)
         self._has_agreed = False  # the groups may have other seeds now
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
-        if not is_sketched(parameter, group):
+        if not _is_sketched(parameter, group):
             return 0.0
         m, _ = layout.shape
         # Square matrices are not transposed here.
@@ -332,15 +334,77 @@ class SketchedAdamW(CheckedGroups):
         from panther.optim.shards import layout_of
 
         descriptions: dict[Any, dict[str, str]] = {}
-        for number, group in enumerate(self.param_groups):
-            for index in range(len(group["params"])):
-                name, p, _ = self.entry(number, index)
-                if is_sketched(p, group) and (layout := layout_of(p)) is not None:
-                    text = "sketched with the seed {seed}, rank={rank}, update={update!r} and period={period}"
-                    texts = descriptions.setdefault(layout.group, {})
-                    # Matrices of several models may have equal names.
-                    texts[name] = " and ".join(filter(None, (texts.get(name), text.format(**group))))
+        for name, p, group in (self.entry(*place) for place in self._places()):
+            if _is_sketched(p, group) and (layout := layout_of(p)) is not None:
+                settings = "sketched with the seed {seed}, rank={rank}, update={update!r} and period={period}"
+                sketches = descriptions.setdefault(layout.group, {})
+                # Matrices of several models may have equal names.
+                sketches[name] = " and ".join(filter(None, (sketches.get(name), settings.format(**group))))
         fix = "give all ranks the same settings and names of parameters"
-        for ranks, texts in descriptions.items():
-            agree(self._call_name, lambda texts=texts: texts, ranks, fix, "sketches")  # type: ignore[misc]
+        for ranks, sketches in descriptions.items():
+            agree("SketchedAdamW.step", lambda sketches=sketches: sketches, ranks, fix, "sketches")  # type: ignore[misc]
         self._has_agreed = True
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers add, and without modules that are named so.
+
+    A model may have an attribute ``module`` of its own. Every layout has its name, whatever wraps the model there, so
+    the name loses this part in every layout.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether the moments of a parameter are sketches, as those of real matrices in groups with a rank are."""
+    return group["rank"] is not None and p.dim() == 2 and p.numel() > 0 and not p.is_complex()
+
+
+def _check_group_settings(group: Mapping[str, Any]) -> None:
+    """Raise an error if a setting of a group is out of range, or belongs to GaLore or APOLLO."""
+    for key, advice in _OTHER_SETTINGS.items():
+        if key in group:
+            raise ValueError(f"a group has {key}={group[key]!r}, and SketchedAdamW has no such setting: {advice}")
+    if group["update"] not in UPDATES:
+        raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
+    check_size("period", group["period"], least=1)
+    check_flag("bf16_stochastic_round", group["bf16_stochastic_round"])
+    if group["rank"] is not None:
+        check_size("rank", group["rank"], least=1)
+
+
+def _check_sketch(name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+    """Raise ShapeError if the rank is above the shorter side of a matrix."""
+    if _is_sketched(p, group) and group["rank"] > min(p.shape):
+        raise ShapeError(
+            f"rank={group['rank']} is above the shorter side of {name}, of shape {tuple(p.shape)}: give a smaller "
+            "rank, or a group with rank=None, as panther.optim.sketched_param_groups does"
+        )
+
+
+def _check_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise ShapeError if the parameter has changed its shape."""
+    moment = state.get("sketch_avg", state.get("exp_avg"))
+    if moment is not None and tuple(moment.shape) != _moment_shape(p, group):
+        raise ShapeError(
+            f"the moments of {name} have the shape {tuple(moment.shape)}, and with its shape {tuple(p.shape)} and "
+            f"rank={group['rank']} they have the shape {_moment_shape(p, group)}: make a new optimizer after a change "
+            "of either"
+        )
+
+
+def _check_saved_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless saved moments fit a parameter with the settings of the saved group."""
+    for key in ("sketch_avg", "sketch_avg_sq", "exp_avg", "exp_avg_sq"):
+        if key in state and tuple(state[key].shape) != _moment_shape(p, group):
+            raise CheckpointError(
+                f"{key} of {name} in the state has the shape {tuple(state[key].shape)}, and with rank={group['rank']} "
+                f"and the parameter's shape {tuple(p.shape)} it has the shape {_moment_shape(p, group)}: load the "
+                "state of the same model"
+            )
+
+
+def _moment_shape(p: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    if not _is_sketched(p, group):
+        return tuple(p.shape)
+    return (p.shape[0], group["rank"]) if p.shape[0] >= p.shape[1] else (group["rank"], p.shape[1])

@@ -4,7 +4,7 @@ __all__ = ["UPDATES", "PeriodSigns", "SketchedUpdate", "apply_sketched", "projec
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from panther.errors import TrainingError
 from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
 from panther.optim.adamw_step import moment_dtype
-from panther.optim.matrix_updates import local_part, placed_like, placements_like
+from panther.optim.matrix_updates import batches_of, local_part, placed_like, placements_like
 from panther.optim.rounding import copy_rounded
 from panther.sketch import signs
 
@@ -67,11 +67,15 @@ class SketchedUpdate:
         period_signs: Draws the signs of the projection.
 
     Attributes:
+        count: The number of matrices.
+        batch_key: What updates of one batch have in common.
         shape: The numbers of rows and columns of the tall matrix on all ranks.
         rank: The number of rows of the sketch.
         counts_rows: Whether this rank counts its rows of the sketch, which ranks with other columns have too.
         has_all_columns: Whether the sketch of this rank is complete.
     """
+
+    count = 1
 
     def __init__(
         self,
@@ -107,13 +111,9 @@ class SketchedUpdate:
         state["step"] += 1
         self.step = int(state["step"])
         self._seed = projection_seed(name, group["seed"], (self.step - 1) // group["period"])
-
-    @property
-    def batch_key(self) -> tuple[Any, ...]:
-        """Return what updates of one batch have in common."""
-        settings = *(self.group[key] for key in ("update", "rank", "eps")), *self.group["betas"], self.step
-        gradient = self.gradient
-        return *settings, self.layout, gradient.shape, gradient.dtype, self.dtype, gradient.device
+        settings = *(group[key] for key in ("update", "rank", "eps")), *group["betas"], self.step
+        dtypes = self.gradient.dtype, self.dtype
+        self.batch_key = (*settings, layout, self.gradient.shape, *dtypes, self.gradient.device)
 
     def moment(self, key: str) -> Tensor:  # (rank, rows)
         """Return a view of a moment on this rank."""
@@ -185,6 +185,7 @@ class _Batch:
     Attributes:
         updates: The updates.
         first: The first of them.
+        has_factors: Whether updates are gradients times factors, which depend on the norms of all ranks.
         sketches: ``(batch, rank, rows)``; after :meth:`project` times ``_HEADROOM``, and parts of sums over the ranks,
             if columns are sharded.
         squares: The squared norms of the rows of the gradients on this rank, ``(batch, rows)``, or with ``"tensor"``
@@ -198,13 +199,8 @@ class _Batch:
     def __init__(self, updates: Sequence[SketchedUpdate]) -> None:
         self.updates = updates
         self.first = updates[0]
-        self.layout = self.first.layout
         self._kind = self.first.group["update"]
-
-    @property
-    def has_factors(self) -> bool:
-        """Return whether updates are gradients times factors, which depend on the norms of all ranks."""
-        return self._kind != "projected"
+        self.has_factors = self._kind != "projected"
 
     def project(self) -> None:
         """Compute this rank's parts of the sketches and of the squared norms; the sketches keep room for sums.
@@ -268,16 +264,14 @@ class _Batch:
         totals = torch.stack([self._row_squares.sum(1) * first.counts_rows, self.squares.sum(1)], 1)
         self.sums = totals
         if self._kind == "channel" and not first.has_all_columns:
-            complete = totals.new_zeros(len(totals), first.shape[0])
-            complete[:, first.rows.start : first.rows.stop] = self.squares
-            self.sums = torch.cat([totals, complete], 1)
+            self.sums = torch.cat([totals, self.placed(self.squares)], 1)
 
     def finish(self) -> None:
         """Compute the factors from the sums over all ranks."""
         if not self.has_factors:
             # Ranks do not know whether gradients of other ranks are finite.
             is_finite = self._quotients.isfinite() | ~self.sketches.isfinite()
-            self.is_valid = is_finite.flatten(1).all(1) | (self.layout is not None)
+            self.is_valid = is_finite.flatten(1).all(1) | (self.first.layout is not None)
             return
         first, squares = self.first, self.squares
         if self._kind == "tensor":
@@ -300,6 +294,12 @@ class _Batch:
         for update, values in zip(self.updates, self._factors if self.has_factors else self._quotients, strict=True):
             update.apply(values)
 
+    def placed(self, part: Tensor) -> Tensor:  # (*, rows of this rank) -> (*, rows)
+        """Return zeros with the numbers of this rank's rows in their places."""
+        complete = part.new_zeros(*part.shape[:-1], self.first.shape[0])
+        complete[..., self.first.rows.start : self.first.rows.stop] = part
+        return complete
+
     def _moments(self, key: str) -> Tensor:  # (batch, rank, rows)
         return torch.stack([update.moment(key) for update in self.updates])
 
@@ -315,34 +315,22 @@ def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
     Raises:
         TrainingError: Before a parameter changes, if an update is not finite, although its gradient is.
     """
-    batches = [_Batch(batch) for batch in _batches_of(updates)]
+    batches = [_Batch(batch) for batch in batches_of(updates, lambda update: _BATCH_NUMBERS // math.prod(update.shape))]
     with full_precision():
         for batch in batches:
             batch.project()
-        _reduce_sketches([batch for batch in batches if not batch.first.has_all_columns])
+        partial = [batch for batch in batches if not batch.first.has_all_columns]
+        for batch, sketches in _summed([(batch, batch.placed(batch.sketches)) for batch in partial]):
+            batch.sketches = sketches[..., batch.first.rows.start : batch.first.rows.stop]
         for batch in batches:
             batch.advance()
-        for group_batches in _by_group([batch for batch in batches if batch.has_factors]):
-            sums = _summed([batch.sums for batch in group_batches], group_batches[0])
-            for batch, summed in zip(group_batches, sums, strict=True):
-                batch.sums = summed
+        for batch, sums in _summed([(batch, batch.sums) for batch in batches if batch.has_factors]):
+            batch.sums = sums
         for batch in batches:
             batch.finish()
         _check_finite(batches)
         for batch in batches:
             batch.apply()
-
-
-def _batches_of(updates: Iterable[SketchedUpdate]) -> Iterator[list[SketchedUpdate]]:
-    """Yield updates that are computed together: of one shape, layout and settings, and of limited size."""
-    by_key: dict[tuple[Any, ...], list[SketchedUpdate]] = {}
-    for update in updates:
-        by_key.setdefault(update.batch_key, []).append(update)
-    for updates_of_key in by_key.values():
-        # The limit is equal on all ranks, whose shards may differ.
-        limit = max(1, _BATCH_NUMBERS // math.prod(updates_of_key[0].shape))
-        for start in range(0, len(updates_of_key), limit):
-            yield updates_of_key[start : start + limit]
 
 
 def _check_finite(batches: Sequence[_Batch]) -> None:
@@ -365,39 +353,25 @@ def _check_finite(batches: Sequence[_Batch]) -> None:
     )
 
 
-def _reduce_sketches(batches: Sequence[_Batch]) -> None:
-    """Replace the parts of sketches by their sums over the ranks that have other columns."""
-    for group_batches in _by_group(batches):
-        complete = []
-        for batch in group_batches:
-            zeros = batch.sketches.new_zeros(*batch.sketches.shape[:2], batch.first.shape[0])
-            zeros[..., batch.first.rows.start : batch.first.rows.stop] = batch.sketches
-            complete.append(zeros)
-        for batch, sketches in zip(group_batches, _summed(complete, group_batches[0]), strict=True):
-            batch.sketches = sketches[..., batch.first.rows.start : batch.first.rows.stop]
+def _summed(terms: Sequence[tuple[_Batch, Tensor]]) -> Iterator[tuple[_Batch, Tensor]]:
+    """Yield each batch of sharded matrices with the sum of its term over the ranks that share them.
 
+    Terms of the same ranks, dtype and device are sent in one message.
+    """
+    by_group: dict[Any, list[tuple[_Batch, Tensor]]] = {}
+    for batch, term in terms:
+        if batch.first.layout is not None:
+            key = batch.first.layout.group, batch.sketches.dtype, batch.sketches.device
+            by_group.setdefault(key, []).append((batch, term))
+    for (group, *_), members in by_group.items():
+        import torch.distributed as dist
 
-def _by_group(batches: Sequence[_Batch]) -> list[list[_Batch]]:
-    """Return the batches of sharded matrices by the ranks that share them, by dtype and by device."""
-    groups: dict[Any, list[_Batch]] = {}
-    for batch in batches:
-        if batch.layout is not None:
-            groups.setdefault((batch.layout.group, batch.sketches.dtype, batch.sketches.device), []).append(batch)
-    return list(groups.values())
+        from panther.distributed.comm.diagnostics import watched
+        from panther.optim.shards import sending_device
 
-
-def _summed(tensors: Sequence[Tensor], batch: _Batch) -> list[Tensor]:
-    """Return the sums of tensors over the ranks that share the matrices of a batch; they are sent in one message."""
-    import torch.distributed as dist
-
-    from panther.distributed.comm.diagnostics import watched
-    from panther.optim.shards import sending_device
-
-    assert batch.layout is not None
-    group = batch.layout.group
-    message = torch.cat([tensor.flatten() for tensor in tensors])
-    outgoing = message.to(sending_device(group, message))
-    with watched("SketchedAdamW.step", group):
-        dist.all_reduce(outgoing, group=group)
-    parts = outgoing.to(message.device).split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        message = torch.cat([term.flatten() for _, term in members])
+        outgoing = message.to(sending_device(group, message))
+        with watched("SketchedAdamW.step", group):
+            dist.all_reduce(outgoing, group=group)
+        sums = outgoing.to(message.device).split([term.numel() for _, term in members])
+        yield from ((batch, total.view_as(term)) for (batch, term), total in zip(members, sums, strict=True))
