@@ -16,7 +16,7 @@ from panther.nn import LearnedLinearAttention
 from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.linearized import CHILD
 from panther.nn.attention.record import is_attention_record
-from panther.nn.base import CompressedModule, SketchedModule, arguments_of
+from panther.nn.protocol import CompressedModule, allowed_layers, arguments_of
 from panther.nn.sketch_record import plain_state
 
 _MODEL = "(the model)"
@@ -293,9 +293,7 @@ def _bytes(module: nn.Module) -> int:
 
 def _form(module: nn.Module) -> str:
     if isinstance(module, CompressedModule):
-        names = (*module.dense_arguments, *module.size_arguments)
-        mode = "" if not isinstance(module, SketchedModule) or not module.is_fitted else "fitted"
-        return _recorded_form({"class": type(module).__name__, "args": arguments_of(module, names), "mode": mode})
+        return module.describe_form(arguments_of(module, module.size_arguments), module.record_mode)
     if isinstance(module, FeatureMap):
         return f"linear attention, {module.num_random_features} features, {module.kernel_fn}"
     if isinstance(module, LearnedLinearAttention):
@@ -311,15 +309,9 @@ def _recorded_form(record: Mapping[str, Any]) -> str:
     if is_attention_record(record):
         features, kernel = args.get("num_features", args.get("num_random_features")), args.get("kernel_fn")
         return f"linear attention, {features} features, {kernel or 'window ' + str(args.get('window'))}"
-    rank, terms, bits = args.get("low_rank"), args.get("num_terms"), args.get("bits")
-    if "rank" in args:
-        return f"low rank {args['rank']}"
-    if terms is not None:
-        fitted = "fitted, " if record.get("mode") == "fitted" else ""
-        return f"sketched, {fitted}{counted(terms, 'term')} of rank {rank}"
-    if "bits" in args:
-        rest = f"low rank {rank}" if rank else ""
-        return " + ".join(filter(None, ("" if bits is None else f"int{bits}", rest)))
-    # The layer of a form that somebody else registered has no other name.
-    kind = "interpolative" if record.get("class") == "InterpolativeLinear" else str(record.get("class"))
-    return kind if rank is None else f"{kind}, rank {rank}"
+    name = str(record.get("class"))
+    kind = allowed_layers().get(name)
+    # A file can be of a form that this process does not know, or damaged.
+    if kind is None or not set(kind.size_arguments) <= args.keys():
+        return name
+    return kind.describe_form(args, str(record.get("mode")))

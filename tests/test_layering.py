@@ -56,7 +56,7 @@ LEVELS = {
         "attention": 1, "config": 1, "plots": 1,
         "compressed_models": 2, "evaluation": 3, "result": 3,
         "space": 3, "study": 4, "runners": 5,
-        "search": 6, "_tune": 7, "": 8,
+        "search": 6, "": 7,
     },
 }  # fmt: skip
 MAXIMUM_FILES = 20
@@ -150,6 +150,33 @@ def test_kernels_are_chosen_in_one_place():
         if backends.match(name)
     ]
     assert complaints == []
+
+
+def named_layers(source: str) -> set[str]:
+    """Names of classes of compressed layers that the code of a module names, imported or as attributes."""
+    from panther.nn.protocol import CompressedModule
+
+    kinds, waiting = set(), [CompressedModule]
+    while waiting:
+        waiting += waiting.pop().__subclasses__()
+        kinds |= {kind.__name__ for kind in waiting if kind.__module__.startswith("panther.nn.")}
+    nodes = list(ast.walk(parsed(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return kinds & (names | {node.name for node in nodes if isinstance(node, ast.alias)})
+
+
+def test_adapters_ask_layers_by_their_protocol():
+    """No adapter names a class of layers, so that it knows each layer that somebody adds."""
+    complaints = {
+        module: names
+        for module, path in MODULES.items()
+        if module.startswith("panther.integrations") and (names := named_layers(path.read_text()))
+    }
+    assert complaints == {}
+    assert named_layers("from panther.nn import QuantizedExperts as Q\nx = pr.nn.SKConv2d") == {
+        "QuantizedExperts", "SKConv2d"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import panther as pr
 from panther.compression.calibration.runner import check_calibration
 from panther.compression.config import SIZES, CompressConfig
 from panther.errors import ConfigError
-from panther.nn import LowRankConv2d, LowRankLinear
-from panther.nn.base import CompressedModule, SketchedModule
+from panther.nn.protocol import compressed_layers
 from panther.nn.sketch_record import plain_state
 
 _log = logging.getLogger("panther.integrations")
@@ -73,10 +72,9 @@ def _several() -> bool:
 
 
 def _sizes(model: nn.Module) -> dict[str, Any]:
-    layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
+    layers = [layer for _, layer in compressed_layers(model)]
     size = sum(tensor.nbytes for layer in layers for tensor in plain_state(layer).values())
-    ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
-    ranks += [layer.rank for layer in layers if isinstance(layer, LowRankLinear | LowRankConv2d)]
+    ranks = [layer.inner_rank for layer in layers if layer.factor_names and layer.inner_rank is not None]
     sizes: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
     if ranks:
         sizes |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}

@@ -1,4 +1,4 @@
-"""``import panther`` makes transformers load compressed folders, without importing transformers or torch.
+"""``import panther`` makes transformers load compressed folders and PEFT adapt them, without importing any of these.
 
 transformers does not refuse a folder of a quantization method that it does not know: it warns, and fills the layers
 with random numbers. Every process that imports Panther therefore registers the method, immediately if transformers'
@@ -9,6 +9,9 @@ The method alone does not suffice. transformers asks it only if the config that 
 layers. Models are often saved with other configs: a model that contains a compressed one, a part, or a dense model of
 the same config. ``save_pretrained`` and ``from_pretrained`` of all models are therefore wrapped: saving writes the
 record of the layers that the model has, and loading refuses weights of compressed layers that it would not use.
+
+PEFT skips layers that it does not know in silence, and copies integer codes to train them. Its methods that would do so
+are wrapped when PEFT is imported, and the adapter is imported when one of them meets the first compressed layer.
 """
 
 __all__ = ["MARKS", "register_with_transformers"]
@@ -22,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 from panther._model_libraries import register_library
-from panther.integrations._peft_hook import PEFT, wrap_peft
 
 _REGISTRY, _MODELS = "transformers.quantizers.auto", "transformers.modeling_utils"
 _ADAPTER = "panther.integrations.transformers"
@@ -30,11 +32,20 @@ _METHOD = "panther"
 # Last parts of the names of tensors that only compressed layers have.
 MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton", "down", "up")
 _log = logging.getLogger("panther.integrations")
+_PEFT_ADAPTER = "panther.integrations.peft.model"
+# The methods, and the functions of the adapter that are called first with the same arguments.
+_PEFT_METHODS = (
+    ("peft.tuners.tuners_utils", "BaseTuner", "__init__", "before_tuner"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", "before_injection"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "_inject_parameters", "before_parameters"),
+    ("peft.tuners.trainable_tokens", "TrainableTokensLayer", "__init__", "before_token_training"),
+    ("peft.utils.other", "ModulesToSaveWrapper", "update", "before_copy"),
+)
 
 
 def register_with_transformers() -> None:
     """Register the method "panther" and wrap saving and loading, now or when transformers is imported; wrap PEFT."""
-    for name, complete in ((_REGISTRY, _register), (_MODELS, _wrap), (PEFT, wrap_peft)):
+    for name, complete in ((_REGISTRY, _register), (_MODELS, _wrap), ("peft", _wrap_peft)):
         if name in sys.modules:
             # A different thread may be importing the module; import_module waits until it is complete.
             complete(importlib.import_module(name))
@@ -65,7 +76,7 @@ def _wrap(models: ModuleType) -> None:
 
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if "panther.nn.base" not in sys.modules and not _is_recorded(model):
+        if "panther.nn.protocol" not in sys.modules and not _is_recorded(model):
             return save(model, *args, **kwargs)  # no layer is compressed, and the adapter needs not be imported
         state = kwargs.get("state_dict", args[2] if len(args) > 2 else None)  # folder, is_main_process, state_dict
         folder = kwargs.get("save_directory", args[0] if args else None)
@@ -162,3 +173,26 @@ class _Finder:
             self._complete(module)
 
         loader.exec_module = exec_module
+
+
+def _wrap_peft(peft: ModuleType) -> None:
+    """Wrap the methods, once."""
+    for place, class_name, name, function in _PEFT_METHODS:
+        kind = getattr(sys.modules.get(place), class_name, None)
+        if hasattr(kind, name) and not hasattr(getattr(kind, name), "_panther"):  # a version need not have all of them
+            setattr(kind, name, _asking(getattr(kind, name), function))
+
+
+def _asking(method: Any, function: str) -> Any:
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch and the class are loaded if there is a layer of the class.
+        layers = getattr(sys.modules.get("panther.nn.protocol"), "CompressedModule", None)
+        arguments = (*args, *kwargs.values(), getattr(self, "original_module", None))
+        modules = (module for x in arguments if hasattr(x, "modules") for module in x.modules())
+        if layers is not None and any(isinstance(module, layers) for module in modules):
+            getattr(importlib.import_module(_PEFT_ADAPTER), function)(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    wrapped._panther = True  # type: ignore[attr-defined]
+    return wrapped

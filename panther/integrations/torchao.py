@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther.errors import check_version, require_extra
-from panther.nn import QuantizedLinear
-from panther.nn.base import CompressedModule
 from panther.nn.linears import LinearsReport, ReplacedLayer, to_linears_
+from panther.nn.protocol import compressed_layers
 
 torchao: Any = require_extra("torchao", "torchao")
 check_version("torchao", torchao.__version__, 0)
@@ -62,7 +61,7 @@ def quantize_(
         raise TypeError(
             f"config must be an instance of a configuration of torchao, such as Int8WeightOnlyConfig(), not {kind_name}"
         )
-    pairs = to_linears_(model, lambda layer, name: _is_sketched_linear(layer))
+    pairs = to_linears_(model, lambda layer, _: layer.dense_class is nn.Linear and layer.bits is None)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     before = {name: (type(module.weight), _bytes(module.weight)) for name, module in linears}
     _quantization.quantize_(
@@ -82,17 +81,11 @@ def quantize_(
             became = type(module.weight).__name__
             replaced.append(ReplacedLayer(name, type(module).__name__, became, size, _bytes(module.weight)))
     skipped += [
-        (name, f"codes of {module.bits} bits already")
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
+        (name, f"codes of {layer.bits} bits already")
+        for name, layer in compressed_layers(model)
+        if layer.record_mode == "quantized" and layer.dense_class is nn.Linear
     ]
     return LinearsReport(tuple(replaced), tuple(skipped))
-
-
-def _is_sketched_linear(layer: nn.Module) -> bool:
-    if isinstance(layer, QuantizedLinear) and layer.bits is not None:
-        return False
-    return isinstance(layer, CompressedModule) and layer.dense_class is nn.Linear
 
 
 def _bytes(weight: Tensor) -> int:

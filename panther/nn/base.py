@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._text import counted
 from panther._torch import (
     buffers_of,
     parameters_of,
@@ -66,9 +67,7 @@ class SketchedModule(CompressedModule):
 
     size_arguments = ("num_terms", "low_rank")
     saved_buffer_names = ("sketch_seed",)
-    # The sketches have the dtype and device of the first factor.
-    sketch_names: tuple[str, ...]
-    """Names of the sketches, which are attributes of the layer; the i-th is drawn from stream i of the seed."""
+    # The sketches have the dtype and device of the first factor. The i-th is drawn from stream i of the seed.
 
     seed: int | None
     """The seed of a seeded layer, None for a fitted one. The truth; the buffer ``sketch_seed`` mirrors it."""
@@ -114,6 +113,56 @@ class SketchedModule(CompressedModule):
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of factors and sketches."""
         return self.factor_names + self.sketch_names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of input, output and parameters."""
+        return self.sketch_like().dtype
+
+    @property
+    def record_mode(self) -> str:
+        """The kind of the sketches, "fitted" or "seeded"."""
+        return "fitted" if self.is_fitted else "seeded"
+
+    @property
+    def inner_rank(self) -> int:
+        """Numbers between factors and sketches, 2 L k."""
+        return 2 * self.num_terms * self.low_rank
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.sketch_like().requires_grad
+
+    @classmethod
+    def from_record(
+        cls, record: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device | str, seed: int | None = None
+    ) -> Self:
+        """Return a new layer of the arguments and the mode in a record; sketches of a fitted layer are zeros."""
+        make: Any = cls
+        layer: Self = make(**record["args"], dtype=dtype, device=device, seed=seed)
+        if record.get("mode") == "fitted":
+            like = layer.sketch_like()
+            layer.set_fitted_({name: like.new_zeros(shape) for name, shape in layer.sketch_shapes().items()})
+        return layer
+
+    def drawn_names(self) -> tuple[str, ...]:
+        """Return the names of the sketches of a seeded layer, and of the record of its seed."""
+        # A class that overrides the initialisation may draw further values in it, whose order matters.
+        is_own = type(self).reset_parameters is not SketchedModule.reset_parameters
+        return () if self.is_fitted or is_own else (*self.sketch_names, "sketch_seed")
+
+    @classmethod
+    def describe_form(cls, arguments: Mapping[str, Any], mode: str = "seeded") -> str:
+        """Return the numbers of terms and ranks, and whether the sketches are stored."""
+        fitted = "fitted, " if mode == "fitted" else ""
+        return f"sketched, {fitted}{counted(arguments['num_terms'], 'term')} of rank {arguments['low_rank']}"
+
+    def adopt_values_(self, name: str, *, is_shared: bool = False) -> None:
+        """Draw the sketches of the seed that was put into ``sketch_seed``."""
+        del is_shared  # Sketched layers are never tied.
+        seed = read_record(self.sketch_seed, self.num_terms, f"{name}.sketch_seed")
+        if seed is not None:
+            self.set_seeded_(seed)
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shape of each sketch, by name."""

@@ -19,8 +19,10 @@ from panther.errors import (
     check_floating,
     check_size,
 )
-from panther.nn.base import CompressedModule, check_linear_input
+from panther.nn.base import check_linear_input
 from panther.nn.factors import check_dense, fittable, interpolated_rows, leading_factors
+from panther.nn.pairs import LinearPair
+from panther.nn.protocol import CompressedModule, allow_saving
 from panther.nn.sketch_record import has_values
 
 _INDEX_BYTES = 4
@@ -89,6 +91,7 @@ class InterpolativeLinear(CompressedModule):
     size_arguments = ("low_rank",)
     saved_buffer_names = ("order",)
     checked_names = ("order",)
+    form_name = "interpolative"
     skeleton: nn.Parameter
     coefficients: nn.Parameter
     order: Tensor
@@ -127,6 +130,20 @@ class InterpolativeLinear(CompressedModule):
     def dtype(self) -> torch.dtype:
         """The dtype of input, output and parameters."""
         return self.skeleton.dtype
+
+    @property
+    def record_mode(self) -> str:
+        """The kind of the tensors, "interpolative"."""
+        return "interpolative"
+
+    @property
+    def inner_rank(self) -> int:
+        """The rank r."""
+        return self.low_rank
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.skeleton.requires_grad
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -171,6 +188,25 @@ class InterpolativeLinear(CompressedModule):
         if self.keeps_rows:
             return torch.cat((unit, self.coefficients)).index_select(0, self.order), self.skeleton
         return self.skeleton, torch.cat((unit, self.coefficients), 1).index_select(1, self.order.argsort())
+
+    def plain(self) -> LinearPair:
+        """Return the pair of both factors."""
+        return LinearPair.of_factors(*self.factors(), self.bias, self._is_trained)
+
+    @torch.no_grad()
+    def plus_product(self, left: Tensor, right: Tensor) -> "InterpolativeLinear | None":  # (out, r'), (r', in)
+        """Return the layer of rank r + r', or None if that is not less than both sizes."""
+        rank = self.low_rank + len(right)
+        if rank >= min(self.in_features, self.out_features):
+            return None
+        outer, inner = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in self.factors())
+        new = InterpolativeLinear(
+            self.in_features, self.out_features, rank, bias=self.bias is not None, device=self.skeleton.device,
+            dtype=self.dtype,
+        )  # fmt: skip
+        if self.bias is not None and new.bias is not None:
+            new.bias.copy_(self.bias)
+        return new.set_factors_(torch.cat((outer, left), 1), torch.cat((inner, right)))
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -313,6 +349,9 @@ class InterpolativeLinear(CompressedModule):
             with torch.no_grad():
                 self.order.copy_(torch.arange(len(self.order), device=self.order.device))
         return self
+
+
+allow_saving(InterpolativeLinear)
 
 
 def stored_bytes(in_features: int, out_features: int, low_rank: int, dtype: torch.dtype) -> int:

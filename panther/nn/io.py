@@ -39,16 +39,16 @@ from panther.files.reader import check_plain_name
 from panther.files.records import read_record, read_valid_json, record_checksum
 from panther.files.tensors import OpenTensor, StoredTensor, bytes_of, open_tensors, stored_metadata, write_tensors
 from panther.files.writer import Draft
-from panther.nn._fitted_records import as_low_rank_layers
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 from panther.nn.linears import expanded
 from panther.nn.module_state import ModuleState
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.protocol import compressed_layers
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
 from panther.nn.sketch_record import plain_state
 from panther.nn.specs import (
     SYMMETRIC,
+    as_low_rank_layers,
     is_symmetric_record,
     load_modules,
     module_names_of,
@@ -355,13 +355,14 @@ def _leave_out_zeros(
     model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], specs: Mapping[str, dict[str, Any]]
 ) -> None:
     """Remove the zero points of symmetric layers, which are all the middle code, and note this in their records."""
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    for module_name, layer in compressed_layers(model, remove_duplicate=False):
         name = plain_name(f"{module_name}.").removesuffix(".")
-        if name in specs and isinstance(module, QuantizedMatrix) and module.is_symmetric:
+        if name in specs and layer.is_symmetric:
             specs[name][SYMMETRIC] = True
-            key = f"{name}.zeros" if name else "zeros"
-            tensors.pop(key, None)
-            aliases.pop(key, None)
+            for tensor_name in layer.implied_tensors("meta"):
+                key = f"{name}.{tensor_name}".removeprefix(".")
+                tensors.pop(key, None)
+                aliases.pop(key, None)
 
 
 def _description_checksum(tensor: Tensor | StoredTensor) -> int:

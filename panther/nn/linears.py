@@ -1,39 +1,21 @@
 """Conversion of compressed layers to nn.Linear, convolutions and embeddings, for tools that know only these."""
 
-__all__ = ["LinearsReport", "ReplacedLayer", "expanded", "plain_pairs", "reason_to_skip", "to_linears_"]
+__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "expanded", "plain_pairs", "reason_to_skip", "to_linears_"]
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from panther._model_libraries import layers_replaced
 from panther._text import counted, format_table
 from panther._torch import buffers_of, parameters_of
-from panther.nn.base import CompressedModule, keep_own_forward
-from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
-from panther.nn.conv.padded import dense_conv
 from panther.nn.factors import overrides_forward
-from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
-from panther.nn.low_rank import LowRankConv2d, LowRankLinear
-from panther.nn.quantized import (
-    QuantizedConv2d,
-    QuantizedEmbedding,
-    QuantizedEmbeddingBag,
-    QuantizedExperts,
-    QuantizedLinear,
-)
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.pairs import ConvPair, LinearPair
+from panther.nn.protocol import CompressedModule, allowed_layers, compressed_layers
 from panther.nn.quantized.stacked import StackedExperts, put_layer
 from panther.nn.sketch_record import plain_state
-
-_CONVOLUTIONS = (SKConv1d, SKConv2d, SKConv3d, LowRankConv2d, QuantizedConv2d)
-_TABLES = (QuantizedEmbedding, QuantizedEmbeddingBag)
-_KNOWN = (*_CONVOLUTIONS, *_TABLES, SKLinear, LowRankLinear, QuantizedLinear, QuantizedExperts, InterpolativeLinear)
 
 
 class ReplacedLayer(NamedTuple):
@@ -68,60 +50,6 @@ class LinearsReport:
             lines.append(format_table([heading, *rows], "<<<>>"))
         lines += [f"skipped: {name}, {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
-
-
-class ConvPair(nn.Sequential):
-    """Two convolutions, the first without bias and the second of width 1, that replace one.
-
-    It has the weight and the bias of the convolution that it replaces, because models read them (ViT reads the dtype).
-    """
-
-    @property
-    def weight(self) -> Tensor:  # (out, in / groups, *kernel_size)
-        """The product of both weights, for inspection; computed at each access."""
-        first, second = self
-        kernel, mix = first.get_parameter("weight"), second.get_parameter("weight")
-        groups: Any = first.groups
-        inner, outer = (each.flatten(1).unflatten(0, (groups, -1)) for each in (kernel, mix))
-        return torch.reshape(outer @ inner, (len(mix), *kernel.shape[1:]))
-
-    @property
-    def bias(self) -> Tensor | None:  # (out,)
-        """The bias of the second convolution."""
-        return self[1].bias  # type: ignore[return-value]
-
-
-class LinearPair(nn.Sequential):
-    """Two linear layers, the first without bias, that replace one: ``x -> (x A^T) B^T + bias``.
-
-    It has the sizes, weight and bias of the nn.Linear that it replaces, because models and tools read them (T5 reads
-    the dtype of a weight), and torch's nn.TransformerEncoderLayer calls it in evaluation too.
-    """
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.register_forward_pre_hook(keep_own_forward)
-
-    @property
-    def weight(self) -> Tensor:  # (out, in)
-        """The product of both weights, for inspection; computed at each access."""
-        first, second = self
-        return second.get_parameter("weight") @ first.get_parameter("weight")
-
-    @property
-    def bias(self) -> Tensor | None:  # (out,)
-        """That of the second layer."""
-        return self[1].bias  # type: ignore[return-value]
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight."""
-        return self[0].in_features  # type: ignore[return-value]
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return self[1].out_features  # type: ignore[return-value]
 
 
 def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> LinearsReport:
@@ -178,8 +106,8 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
         )
     layers = [
         (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, CompressedModule) and (filter_fn is None or filter_fn(module, name))
+        for name, module in compressed_layers(model, remove_duplicate=False)
+        if filter_fn is None or filter_fn(module, name)
     ]
     new: dict[nn.Module, nn.Module] = {}
     reasons: dict[nn.Module, str] = {}
@@ -222,107 +150,26 @@ def expanded(model: nn.Module) -> nn.Module:
 
 def reason_to_skip(module: CompressedModule) -> str | None:
     """Return why a layer cannot be replaced, with the remedy, or None if it can."""
-    kind = next((kind for kind in _KNOWN if isinstance(module, kind)), None)
-    if kind is None:
+    allowed_kinds = [kind for kind in type(module).__mro__ if allowed_layers().get(kind.__name__) is kind]
+    if not allowed_kinds:
         return f"a {type(module).__name__}, for which no plain layers are known"
-    held = {**parameters_of(module), **buffers_of(module), **module.__dict__}
-    if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
+    tensors = {**parameters_of(module), **buffers_of(module), **vars(module)}
+    if any(type(tensors.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
         return "its factors are sharded or parametrized: call unshard_module or remove_parametrizations first"
+    # A subclass that is allowed in files too, and does not say what its plain layers are, may compute something else.
+    kind = next((kind for kind in allowed_kinds if "plain" in vars(kind)), allowed_kinds[-1])
     return f"a subclass of {kind.__name__} with a forward of its own" if overrides_forward(module, kind) else None
 
 
-def _plain_layers(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
+def _plain_layers(module: CompressedModule, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
     """Return the plain layers of a compressed layer. They share weights if the compressed layers share factors."""
-    if isinstance(module, QuantizedMatrix) and (module.bits is not None or getattr(module, "groups", 1) > 1):
-        new: nn.Module = module.to_dense()
-        new.get_parameter("weight").requires_grad_(_is_trained(module))
-        last = new
-    else:
-        new = _conv_pair(module) if isinstance(module, _CONVOLUTIONS) else _linear_pair(module)
-        last = new[1]
-    key = tuple(id(getattr(module, name)) for name in module.stored_names())
+    new = module.plain()
+    key = tuple(id(tensor) for tensor in module.stored().values())
     weights = shared.setdefault(key, [p for name, p in new.named_parameters() if name.endswith("weight")])
     layers = [layer for layer in new.modules() if "weight" in parameters_of(layer)]
     for layer, weight in zip(layers, weights, strict=True):
         layer.register_parameter("weight", weight)
-    if module.bias is not None:
-        last.register_parameter("bias", nn.Parameter(module.bias.detach().clone(), module.bias.requires_grad))
     return new.train(module.training)
-
-
-def _linear_pair(module: SKLinear | LowRankLinear | QuantizedLinear | InterpolativeLinear) -> LinearPair:
-    with torch.no_grad():
-        if isinstance(module, QuantizedLinear):
-            outer, inner = module.wide_factors(module.dtype)
-            trained = _is_trained(module)
-        elif isinstance(module, InterpolativeLinear | LowRankLinear):
-            outer, inner = (factor.clone() for factor in module.factors())
-            trained = next(module.parameters()).requires_grad
-        else:
-            layer = module.to_low_rank()
-            inner, outer = _balanced(layer.down.mT, layer.up.mT)
-            trained = module.S1.requires_grad
-    rank = len(inner)
-    # The meta device avoids drawing weights, which takes time and advances the generator.
-    first = nn.Linear(module.in_features, rank, bias=False, device="meta")
-    second = nn.Linear(rank, module.out_features, bias=module.bias is not None, device="meta")
-    first.weight, second.weight = _parameter(inner, trained), _parameter(outer, trained)
-    return LinearPair(first, second)
-
-
-def _is_trained(module: QuantizedMatrix) -> bool:
-    """Return whether the plain weight of a quantized layer is trained: unless the layer's parameters are frozen."""
-    return all(parameter.requires_grad for parameter in module.parameters())
-
-
-def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in), (out, R)
-    """Move powers of two from the outer to the inner factor, so that columns of the outer factor have similar norms.
-
-    Tools that round weights use one scale per row. Rows of a seeded layer contain signs and much smaller factors. In
-    int8 the output's error is 6 % without this step and 0.6 % with it.
-    """
-    norms = torch.linalg.vector_norm(outer.double(), dim=0)
-    exponents = torch.where(norms > 0, norms, 1).log2().round()
-    exponents = (exponents - exponents.median()).clamp(-6, 6)  # a smaller range than float16's
-    powers = exponents.exp2().to(outer.dtype)
-    return inner * powers[:, None], outer / powers
-
-
-def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | LowRankConv2d | QuantizedConv2d) -> ConvPair:
-    groups = module.groups
-    with torch.no_grad():
-        if isinstance(module, QuantizedConv2d):  # without groups
-            mix, right = module.wide_factors(module.dtype)
-            kernel, trained = module._unfolded(right), _is_trained(module)
-        elif isinstance(module, LowRankConv2d):
-            kernel, trained = module.down, module.down.requires_grad
-            mix = module.up.unflatten(0, (groups, -1)).mT.reshape(module.out_channels, -1)
-        else:
-            power, trained = _root_power_of_two(module.scale), module.S.requires_grad
-            kernel = module.S * (module.scale / power)
-            mix = (module.U * power).unflatten(0, (groups, -1)).mT.reshape(module.out_channels, -1)
-        rows = len(kernel)
-        mix = mix.reshape(*mix.shape, *[1] * module.dim)
-    first = dense_conv(
-        module.dim, module.in_channels, rows, module.kernel_size, module.stride, padding=module.padding,
-        dilation=module.dilation, groups=groups, bias=False, padding_mode=module.padding_mode, device="meta",
-    )  # fmt: skip
-    second = dense_conv(
-        module.dim, rows, module.out_channels, 1, groups=groups, bias=module.bias is not None, device="meta"
-    )
-    first.weight, second.weight = (_parameter(t, trained) for t in (kernel, mix))
-    return ConvPair(first, second)
-
-
-def _root_power_of_two(scale: float) -> float:
-    """Return the power of two next to the square root of a scale. It is 1 for the scale of a fitted layer."""
-    return 2.0 ** round(math.log2(scale) / 2)
-
-
-def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
-    last = tensor.dim() > 3 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.shape[1] > 1
-    copied = tensor.detach().clone(memory_format=torch.preserve_format if last else torch.contiguous_format)
-    return nn.Parameter(copied, trained)
 
 
 def _described(module: nn.Module) -> str:

@@ -3,19 +3,22 @@
 __all__ = ["LowRankConv2d", "LowRankLinear"]
 
 import math
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther._torch import parameters_of
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
-from panther.nn.base import CompressedModule, check_linear_input
+from panther.nn.base import check_linear_input
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
 from panther.nn.factors import check_dense, fittable, leading_factors, learnable_factors
+from panther.nn.pairs import ConvPair, LinearPair
+from panther.nn.protocol import CompressedModule, allow_saving
 from panther.nn.sketch_sizes import divisible, warn_unless_smaller
 
 torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.
@@ -63,6 +66,20 @@ class _LowRank(CompressedModule):
     def dtype(self) -> torch.dtype:
         """The dtype of input, output and parameters."""
         return self.down.dtype
+
+    @property
+    def inner_rank(self) -> int:
+        """The rank r."""
+        return self.rank
+
+    @property
+    def _is_trained(self) -> bool:
+        return self.down.requires_grad
+
+    @classmethod
+    def describe_form(cls, arguments: Mapping[str, Any], mode: str = "stored") -> str:
+        """Return the rank in words."""
+        return f"low rank {arguments['rank']}"
 
     def reset_parameters(self) -> None:
         """Draw both factors and the bias from torch's generator; the weight has the variance of torch's default."""
@@ -136,6 +153,7 @@ class LowRankLinear(_LowRank):
 
     dense_class = nn.Linear
     dense_arguments = ("in_features", "out_features", "bias")
+    sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = {0: {"up": 1, "bias": 0}, 1: {"down": 0}}
 
     def __init__(
         self,
@@ -161,6 +179,19 @@ class LowRankLinear(_LowRank):
     def factors(self) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
         """Return two factors whose product is the weight: views."""
         return self.up.mT, self.down.mT
+
+    def plain(self) -> LinearPair:
+        """Return the pair of both factors."""
+        return LinearPair.of_factors(*self.factors(), self.bias, self._is_trained)
+
+    @torch.no_grad()
+    def plus_product(self, left: Tensor, right: Tensor) -> "LowRankLinear | None":  # (out, r'), (r', in)
+        """Return the layer of rank r + r', or None if it would not be smaller than the dense layer."""
+        if (self.rank + len(right)) * (self.in_features + self.out_features) >= self.in_features * self.out_features:
+            return None
+        down = torch.cat((self.down, right.mT.to(self.dtype)), 1)
+        up = torch.cat((self.up, left.mT.to(self.dtype)))
+        return LowRankLinear.from_factors(down, up, None if self.bias is None else self.bias.clone())
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -284,6 +315,7 @@ class LowRankLinear(_LowRank):
         )
 
 
+@inherit_arguments(ConvGeometry)
 class LowRankConv2d(ConvGeometry, _LowRank):
     r"""A drop-in for :class:`torch.nn.Conv2d` whose kernel is a product of two trained factors.
 
@@ -292,19 +324,8 @@ class LowRankConv2d(ConvGeometry, _LowRank):
     arXiv:1505.06798). :func:`panther.compress` makes this layer of a convolution of low rank.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
-        stride: As ``kernel_size``.
-        padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives
-            outputs of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
-        dilation: As ``kernel_size``.
         groups: Number of groups of channels. A group has factors of rank ``rank / groups``.
-        bias: Whether to learn an additive bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         rank: Channels between the two factors, divisible by ``groups``.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
 
     Shape:
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
@@ -316,9 +337,6 @@ class LowRankConv2d(ConvGeometry, _LowRank):
 
     Raises:
         ShapeError: If a size is out of range, or channels or ``rank`` are not divisible by ``groups``.
-        ValueError: If ``padding`` or ``padding_mode`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Warns:
         PerformanceWarning: If the dense layer would cost no more.
@@ -452,8 +470,17 @@ class LowRankConv2d(ConvGeometry, _LowRank):
             True
         """
         conv: nn.Conv2d = self.to_dense()
+        return conv
+
+    def to_dense(self) -> nn.Conv2d:
+        """Return the dense convolution with copies of kernel and bias, in the memory format of this layer."""
+        conv: nn.Conv2d = super().to_dense()
         take_format_(conv, self.down)
         return conv
+
+    def plain(self) -> ConvPair:
+        """Return a convolution to ``rank`` channels and one of width 1."""
+        return self.pair_of(self.down, self.up, self._is_trained)
 
     def extra_repr(self) -> str:
         """Return sizes and rank, as shown by print."""
@@ -473,3 +500,6 @@ def _product(
         return F.linear(F.linear(x, down.mT), up.mT, bias)
     h = torch.mm(x, down)  # F.linear and its views take several microseconds more.
     return torch.mm(h, up) if bias is None else torch.addmm(bias, h, up)
+
+
+allow_saving(LowRankLinear, LowRankConv2d)

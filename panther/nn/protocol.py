@@ -14,7 +14,7 @@ __all__ = [
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ def allow_saving(*layers: type["CompressedModule"], form_name: str = "") -> None
     for layer in layers:
         if _ALLOWED.setdefault(layer.__name__, layer) is not layer:
             raise FormatError(f"{layer.__name__!r} names another class in files: rename the class {layer}")
-        layer.form_name = layer.form_name or form_name
+        if form_name and not layer.form_name:
+            layer.form_name = form_name
 
 
 def allowed_layers() -> Mapping[str, type["CompressedModule"]]:
@@ -111,7 +112,7 @@ def _as_in_json(value: Any) -> Any:
 class CompressedModule(nn.Module):
     """Base of layers that replace a dense layer with fewer numbers or bits. The inference format can store them.
 
-    A subclass has to name its constructor's arguments and what it stores, and to define ``weight``, ``dtype``,
+    A subclass has to name its constructor's arguments and what it stores, and to define ``weight``,
     :meth:`stored_names` and :meth:`check_record`. Everything else has a default that is right for a layer whose tensors
     are plain parameters and buffers. :func:`allow_saving` lets files contain it.
     """
@@ -124,6 +125,9 @@ class CompressedModule(nn.Module):
 
     size_arguments: tuple[str, ...]
     """Names of those that say how much is stored."""
+
+    replaces_parameter: bool = False
+    """Whether the layer stands for a parameter of a module, such as stacked weights of experts, not for a module."""
 
     sizes_may_be_none: bool = False
     """Whether None is a valid value of each size argument."""
@@ -140,7 +144,7 @@ class CompressedModule(nn.Module):
     checked_names: tuple[str, ...] = ()
     """Names of the buffers on which arithmetic has no meaning, such as codes and seeds; the record is the last."""
 
-    sharded_dims: Mapping[int, Mapping[str, int]] = MappingProxyType({})
+    sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = MappingProxyType({})
     """How the tensors of a linear layer are sharded along dimension 0 or 1 of the weight, its outputs or its inputs.
 
     For each of these dimensions, the names of the sharded tensors with the dimension along which each is sharded. The
@@ -196,8 +200,8 @@ class CompressedModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of input, output and bias."""
-        raise NotImplementedError
+        """The dtype of input, output and bias: that of the first floating tensor, unless a layer says otherwise."""
+        return next(tensor.dtype for tensor in self.stored().values() if tensor.is_floating_point())
 
     @property
     def record_mode(self) -> str:
@@ -242,8 +246,6 @@ class CompressedModule(nn.Module):
         layer: Self = make(**arguments, **size, device=weight.device, dtype=weight.dtype)
         return layer
 
-    _in_place_of = in_place_of
-
     @torch.no_grad()
     def _with_bias_of(self, dense: Any) -> Self:
         """Copy the bias and the settings of the dense layer that this layer replaces, and return this layer."""
@@ -267,16 +269,26 @@ class CompressedModule(nn.Module):
         """Return a new dense layer with these arguments of its constructor."""
         return self.dense_class(**arguments)
 
-    def plain(self) -> nn.Module | None:
+    @torch.no_grad()
+    def plain(self) -> nn.Module:
         """Return layers of torch.nn with the same output, which :func:`panther.to_linears_` puts in the layer's place.
 
-        A layer of factors becomes a pair of layers, and a layer of codes the dense layer of its weight. The new
-        weights are trained if the layer's are. None: no plain layers are known, and the layer is left as it is.
+        A layer of factors becomes a pair of layers (:mod:`panther.nn.pairs`), and any other layer the dense layer of
+        its weight. The new parameters are trained if the layer's are.
         """
-        return None
+        dense: nn.Module = self.to_dense()
+        dense.get_parameter("weight").requires_grad_(self._is_trained)
+        if self.bias is not None:
+            dense.get_parameter("bias").requires_grad_(self.bias.requires_grad)
+        return dense
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the weight of :meth:`plain` is trained: unless a parameter of the layer is frozen."""
+        return all(parameter.requires_grad for parameter in self.parameters())
 
     def plus_product(self, left: Tensor, right: Tensor) -> "CompressedModule | None":  # (out, r), (r, in)
-        """Return a layer without bias whose weight is this layer's plus ``left @ right``, of a rank larger by r.
+        """Return a layer with a copy of the bias, whose weight is this layer's plus ``left @ right``; its rank grows.
 
         None: such a layer would not be smaller than the dense one, or does not exist.
         """
@@ -333,6 +345,10 @@ class CompressedModule(nn.Module):
         """Return the values of the stored tensors that files leave out if :attr:`is_symmetric` is true, by name."""
         return {}
 
+    def drawn_names(self) -> tuple[str, ...]:
+        """Return the names of the buffers that the layer draws from its seed when it leaves the meta device."""
+        return ()
+
     def recorded_dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the tensors that the ``dtype`` of a record speaks about; files hold one of them."""
         return {parameter.dtype for parameter in self.parameters()} or {self.dtype}
@@ -351,17 +367,19 @@ class CompressedModule(nn.Module):
         name = cls.form_name or cls.__name__
         return name if rank is None else f"{name}, rank {rank}"
 
-    def adopt_values_(self, name: str) -> None:
+    def adopt_values_(self, name: str, *, is_shared: bool = False) -> None:
         """Compute with the values that were put into the stored tensors without ``load_state_dict``.
 
         Args:
             name: The layer's name, for messages.
+            is_shared: Whether the caller will put the tensors of another layer here, so that these have no values yet.
 
         Raises:
             SketchMismatchError: If the values do not belong together.
             FormatError: If they were saved in a different form.
         """
-        self.check_record()
+        if not is_shared:
+            self.check_record()
 
     def check_record(self) -> None:
         """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""

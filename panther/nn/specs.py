@@ -6,6 +6,7 @@ __all__ = [
     "SYMMETRIC",
     "TRAINED_SCALES",
     "allow_saving",
+    "as_low_rank_layers",
     "build_modules",
     "config_entry",
     "is_symmetric_record",
@@ -25,37 +26,17 @@ from panther._torch import buffers_of, parameters_of, plain_name
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn.attention.record import attention_records
-from panther.nn.base import SketchedModule
-from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
-from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
-from panther.nn.low_rank import LowRankConv2d, LowRankLinear
 from panther.nn.protocol import (
     TRAINED_SCALES,
     CompressedModule,
     allow_saving,
     allowed_layers,
     arguments_of,
+    compressed_layers,
     recorded_class,
 )
-from panther.nn.quantized import (
-    QuantizedConv2d,
-    QuantizedEmbedding,
-    QuantizedEmbeddingBag,
-    QuantizedExperts,
-    QuantizedLinear,
-)
-from panther.nn.quantized.linear import check_activations
-from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import stacked_layers
-from panther.nn.sketch_record import plain_state
-
-allow_saving(
-    *(SKLinear, SKConv1d, SKConv2d, SKConv3d, LowRankLinear, LowRankConv2d),
-    *(QuantizedLinear, QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts),
-    InterpolativeLinear,
-)
-_CLASSES = allowed_layers()
+from panther.nn.sketch_record import plain_state, read_record
 
 _LARGEST_SIZE = 1 << 40  # Products of larger sizes could overflow torch's integers.
 
@@ -84,33 +65,19 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
     """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, CompressedModule):
-            continue
+    for name, layer in compressed_layers(model, remove_duplicate=False):
         name = plain_name(f"{name}.").removesuffix(".")
-        if module in first_name:
-            modules[name] = {"alias_of": first_name[module]}
+        if layer in first_name:
+            modules[name] = {"alias_of": first_name[layer]}
             continue
-        first_name[module] = name
-        kind = recorded_class(module)
-        if kind is None:
+        first_name[layer] = name
+        if recorded_class(layer) is None:
             raise FormatError(
-                f"module {name!r} is a {type(module).__name__}, which the format does not know: it knows "
-                f"{', '.join(_CLASSES)}"
+                f"module {name!r} is a {type(layer).__name__}, which the format does not know: it knows "
+                f"{', '.join(sorted(allowed_layers()))}"
             )
-        _check_plain(name, module, in_training)
-        modules[name] = {
-            "class": kind,
-            "args": arguments_of(module, (*module.dense_arguments, *module.size_arguments)),
-            "mode": _mode_of(module),
-            "dtype": str(_dtype_of(module)).removeprefix("torch."),
-        }
-        if in_training and isinstance(module, QuantizedMatrix) and module.trains_scales:
-            modules[name][TRAINED_SCALES] = True
-        if getattr(module, "packed", False):  # optional, because it does not change the function
-            modules[name]["packed"] = True
-        if (activations := getattr(module, "activations", None)) is not None:
-            modules[name]["activations"] = activations
+        _check_plain(name, layer, in_training)
+        modules[name] = layer.to_record(in_training=in_training)
     return modules | attention_records(model)
 
 
@@ -181,13 +148,10 @@ def build_modules(
 
     def build(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
         is_empty = any(tensor.is_meta for tensor in (*old.parameters(), *old.buffers()))
-        where = device or _device_of(old, "meta" if is_empty else "cpu")
-        make, args, dtype = _checked_spec(name, spec, old)
-        module = make(**args, dtype=_dtype_in_place(old) or dtype, device=where)
-        if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
-            like = module.sketch_like()
-            module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
-        return _with_saved_settings(module, spec, old)
+        place = device or _device_of(old, "meta" if is_empty else "cpu")
+        kind, record, dtype = _checked_record(name, spec, old)
+        layer = kind.from_record(record, dtype=_dtype_in_place(old) or dtype, device=place)
+        return _with_saved_settings(layer, record, old)
 
     return _build_each(specs, model, build)
 
@@ -215,44 +179,52 @@ def _build_each(
 
 
 def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> CompressedModule:
-    make, args, dtype = _checked_spec(name, spec, old)
+    kind, record, dtype = _checked_record(name, spec, old)
     device = _device_of(old)
     try:
         # The meta device allocates nothing, even if the file claims sizes that its tensors do not have.
-        seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
-        module = make(**args, dtype=dtype, device="meta", **seed)
-        if is_symmetric_record(spec) and isinstance(module, QuantizedMatrix):
-            state = {**state, "zeros": module.middle_zeros("cpu")}
-        module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
+        layer = kind.from_record(record, dtype=dtype, device="meta", seed=0)
+        if is_symmetric_record(spec):
+            state = state | layer.implied_tensors("cpu")
+        layer.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         # torch writes a title, and a line for each tensor that does not fit.
-        text = "; ".join(line.strip() for line in str(error).splitlines() if not line.startswith("Error(s) in loading"))
-        raise FormatError(f"module {name!r} cannot be built from the folder: {text.rstrip('.')}") from error
-    dtypes, mode = _dtypes_of(module), _mode_of(module)
+        lines = (line.strip() for line in str(error).splitlines() if not line.startswith("Error(s) in loading"))
+        reason = "; ".join(lines).rstrip(".")
+        raise FormatError(f"module {name!r} cannot be built from the folder: {reason}") from error
+    dtypes, mode = layer.recorded_dtypes(), layer.record_mode
     if mode != spec.get("mode") or dtypes != {dtype}:
         names = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {names}")
-    return _with_saved_settings(module, spec, old)
+    return _with_saved_settings(layer, record, old)
 
 
-def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type[Any], dict[str, Any], torch.dtype]:
-    """Return class, arguments and dtype of a record, or raise unless they are allowed and fit the replaced module."""
-    kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
-    if not isinstance(kind, str) or kind not in _CLASSES:
-        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {', '.join(_CLASSES)}")
-    make = _CLASSES[kind]
-    names = (*make.dense_arguments, *make.size_arguments)
+def _checked_record(
+    name: str, spec: dict[str, Any], old: nn.Module
+) -> tuple[type[CompressedModule], dict[str, Any], torch.dtype]:
+    """Return the class, the record and the dtype of a layer, or raise unless they fit the module that it replaces.
+
+    The arguments in the returned record have the types that the constructor takes.
+    """
+    class_name, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
+    kinds = allowed_layers()
+    if not isinstance(class_name, str) or class_name not in kinds:
+        raise FormatError(
+            f"module {name!r} has class {class_name!r}, which is not allowed: only {', '.join(sorted(kinds))}"
+        )
+    kind = kinds[class_name]
+    names = (*kind.dense_arguments, *kind.size_arguments)
     if (
         not isinstance(args, dict)
         or args.keys() != set(names)
-        or not all(_is_size(args[size], issubclass(make, QuantizedMatrix)) for size in make.size_arguments)
+        or not all(_is_size(args[size], kind.sizes_may_be_none) for size in kind.size_arguments)
     ):
-        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(names)}")
+        raise FormatError(f"module {name!r} has arguments {args!r}: {class_name} is built from {', '.join(names)}")
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
-    return make, _checked_arguments(name, make, old, args), dtype
+    return kind, spec | {"args": _checked_arguments(name, kind, old, args)}, dtype
 
 
 def _checked_arguments(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
@@ -285,14 +257,11 @@ def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None
     module.check_record()
     saved_names = {key for key, tensor in parameters_of(module).items() if tensor is not None}
     saved_names |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
-    dtypes = _dtypes_of(module)
+    dtypes = module.recorded_dtypes()
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
-    if isinstance(module, QuantizedMatrix) and not in_training and not module.has_stored_scales():
-        raise FormatError(
-            f"module {name!r} has scales in {module.scales_dtype()}, and a file would change them to bfloat16: "
-            "call hold_scales_(torch.bfloat16) first"
-        )
+    if not in_training and (reason := module.why_not_saved()):
+        raise FormatError(f"module {name!r} {reason}")
     extra = sorted(plain_state(module).keys() ^ saved_names)
     if extra:
         raise FormatError(
@@ -301,21 +270,16 @@ def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None
         )
 
 
-def _with_saved_settings(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
-    """Freeze, pack and set the training mode of a module like the replaced module and the record."""
-    if spec.get(TRAINED_SCALES) is True and isinstance(module, QuantizedMatrix):
-        module.train_scales_()
+def _with_saved_settings(layer: CompressedModule, record: dict[str, Any], old: nn.Module) -> CompressedModule:
+    """Freeze, pack and set the training mode of a layer like the replaced module and the record."""
+    try:
+        layer.follow_record_(record)
+    except ValueError as error:
+        raise FormatError(f"a saved {type(layer).__name__} has {error}") from error
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
-    for key, parameter in module.named_parameters():
+    for key, parameter in layer.named_parameters():
         parameter.requires_grad_(trained.get(key, trained.get("weight", True)))
-    if spec.get("packed") is True and isinstance(module, SKLinear) and not module.is_fitted:
-        module.pack_()
-    if isinstance(module, QuantizedLinear):
-        try:
-            module.activations = check_activations(spec.get("activations"))
-        except ValueError as error:
-            raise FormatError(f"a saved {type(module).__name__} has {error}") from error
-    return module.train(old.training)
+    return layer.train(old.training)
 
 
 def _device_of(old: nn.Module, without: str = "cpu") -> torch.device | str:
@@ -325,24 +289,69 @@ def _device_of(old: nn.Module, without: str = "cpu") -> torch.device | str:
 
 def _dtype_in_place(old: nn.Module) -> torch.dtype | None:
     if isinstance(old, CompressedModule):
-        return _dtype_of(old)
+        return old.dtype
     return next((tensor.dtype for tensor in old.parameters() if tensor.is_floating_point()), None)
 
 
-def _mode_of(module: CompressedModule) -> str:
-    if isinstance(module, SketchedModule):
-        return "fitted" if module.is_fitted else "seeded"
-    if isinstance(module, QuantizedMatrix):
-        return "quantized"
-    return "interpolative" if isinstance(module, InterpolativeLinear) else "stored"
+# Fitted layers in folders of formats 1 and 2, and the low-rank layers that they load as.
+_LOW_RANK_CLASSES = {"SKLinear": "LowRankLinear", "SKConv2d": "LowRankConv2d"}
+_FITTED_FACTORS = {"SKLinear": ("S1", "U2", "U1", "S2"), "SKConv2d": ("S", "U")}
+_FITTED_SIZES = ("num_terms", "low_rank")
 
 
-def _dtype_of(module: Any) -> torch.dtype:
-    return module.sketch_like().dtype if isinstance(module, SketchedModule) else module.dtype
+def as_low_rank_layers(
+    modules: Mapping[str, Any], aliases: Mapping[str, str], state: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
+    """Return records, aliases and tensors of a folder with low-rank layers in the place of fitted layers.
+
+    Formats 1 and 2 stored a weight of low rank as a fitted SKLinear of four factors, or as a fitted SKConv2d.
+
+    Raises:
+        FormatError: If the factors of a layer do not fit together.
+        SketchMismatchError: If the record of a layer's sketch is damaged.
+    """
+    new_modules, new_aliases, new_state = dict(modules), dict(aliases), dict(state)
+    factors_by_id: dict[tuple[int, ...], tuple[str, tuple[Tensor, Tensor]]] = {}
+    for name, spec in modules.items():
+        record = modules.get(spec.get("alias_of", name), spec)
+        kind, args = record.get("class"), record.get("args")
+        if (
+            not isinstance(kind, str)
+            or kind not in _LOW_RANK_CLASSES
+            or record.get("mode") != "fitted"
+            or not isinstance(args, dict)
+        ):
+            continue
+        prefix = f"{name}." if name else ""
+        keys = [prefix + key for key in (*_FITTED_FACTORS[kind], "sketch_seed")]
+        if not all(type(args.get(size)) is int for size in _FITTED_SIZES) or not all(key in state for key in keys):
+            continue  # Loading the layer says what is wrong.
+        *old_factors, seed_record = (new_state.pop(key) for key in keys)
+        read_record(seed_record, args["num_terms"], keys[-1])
+        for key in keys:
+            new_aliases.pop(key, None)
+        identity = tuple(map(id, old_factors))
+        if identity not in factors_by_id:
+            factors_by_id[identity] = prefix, _joined(old_factors, name)
+        first_prefix, factors = factors_by_id[identity]
+        for key, factor in zip(("down", "up"), factors, strict=True):
+            new_state[prefix + key] = factor
+            if prefix != first_prefix:
+                new_aliases[prefix + key] = first_prefix + key
+        if "alias_of" not in spec:
+            dense_arguments = {key: value for key, value in args.items() if key not in _FITTED_SIZES}
+            rank = 2 * args["num_terms"] * args["low_rank"]
+            new_modules[name] = {
+                **spec, "class": _LOW_RANK_CLASSES[kind], "args": dense_arguments | {"rank": rank}, "mode": "stored",
+            }  # fmt: skip
+    return new_modules, new_aliases, new_state
 
 
-def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:
-    """Return the dtypes of the parameters, except for scales, which are bfloat16 in a layer of any dtype."""
-    if isinstance(module, QuantizedMatrix):
-        return {module.dtype}
-    return {parameter.dtype for parameter in module.parameters()} or {_dtype_of(module)}
+def _joined(factors: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
+    if len(factors) == 2:
+        return factors[0], factors[1]
+    S1, U2, U1, S2 = factors
+    try:
+        return torch.cat((S1, U2), 1), torch.cat((U1, S2))
+    except (RuntimeError, IndexError) as error:
+        raise FormatError(f"module {name!r} has factors that do not fit together ({error})") from None

@@ -36,7 +36,12 @@ def test_a_form_is_one_file_and_a_registration(tmp_path):
         pr.save_compressed(model, "saved")
         loaded = pr.load_compressed("saved", copy.deepcopy(dense))
         assert torch.equal(loaded(x), model(x)) and type(loaded[0]) is TableLinear
-        assert "TableLinear" in str(pr.inspect.tree(model)) and "interpolative" not in str(pr.inspect.tree(model))
+        assert {row.form for row in pr.inspect.tree(loaded).rows if row.kind == "TableLinear"} == {"nf4"}
+        from panther.inspect import tree_of_tensors
+        records = {"0": loaded[0].to_record()}
+        assert tree_of_tensors({"0.codes": ((64, 24), 1536, False)}, records).rows[-1].form == "nf4"
+        assert not pr.to_linears_(loaded).skipped and type(loaded[0]) is nn.Linear
+        torch.testing.assert_close(loaded(x), model(x))
 
         # Beside Panther's own forms, under one budget, fitted in sequence, timed, and in a search.
         for more in ({}, {"sequential": True}, {"measure_speed": True, "allow_slower": True}, {"method": "svd"}):

@@ -22,8 +22,7 @@ from panther.compression.forms.rounding import QuantizedFit
 from panther.compression.moments import Moments, TableMoments
 from panther.compression.readers import Reader, why_weight_is_read
 from panther.errors import CompressionError
-from panther.nn.base import CompressedModule
-from panther.nn.specs import allow_saving
+from panther.nn.protocol import CompressedModule, allow_saving
 
 DENSE, LOW_RANK = "dense", "low_rank"
 
@@ -264,7 +263,7 @@ def register(*forms: Form) -> None:
     """Add forms, and let saved models contain their layers."""
     for form in forms:
         _FORMS[form.name] = form
-        allow_saving(*form.layers)
+        allow_saving(*form.layers, form_name=form.name)
 
 
 def known_forms() -> tuple[str, ...]:

@@ -98,11 +98,11 @@ def quantized_layer(target: Target, module: nn.Module, option: Option, settings:
     rank = option.rank or 0
     if isinstance(module, TABLES):
         kind = QuantizedEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingBag
-        return kind._in_place_of(module, bits=option.bits, group_size=settings.group_size)
+        return kind.in_place_of(module, bits=option.bits, group_size=settings.group_size)
     if isinstance(module, StackedExperts):
-        return QuantizedExperts._in_place_of(module, bits=option.bits, group_size=settings.group_size)
+        return QuantizedExperts.in_place_of(module, bits=option.bits, group_size=settings.group_size)
     if isinstance(module, nn.Conv2d):
-        return QuantizedConv2d._in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
+        return QuantizedConv2d.in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
     layer = QuantizedLinear(
         target.inner, target.outer, option.bits, group_size=settings.group_size, low_rank=rank,
         bias=getattr(module, "bias", None) is not None, device=target.weight.device, dtype=target.weight.dtype,

@@ -13,7 +13,6 @@ from torch import Tensor
 from panther.errors import FormatError
 from panther.files import write_json
 from panther.files.tensors import write_file
-from panther.nn import QuantizedLinear
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the adapter in the folder of the model, whose own level transformers would search for adapters."""
@@ -23,9 +22,7 @@ _ROUNDINGS = 4.0  # Each factor is rounded once, and the norm of their product i
 
 
 @torch.no_grad()
-def write_adapter(
-    folder: Path, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, *, task_type: str | None
-) -> int:
+def write_adapter(folder: Path, layers: Mapping[str, Any], dtype: torch.dtype, *, task_type: str | None) -> int:
     """Write the corrections of layers as an adapter, read it back, and return its bytes.
 
     All layers get the largest rank, and the factors of the remaining layers are padded with zeros, because readers of
@@ -61,7 +58,7 @@ def write_adapter(
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _padded_factors(layer: QuantizedLinear, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _padded_factors(layer: Any, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return factors (out, rank) and (rank, in). The two vectors of each term have equal norms."""
     left, right = layer.wide_factors(torch.float64)
     norms = (left.norm(dim=0), right.norm(dim=1))

@@ -30,10 +30,8 @@ from panther.integrations.compressed_tensors.layout import (
     quantization_config,
     selected_scheme,
 )
-from panther.kernels import unpack_codes
-from panther.nn import QuantizedLinear
 from panther.nn.attention.record import attention_records
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import compressed_layers
 from panther.nn.quantized.conversions import load_conversions, save_conversions
 
 _AGAIN = "compress the original model with target='compressed-tensors'"
@@ -124,19 +122,17 @@ def write_compressed_tensors(
     return schemes
 
 
-def _checked_layers(model: Any, reader: Reader) -> dict[str, QuantizedLinear]:
+def _checked_layers(model: Any, reader: Reader) -> dict[str, Any]:
     """Return the quantized layers by name, or raise PantherError if the reader does not hold all compressed layers."""
     refusals = {name: "is linear attention, which the format lacks" for name in attention_records(model)}
-    layers: dict[str, QuantizedLinear] = {}
+    layers: dict[str, Any] = {}
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, CompressedModule):
-            reason = _why_not(module, reader, is_head=module is head)
-            if reason is not None:
-                refusals[name] = reason
-            else:
-                assert isinstance(module, QuantizedLinear)
-                layers[name] = module
+    for name, layer in compressed_layers(model):
+        reason = _why_not(layer, reader, is_head=layer is head)
+        if reason is not None:
+            refusals[name] = reason
+        else:
+            layers[name] = layer
     if refusals:
         name, reason = next(iter(refusals.items()))
         raise PantherError(
@@ -148,9 +144,9 @@ def _checked_layers(model: Any, reader: Reader) -> dict[str, QuantizedLinear]:
     return layers
 
 
-def _why_not(module: CompressedModule, reader: Reader, *, is_head: bool) -> str | None:
+def _why_not(module: Any, reader: Reader, *, is_head: bool) -> str | None:
     """Return why a reader does not hold a compressed layer; None if it does."""
-    if not isinstance(module, QuantizedLinear):
+    if module.record_mode != "quantized" or module.dense_class is not nn.Linear:
         return f"is a {type(module).__name__}, and readers hold quantized linear layers only"
     if module.bits is None:
         return "is of low rank without codes"
@@ -164,18 +160,17 @@ def _why_not(module: CompressedModule, reader: Reader, *, is_head: bool) -> str 
         return reason
     if is_head and not reader.packs_heads:
         return f"computes the logits, and {reader.name} does not hold such a layer in codes"
-    if not bool((module.zeros == 2 ** (module.bits - 1)).all()):
+    if not module.is_symmetric:
         return "has zero points (symmetric=False)"
     return None
 
 
-def _scheme_of(layer: QuantizedLinear) -> Scheme:
-    assert layer.bits is not None  # checked before
+def _scheme_of(layer: Any) -> Scheme:
     is_row = layer.group_size is None or layer.group_size >= layer.in_features
     return Scheme(layer.bits, 0 if is_row or layer.group_size is None else layer.group_size)
 
 
-def _check_first_scheme(layers: Mapping[str, QuantizedLinear], schemes: Mapping[str, Scheme], reader: Reader) -> None:
+def _check_first_scheme(layers: Mapping[str, Any], schemes: Mapping[str, Scheme], reader: Reader) -> None:
     """Raise if a layer would be decoded wrongly, and in silence, by the first scheme of config.json."""
     first = max(schemes.values())
     for name, scheme in schemes.items():
@@ -215,7 +210,7 @@ def _plain_architecture(model: Any) -> Any:
     return plain.eval()
 
 
-def _check_architecture(plain: Any, layers: Mapping[str, QuantizedLinear], model: nn.Module) -> None:
+def _check_architecture(plain: Any, layers: Mapping[str, Any], model: nn.Module) -> None:
     """Raise PantherError unless readers build an nn.Linear for each quantized layer, and all other tensors as well."""
     ties = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     tied_names = {*ties, *ties.values()}
@@ -286,14 +281,14 @@ def _task_type(model: Any) -> str | None:
     return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
 
 
-def _packed_state(model: nn.Module, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype) -> dict[str, Tensor]:
+def _packed_state(model: nn.Module, layers: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of the folder; scales are of the model's dtype, because readers compute with them."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] not in layers:
             state[name] = tensor
     for name, layer in layers.items():
-        codes, scales = _codes_and_scales(layer)
+        codes, scales, _ = layer.grid_numbers()
         if not torch.equal(scales.to(dtype).to(scales.dtype), scales):
             raise PantherError(
                 f"layer {name!r} has scales that {str(dtype).removeprefix('torch.')} cannot hold: export with "
@@ -305,13 +300,6 @@ def _packed_state(model: nn.Module, layers: Mapping[str, QuantizedLinear], dtype
         if layer.bias is not None:
             state[f"{name}.bias"] = layer.bias.detach()
     return state
-
-
-@torch.no_grad()
-def _codes_and_scales(layer: QuantizedLinear) -> tuple[Tensor, Tensor]:
-    """Return codes (rows, columns) in uint8 and scales (rows, groups), with trained factors multiplied in."""
-    assert layer.bits is not None  # checked before
-    return unpack_codes(layer.codes, layer.bits, layer.in_features), layer._effective("scales").detach()
 
 
 @contextmanager
@@ -347,7 +335,7 @@ def _removed_after_an_error(folder: Path) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _check_files(folder: Path, model: Any, plain: Any, layers: Mapping[str, QuantizedLinear]) -> None:
+def _check_files(folder: Path, model: Any, plain: Any, layers: Mapping[str, Any]) -> None:
     """Read the folder as a reader does, and raise FormatError unless it holds the numbers of the model."""
     config = read_json(folder / "config.json")["quantization_config"]
     dense = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in layers}
@@ -381,12 +369,12 @@ def _check_files(folder: Path, model: Any, plain: Any, layers: Mapping[str, Quan
         )
 
 
-def _exact_weight(layer: QuantizedLinear) -> Tensor:  # (rows, columns), float64
-    codes, scales = _codes_and_scales(layer)
+def _exact_weight(layer: Any) -> Tensor:  # (rows, columns), float64
+    codes, *grids = layer.grid_numbers()
     group_size = layer.group_size or layer.in_features
-    steps = scales.double().repeat_interleave(group_size, 1)[:, : layer.in_features]
-    zeros = layer.zeros.double().repeat_interleave(group_size, 1)[:, : layer.in_features]
-    return (steps * (codes.double() - zeros)).cpu()
+    steps, zeros = (grid.double().repeat_interleave(group_size, 1)[:, : layer.in_features] for grid in grids)
+    exact: Tensor = (steps * (codes.double() - zeros)).cpu()
+    return exact
 
 
 def _are_equal(stored: Tensor, tensor: Tensor) -> bool:

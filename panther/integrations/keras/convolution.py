@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 
 from panther.errors import check_size, require_extra
 from panther.integrations.keras.layer import SketchedLayer
-from panther.nn import SKConv2d
 from panther.nn.conv.padding import padding_sides
+from panther.nn.protocol import CompressedModule, allowed_layers
 from panther.nn.sketch_sizes import check_padding, default_low_rank, divisible, per_dim
 
 keras: Any = require_extra("keras", "keras")
@@ -71,7 +71,7 @@ class SKConv2D(SketchedLayer):
         True
     """
 
-    torch_class = SKConv2d
+    torch_class: ClassVar[Any] = allowed_layers()["SKConv2d"]
     dense_name = "keras.layers.Conv2D"
     torch_axes: ClassVar = {"S": (2, 3, 1, 0)}
 
@@ -178,7 +178,7 @@ class SKConv2D(SketchedLayer):
         return (size - span - 1) // self.strides[i] + 1
 
     @classmethod
-    def from_torch(cls, layer: SKConv2d, **options: Any) -> Self:
+    def from_torch(cls, layer: Any, **options: Any) -> Self:
         """Return a layer with the weights of a :class:`~panther.nn.SKConv2d`, copied, in its mode.
 
         Args:
@@ -190,7 +190,7 @@ class SKConv2D(SketchedLayer):
             ValueError: If the layer's padding is not zeros, it has both strides and a dilation, or its dtype is not
                 supported by the backend.
         """
-        if isinstance(layer, SKConv2d) and layer.padding_mode != "zeros":
+        if type(layer) is cls.torch_class and layer.padding_mode != "zeros":
             raise ValueError(
                 f"padding_mode={layer.padding_mode!r}: SKConv2D pads with zeros, so use padding_mode='zeros'"
             )
@@ -205,7 +205,7 @@ class SKConv2D(SketchedLayer):
         )
         return keras_layer._copy_from_torch(layer)
 
-    def to_torch(self) -> SKConv2d:
+    def to_torch(self) -> CompressedModule:
         """Return the :class:`~panther.nn.SKConv2d` with these weights, copied, on the CPU; it has no activation.
 
         Raises:
@@ -213,7 +213,7 @@ class SKConv2D(SketchedLayer):
         """
         options = self._torch_options()
         padding = "same_upper" if self.padding == "same" and max(self.strides) > 1 else self.padding
-        layer = SKConv2d(
+        layer: CompressedModule = self.torch_class(
             self.S.shape[2] * self.groups, self.filters, self.kernel_size, stride=self.strides, padding=padding,
             dilation=self.dilation_rate, groups=self.groups, **options,
         )  # fmt: skip

@@ -2,11 +2,11 @@
 
 __all__ = ["SKDense"]
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from panther.errors import check_size, require_extra
 from panther.integrations.keras.layer import SketchedLayer
-from panther.nn import SKLinear
+from panther.nn.protocol import CompressedModule, allowed_layers
 from panther.nn.sketch_sizes import default_low_rank
 
 keras: Any = require_extra("keras", "keras")
@@ -67,7 +67,7 @@ class SKDense(SketchedLayer):
         12544
     """
 
-    torch_class = SKLinear
+    torch_class: ClassVar[Any] = allowed_layers()["SKLinear"]
     dense_name = "keras.layers.Dense"
 
     def __init__(
@@ -116,7 +116,7 @@ class SKDense(SketchedLayer):
         return (*input_shape[:-1], self.units)
 
     @classmethod
-    def from_torch(cls, layer: SKLinear, **options: Any) -> Self:
+    def from_torch(cls, layer: Any, **options: Any) -> Self:
         """Return a layer with the weights of a :class:`~panther.nn.SKLinear`, copied, in its mode.
 
         Args:
@@ -138,14 +138,14 @@ class SKDense(SketchedLayer):
         keras_layer.build((None, layer.in_features))
         return keras_layer._copy_from_torch(layer)
 
-    def to_torch(self) -> SKLinear:
+    def to_torch(self) -> CompressedModule:
         """Return the :class:`~panther.nn.SKLinear` with these weights, copied, on the CPU; it has no activation.
 
         Raises:
             ValueError: If the layer is not built yet.
         """
-        options = self._torch_options()
-        return self._copy_to_torch(SKLinear(self.S1.shape[0], self.units, **options))
+        layer: CompressedModule = self.torch_class(self.S1.shape[0], self.units, **self._torch_options())
+        return self._copy_to_torch(layer)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""

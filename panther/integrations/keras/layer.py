@@ -17,7 +17,6 @@ import torch
 
 from panther.errors import SketchMismatchError, check_flag, require_extra
 from panther.integrations.keras.philox import draw_signs
-from panther.nn.base import SketchedModule
 from panther.nn.sketch_record import make_record, read_record
 from panther.nn.sketch_sizes import terms_and_rank, warn_unless_smaller
 from panther.sketch import check_seed
@@ -30,7 +29,9 @@ Shape = tuple[int, ...]
 class SketchedLayer(keras.layers.Layer):
     """Base of sketched layers: a subclass names its torch class, factors and sketches, and defines ``call``."""
 
-    torch_class: ClassVar[type[SketchedModule]]
+    torch_class: ClassVar[Any]
+    """The sketched layer of torch, whose weights this layer takes and gives."""
+
     dense_name: ClassVar[str]
     """Name of the Keras layer that this one replaces."""
 
@@ -152,7 +153,7 @@ class SketchedLayer(keras.layers.Layer):
                 getattr(self, name).assign(values)
 
     @classmethod
-    def _from_sizes_of(cls, layer: SketchedModule, *sizes: Any, **options: Any) -> Self:
+    def _from_sizes_of(cls, layer: Any, *sizes: Any, **options: Any) -> Self:
         """Return a layer with the sizes, the mode and the dtype of a torch layer, not built yet."""
         if type(layer) is not cls.torch_class:
             raise TypeError(
@@ -165,11 +166,11 @@ class SketchedLayer(keras.layers.Layer):
             "use_bias": layer.bias is not None,
             "fitted": layer.is_fitted,
             "seed": layer.seed,
-            "dtype": str(layer.sketch_like().dtype).removeprefix("torch."),
+            "dtype": str(layer.dtype).removeprefix("torch."),
         }
         return cls(*sizes, **layer_options | options)
 
-    def _copy_from_torch(self, layer: SketchedModule) -> Self:
+    def _copy_from_torch(self, layer: Any) -> Self:
         """Copy the weights of a torch layer of the same sizes."""
         for name in self._saved_names():
             variable, tensor = getattr(self, name), getattr(layer, name).detach().cpu()
@@ -188,7 +189,7 @@ class SketchedLayer(keras.layers.Layer):
         for name in self._saved_names():
             values = _numpy(getattr(self, name))
             axes = self.torch_axes.get(name, tuple(range(values.ndim)))
-            tensors[name] = torch.tensor(values.transpose(np.argsort(axes)), dtype=layer.sketch_like().dtype)
+            tensors[name] = torch.tensor(values.transpose(np.argsort(axes)), dtype=layer.dtype)
         if self.fitted:
             layer.set_fitted_({name: tensors[name] for name in self._sketches})
         with torch.no_grad():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import require_extra
-from panther.integrations.onnx.signature import named_tensors
-from panther.nn import QuantizedLinear
+from panther.integrations.onnx.writer import named_tensors
+from panther.nn.protocol import CompressedModule, compressed_layers
 
 _MAX_ERROR = 1e-4  # relative error of a file in float32
 # Error of a file that rounds, divided by the error of the model itself, which rounds as well.
@@ -66,7 +66,7 @@ def compare_onnx(
         return None
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     file_outputs = [_run(session, sample) for sample in samples]
-    rounding = [module for module in model.modules() if isinstance(module, QuantizedLinear) and module.activations]
+    rounding = [layer for _, layer in compressed_layers(model) if layer.activations]
     is_half = torch.float16 in dtypes
     references, limit = outputs, _MAX_ERROR
     if is_half or rounding:
@@ -86,7 +86,7 @@ def _run(session: Any, sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_rounding(
-    model: nn.Module, samples: Sequence[Mapping[str, Tensor]], rounding: list[QuantizedLinear], is_half: bool
+    model: nn.Module, samples: Sequence[Mapping[str, Tensor]], rounding: list[CompressedModule], is_half: bool
 ) -> list[dict[str, Tensor]]:
     activations = [layer.activations for layer in rounding]
     try:

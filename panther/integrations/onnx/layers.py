@@ -24,10 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.kernels import unpack_codes
-from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 from panther.nn.conv.product import convolve_dense
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.protocol import CompressedModule, compressed_layers
 
 FOUR_BITS = "_uint4"  # ends the names of buffers that hold numbers of 4 bits in bytes, and are written as UINT4
 _ATTRIBUTE = "onnx_weight"  # the submodule of a layer that holds its weight in ONNX's layout
@@ -46,13 +44,13 @@ def onnx_layers(model: nn.Module) -> Iterator[None]:
     """
     layouts: dict[Any, nn.Module] = {}
     changed: list[nn.Module] = []
-    replaceable: list[Any] = [module for module in model.modules() if _is_replaceable(module)]
+    replaceable: list[Any] = [layer for _, layer in compressed_layers(model) if _is_replaceable(layer)]
     try:
         # Embeddings come last, because they can read the layout of every head that is tied to them.
-        for module in sorted(replaceable, key=lambda module: isinstance(module, QuantizedEmbedding)):
+        for module in sorted(replaceable, key=lambda module: module.dense_class is nn.Embedding):
             keys = {layout: (layout, module.codes.data_ptr(), module.dtype) for layout in (_Blocks, _Groups)}
             forward, layout = _forward_and_layout(module)
-            if isinstance(module, QuantizedEmbedding) and keys[_Blocks] in layouts:
+            if module.dense_class is nn.Embedding and keys[_Blocks] in layouts:
                 layout = _Blocks
             if keys[layout] not in layouts:
                 layouts[keys[layout]] = layout(module)
@@ -67,18 +65,18 @@ def onnx_layers(model: nn.Module) -> Iterator[None]:
             delattr(module, _ATTRIBUTE)
 
 
-def _is_replaceable(module: Any) -> bool:
-    if not isinstance(module, QuantizedLinear | QuantizedConv2d | QuantizedEmbedding):
+def _is_replaceable(layer: CompressedModule) -> bool:
+    if layer.record_mode != "quantized" or layer.dense_class not in (nn.Linear, nn.Conv2d, nn.Embedding):
         return False
-    return module.bits is not None and module.dtype in _DTYPES and "forward" not in vars(module)
+    return layer.bits is not None and layer.dtype in _DTYPES and "forward" not in vars(layer)
 
 
 def _forward_and_layout(module: Any) -> tuple[Callable[..., Tensor], type["_Blocks | _Groups"]]:
     """Return what computes in the place of a layer, and the layout of the weight that it needs."""
     is_narrow: bool = module.bits <= 4
-    if isinstance(module, QuantizedEmbedding):
+    if module.dense_class is nn.Embedding:
         return _embed, _Blocks if is_narrow else _Groups
-    if isinstance(module, QuantizedConv2d):
+    if module.dense_class is nn.Conv2d:
         return _convolve, _Groups
     has_blocks = _block_size(module) is not None
     return _multiply, _Blocks if has_blocks and (is_narrow or module.activations) else _Groups
@@ -104,12 +102,12 @@ class _Layout(nn.Module):
     def _numbers(self, layer: Any) -> tuple[Tensor, Tensor, Tensor]:  # (rows, columns), (rows, groups), (rows, groups)
         """Return codes and zero points in the wider type, and scales; symmetric grids are symmetric there too."""
         shift = 2 ** (self.width - 1) - 2 ** (layer.bits - 1)
-        codes = unpack_codes(layer.codes, layer.bits, layer._columns) + shift
-        scales = layer._effective("scales").detach().float()
+        codes, scales, zeros = layer.grid_numbers()
+        scales = scales.float()
         narrow = scales.to(layer.dtype)
         if torch.equal(narrow.float(), scales):  # Scales below the numbers of float16 stay in float32.
             scales = narrow
-        return codes, scales, layer.zeros + shift
+        return codes + shift, scales, zeros + shift
 
 
 class _Blocks(_Layout):
@@ -216,7 +214,7 @@ def _out_of_pairs(pairs: Tensor) -> Tensor:  # (*, n) -> (*, 2 n)
     return torch.stack((pairs & 15, high), -1).flatten(-2)
 
 
-def _multiply(layer: QuantizedLinear, weight: Any, input: Tensor) -> Tensor:
+def _multiply(layer: Any, weight: Any, input: Tensor) -> Tensor:
     rows = input if input.dim() > 1 else input[None]
     output: Tensor = weight.product(rows, layer.bias, layer.activations is not None)
     if layer.low_rank:
@@ -225,15 +223,16 @@ def _multiply(layer: QuantizedLinear, weight: Any, input: Tensor) -> Tensor:
     return output if input.dim() > 1 else output[0]
 
 
-def _embed(layer: QuantizedEmbedding, weight: Any, input: Tensor) -> Tensor:
+def _embed(layer: Any, weight: Any, input: Tensor) -> Tensor:
     rows: Tensor = weight.rows_at(input.reshape(-1).long(), layer.dtype)
     return rows.view(*input.shape, layer.embedding_dim)
 
 
-def _convolve(layer: QuantizedConv2d, weight: Any, input: Tensor) -> Tensor:
+def _convolve(layer: Any, weight: Any, input: Tensor) -> Tensor:
     matrix = weight.dense(input.dtype)
     if layer.low_rank:
-        left, right = QuantizedMatrix.wide_factors(layer, input.dtype)
+        left, right = layer.wide_factors(input.dtype)
         matrix = matrix + left @ right
     geometry = (layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-    return convolve_dense(input, layer._unfolded(matrix), *geometry, layer.padding_mode)
+    output: Tensor = convolve_dense(input, layer._unfolded(matrix), *geometry, layer.padding_mode)
+    return output

@@ -1,6 +1,6 @@
 """Write a model as an ONNX file: trace it by torch.export, translate it by torch.onnx, and name its sizes."""
 
-__all__ = ["check_operators", "write_onnx"]
+__all__ = ["check_operators", "named_tensors", "write_onnx"]
 
 import logging
 import os
@@ -16,8 +16,8 @@ from panther._process_settings import ProcessSetting, ignored_warnings
 from panther.errors import PantherError, require_extra
 from panther.files import new_file
 from panther.integrations.onnx.layers import FOUR_BITS, onnx_layers
-from panther.integrations.onnx.signature import check_sizes, dynamic_shapes, named_tensors, size_names
 
+_DECODER = "decoder_"  # begins the names of the inputs of a decoder
 _OPSET = 21  # the first one with types of 4 bits, and with scales of groups
 _FEW_LOGS = ProcessSetting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
 _LARGEST_FILE = 2_000_000_000  # bytes of weights in one file; protobuf reads no more than 2^31
@@ -68,7 +68,7 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
     passes: Any = require_extra("onnx_ir.passes.common", "onnx")
     if model.training:
         raise PantherError(f"{type(model).__name__} is in training mode, which a file would keep: call model.eval()")
-    check_sizes(sample)
+    _check_sizes(sample)
     outputs = named_tensors(model(**sample))
     for name, output in outputs.items():
         if any(output is tensor for tensor in sample.values()):
@@ -79,7 +79,7 @@ def write_onnx(model: nn.Module, path: str | os.PathLike[str], sample: Mapping[s
     output_names = list(outputs)
     # torch's own modules warn, and torch would list its optional packages that are missing.
     with ignored_warnings(), _FEW_LOGS.held(), onnx_layers(model):
-        program = torch.export.export(model, (), dict(sample), dynamic_shapes=dynamic_shapes(sample))
+        program = torch.export.export(model, (), dict(sample), dynamic_shapes=_dynamic_shapes(sample))
         check_operators(type(model).__name__, program)
         num_outputs = sum(output is not None for output in program.graph_signature.user_outputs)
         names = output_names if num_outputs == len(output_names) else None
@@ -127,7 +127,7 @@ def _name_sizes_(graph: Any, sample: Mapping[str, Tensor]) -> None:
     inputs = {value.name: value for value in graph.inputs}
     graph.inputs[:] = [inputs[name] for name in sample if name in inputs]
     symbols: dict[str, str] = {}
-    for name, sizes in size_names(sample).items():
+    for name, sizes in _size_names(sample).items():
         for dimension, size_name in sizes.items():
             size = inputs[name].shape[dimension] if name in inputs else None
             if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
@@ -159,3 +159,58 @@ def _write(onnx_model: Any, path: Path) -> None:
     contents = onnx_ir.to_proto(onnx_model).SerializeToString()
     with new_file(path) as file:
         file.write(contents)
+
+
+def _size_names(sample: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
+    """Return for each input the names of its dimensions that may change.
+
+    The first dimension is ``batch``. The second dimension of integer matrices is ``length``: one name for all matrices
+    as long as the first of them, and ``decoder_length`` for the inputs of a decoder.
+    """
+    names: dict[str, dict[int, str]] = {}
+    common_length = None
+    for name, tensor in sample.items():
+        names[name] = {0: "batch"} if tensor.dim() else {}
+        if tensor.dim() == 2 and not tensor.is_floating_point():
+            length = tensor.shape[1]
+            if name.startswith(_DECODER):
+                names[name][1] = f"{_DECODER}length"
+            elif common_length in (None, length):
+                names[name][1], common_length = "length", length
+            else:
+                names[name][1] = f"{name}_length"
+    return names
+
+
+def _check_sizes(sample: Mapping[str, Tensor]) -> None:
+    """Raise PantherError if a size of the sample that may change is 1, which torch.export takes for fixed."""
+    for name, sizes in _size_names(sample).items():
+        for dimension, size_name in sizes.items():
+            if sample[name].shape[dimension] < 2:
+                raise PantherError(
+                    f"input {name!r} of the sample has the shape {tuple(sample[name].shape)}, and the {size_name} must "
+                    "be at least 2 in order to change later: give a larger sample"
+                )
+
+
+def _dynamic_shapes(sample: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
+    """Return the sizes that may change as torch.export takes them."""
+    dynamic = torch.export.Dim.DYNAMIC
+    return {name: dict.fromkeys(names, dynamic) for name, names in _size_names(sample).items()}
+
+
+def named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a model's output by name, as torch.export orders them.
+
+    A mapping, for example an output class of transformers, names them by its keys, and a sequence by numbers. A single
+    tensor is ``output``.
+    """
+    if isinstance(output, Tensor):
+        return {name or "output": output}
+    if isinstance(output, Mapping):
+        entries = [(f"{name}.{key}" if name else str(key), value) for key, value in output.items()]
+    elif isinstance(output, list | tuple):
+        entries = [(f"{name or 'output'}.{index}", value) for index, value in enumerate(output)]
+    else:
+        return {}
+    return {key: tensor for entry, value in entries for key, tensor in named_tensors(value, entry).items()}

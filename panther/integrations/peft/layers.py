@@ -4,7 +4,7 @@ An adapter adds :math:`s\\, x A^T B^T` to the output. Merging appends r columns 
 is exact and increases the layer's rank by r. Codes of few bits cannot hold an adapter.
 """
 
-__all__ = ["LoraCompressedLinear", "merged_layer"]
+__all__ = ["LoraCompressedLinear", "is_compressed_linear", "is_quantized", "merged_layer"]
 
 import warnings
 from typing import Any
@@ -13,24 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ConfigError, require_extra
-from panther.nn.base import CompressedModule
-from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
-from panther.nn.linears import LinearPair
-from panther.nn.low_rank import LowRankLinear
-from panther.nn.quantized import QuantizedLinear
+from panther.nn.pairs import LinearPair
+from panther.nn.protocol import CompressedModule
 
 _Linear: Any = require_extra("peft.tuners.lora", "peft").Linear
 _utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
 
-LINEAR_LAYERS = (SKLinear, LowRankLinear, InterpolativeLinear, QuantizedLinear)
 # Values of init_lora_weights that do not change the layer. PEFT's other values write to `weight.data`, which is a copy
 # for a compressed layer.
 _STARTS = (True, False, "gaussian", "orthogonal")
 
 
+def is_compressed_linear(layer: nn.Module) -> bool:
+    """Return whether a layer is a compressed layer in the place of an nn.Linear."""
+    return isinstance(layer, CompressedModule) and layer.dense_class is nn.Linear
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether a layer holds its weight in codes or integers, which cannot hold an adapter."""
+    return isinstance(layer, CompressedModule) and layer.record_mode == "quantized"
+
+
 class LoraCompressedLinear(_Linear):
-    """LoRA adapters on an SKLinear, a LowRankLinear, an InterpolativeLinear or a QuantizedLinear.
+    """LoRA adapters on a compressed linear layer.
 
     PEFT makes this layer for every compressed layer that ``target_modules`` names, and users need not make it. It is
     PEFT's LoRA layer for nn.Linear (more than one adapter, batches that mix adapters, dropout, dtypes), except for
@@ -55,7 +60,7 @@ class LoraCompressedLinear(_Linear):
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: Any, r: int = 0, lora_alpha: float = 1, **kwargs: Any
     ) -> None:
-        if not isinstance(base_layer, LINEAR_LAYERS):
+        if not is_compressed_linear(base_layer):
             raise ConfigError(
                 f"LoRA is for linear layers, and {kwargs.get('target_name') or 'the target'!r} is a "
                 f"{type(base_layer).__name__}: leave it out of target_modules, or call pr.to_linears_(model) first and "
@@ -137,54 +142,36 @@ class LoraCompressedLinear(_Linear):
 
 @torch.no_grad()
 def merged_layer(
-    layer: Any,  # an SKLinear, a LowRankLinear, an InterpolativeLinear, an nn.Linear or a LinearPair
+    layer: Any,  # a compressed linear layer, an nn.Linear or a LinearPair
     left: Tensor,  # (out, r)
     right: Tensor,  # (r, in)
     bias: Tensor | None = None,  # (out,)
 ) -> nn.Module:
     """Return a new layer with ``left @ right`` added to the weight, and ``bias`` to the bias, exact up to rounding.
 
-    An SKLinear becomes a LowRankLinear; a LowRankLinear, an InterpolativeLinear and a pair of nn.Linear get a larger
-    rank. If an nn.Linear is not larger than the result, an nn.Linear is returned.
+    A layer of factors and a pair of nn.Linear get a larger rank; an SKLinear becomes a LowRankLinear. If an nn.Linear
+    is not larger than the result, an nn.Linear is returned.
 
     Raises:
         ConfigError: If the layer is quantized, or there is no bias to add to.
     """
-    if isinstance(layer, QuantizedLinear):
+    if is_quantized(layer):
         raise ConfigError(
-            "a QuantizedLinear cannot hold an adapter without rounding it: keep the adapter beside it, or load the "
-            "adapter onto a model with dense layers (dequantize() of a transformers model, to_linear() of a layer) and "
-            "merge it there"
+            f"a {type(layer).__name__} cannot hold an adapter without rounding it: keep the adapter beside it, or load "
+            "the adapter onto a model with dense layers (dequantize() of a transformers model, to_linear() of a layer) "
+            "and merge it there"
         )
     if bias is not None and layer.bias is None:
         raise ConfigError("the adapter has a bias and the layer has none to add it to: train with lora_bias=False")
-    if isinstance(layer, SKLinear):
-        layer = layer.to_low_rank()
-    rank, inner, outer = len(right), layer.in_features, layer.out_features
-    new: Any
-    size: Any = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
-    if isinstance(layer, LowRankLinear) and (layer.rank + rank) * (inner + outer) < inner * outer:
-        down, up = layer.down, layer.up
-        new = LowRankLinear.from_factors(
-            torch.cat((down, right.mT.to(down.dtype)), 1), torch.cat((up, left.mT.to(up.dtype)))
-        )
-    elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
-        factors = [_wide(factor) for factor in layer.factors()]
-        device, dtype = _device_and_dtype(layer)
-        sizes = (layer.in_features, layer.out_features, layer.low_rank + rank)
-        new = InterpolativeLinear(*sizes, bias=layer.bias is not None, device=device, dtype=dtype)
-        new.set_factors_(torch.cat((factors[0], left), 1), torch.cat((factors[1], right)))
-    elif size and size * (inner + outer) < inner * outer:
-        device, dtype = _device_and_dtype(layer)
-        first, second = layer
-        new = LinearPair(
-            nn.Linear(inner, size, bias=False, device="meta", dtype=dtype),
-            nn.Linear(size, outer, bias=layer.bias is not None, device="meta", dtype=dtype),
-        )
-        new[0].weight = nn.Parameter(torch.cat((_wide(first.weight), right)).to(dtype))
-        new[1].weight = nn.Parameter(torch.cat((_wide(second.weight), left), 1).to(dtype))
-    else:
-        device, dtype = _device_and_dtype(layer)
+    inner, outer = layer.in_features, layer.out_features
+    _, dtype = _device_and_dtype(layer)
+    new: Any = layer.plus_product(left, right) if isinstance(layer, CompressedModule) else None
+    if isinstance(layer, LinearPair):
+        first, second = (each.get_parameter("weight") for each in layer)
+        if (len(first) + len(right)) * (inner + outer) < inner * outer:
+            outer_factor, inner_factor = torch.cat((_wide(second), left), 1), torch.cat((_wide(first), right))
+            new = LinearPair.of_factors(outer_factor.to(dtype), inner_factor.to(dtype), layer.bias, trained=True)
+    if new is None:
         new = nn.Linear(inner, outer, bias=layer.bias is not None, device="meta", dtype=dtype)
         new.weight = nn.Parameter((_wide(layer.weight) + left @ right).to(dtype))
     if layer.bias is not None:
@@ -200,11 +187,9 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _device_and_dtype(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+def _device_and_dtype(layer: Any) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype of a layer's input, without computing its weight."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.record.device, layer.dtype
-    like: Any = layer.weight
     if isinstance(layer, CompressedModule):
-        like = next(layer.parameters())
+        return next(iter(layer.stored().values())).device, layer.dtype
+    like = next(iter(layer.parameters()))
     return like.device, like.dtype

@@ -1,6 +1,6 @@
 """What happens to compressed layers before PEFT changes a model: adapters, trained copies, and refusals.
 
-``import panther`` wraps methods of PEFT that all entry points use (``integrations/_peft_hook.py``), and they call the
+``import panther`` wraps methods of PEFT that all entry points use (``integrations/import_hook.py``), and they call the
 functions of this module first. PEFT's own hook for new kinds of layers, ``LoraConfig._register_custom_module``, belongs
 to a config and is not saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter``
 make new configs.
@@ -9,18 +9,15 @@ make new configs.
 __all__ = ["CompressedLoraModel"]
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from panther._model_libraries import layers_replaced
 from panther.errors import ConfigError, require_extra
-from panther.integrations.peft.layers import LINEAR_LAYERS, LoraCompressedLinear
-from panther.nn.base import CompressedModule
+from panther.integrations.peft.layers import LoraCompressedLinear, is_compressed_linear, is_quantized
 from panther.nn.linears import to_linears_
-from panther.nn.quantized import QuantizedExperts, QuantizedLinear
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.protocol import CompressedModule, compressed_layers
 
 _utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
 _HEADS: Any = _utils.SEQ_CLS_HEAD_NAMES
@@ -60,7 +57,7 @@ class CompressedLoraModel(_LoraModel):
         quantized = [
             name
             for name, module in self.model.named_modules()
-            if isinstance(module, LoraCompressedLinear) and isinstance(module.base_layer, QuantizedLinear)
+            if isinstance(module, LoraCompressedLinear) and is_quantized(module.base_layer)
         ]
         if quantized:
             raise ConfigError(
@@ -94,7 +91,7 @@ def before_injection(tuner: Any, model: nn.Module, adapter_name: str, *args: Any
 
 def before_parameters(tuner: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Refuse parameters of compressed layers, which PEFT would not find."""
-    for name, layer in _compressed(model):
+    for name, layer in compressed_layers(model):
         names = (name, f"{name}.weight", *(f"{name}.{stored}" for stored in layer.stored_names()))
         for target in peft_config.target_parameters:
             if any(f".{each}".endswith(f".{target}") for each in names):
@@ -122,13 +119,13 @@ def before_copy(wrapper: Any, adapter_name: str, tied_module: nn.Module | None =
     if tied_module is not None or adapter_name in wrapper.modules_to_save:
         return
     original = wrapper.original_module
-    if isinstance(original, QuantizedExperts):
+    if isinstance(original, CompressedModule) and original.replaces_parameter:
         raise ConfigError(
             "modules_to_save names a weight of compressed experts: name the module that holds the experts, whose copy "
             "gets dense weights"
         )
     container = nn.Sequential(copy.deepcopy(original))
-    report = to_linears_(container, lambda layer, _: isinstance(layer, QuantizedMatrix))
+    report = to_linears_(container, lambda layer, _: is_quantized(layer))
     if report.skipped:
         raise ConfigError(f"modules_to_save names a layer that cannot become dense: {report.skipped[0][1]}")
     new = container[0].train(original.training)
@@ -145,7 +142,7 @@ def _check_targets(tuner: Any, model: nn.Module, config: Any) -> None:
     if _is_all_linear(config):
         names = sorted(_compressed_linears(model, config))
     else:
-        names = [name for name, _ in _compressed(model) if tuner._check_target_module_exists(config, name)]
+        names = [name for name, _ in compressed_layers(model) if tuner._check_target_module_exists(config, name)]
     if names:
         raise ConfigError(
             f"{type(tuner).__name__} adapts dense layers, and {len(names)} of the layers that target_modules names are "
@@ -157,10 +154,6 @@ def _is_all_linear(config: Any) -> bool:
     return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
 
 
-def _compressed(model: nn.Module) -> Iterator[tuple[str, CompressedModule]]:
-    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, CompressedModule))
-
-
 def _compressed_linears(model: Any, config: Any) -> set[str]:
     """Return the names of compressed linear layers, except for heads and layers that have adapters already."""
     heads = {getattr(model, name, None) for name in _HEADS} if config.task_type == "SEQ_CLS" else set()
@@ -169,7 +162,5 @@ def _compressed_linears(model: Any, config: Any) -> set[str]:
     # PEFT itself finds layers that have adapters, by their wrappers.
     wrapped = {module.get_base_layer() for module in model.modules() if isinstance(module, _utils.BaseTunerLayer)}
     return {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, LINEAR_LAYERS) and module not in heads | wrapped
+        name for name, module in model.named_modules() if is_compressed_linear(module) and module not in heads | wrapped
     }

@@ -26,16 +26,12 @@ from panther.integrations.transformers.saved_weights import (
     share_tied_,
 )
 from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
-from panther.nn.base import CompressedModule, SketchedModule
-from panther.nn.interpolative import InterpolativeLinear
-from panther.nn.linear import SKLinear
+from panther.nn.protocol import CompressedModule, compressed_layers
 from panther.nn.quantized.conversions import conversions_to_keep, keep_expert_names_
-from panther.nn.quantized.experts import QuantizedExperts
-from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import put_layer, stacked_layers
-from panther.nn.quantized.state import STORED_SCALES, form_in, inference_state
+from panther.nn.quantized.state import inference_state
 from panther.nn.quantized.ties import declare_ties_
-from panther.nn.sketch_record import read_record, without_marks
+from panther.nn.sketch_record import without_marks
 from panther.nn.specs import (
     CONFIG_VERSION,
     QUANTIZATION_METHOD,
@@ -223,26 +219,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.saved = None
         specs = self.quantization_config.modules or {}
         set_zeros_(model, specs)
-        tied = {other for _, other in self.tied}  # which get their tensors below
-        for name, module in model.named_modules():
-            if isinstance(module, SketchedModule):
-                seed = read_record(module.sketch_seed, module.num_terms, f"{name}.sketch_seed")
-                if seed is not None:
-                    module.set_seeded_(seed)
-                if isinstance(module, SKLinear) and specs.get(name, {}).get("packed"):
-                    module.pack_()
-            elif isinstance(module, QuantizedMatrix):
-                if name not in tied:
-                    if form_in(module.record) != module._form:
-                        raise FormatError(
-                            f"layer {name!r} was saved in a form that differs from config.json: save the model again"
-                        )
-                    module.check_record()
-                # transformers converts tensors to float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
-                if module.scales_dtype() is not STORED_SCALES:
-                    module.to(module.scales_dtype()).hold_scales_(STORED_SCALES)
-            elif isinstance(module, InterpolativeLinear):
-                module.check_record()
+        shared = {other for _, other in self.tied}
+        for name, layer in compressed_layers(model):
+            layer.adopt_values_(name, is_shared=name in shared)
         for loaded, other in self.tied:
             buffers_of(model.get_submodule(other)).update(buffers_of(model.get_submodule(loaded)))
         check_attention(model)
@@ -273,16 +252,12 @@ class PantherQuantizer(_quantizers.HfQuantizer):
         addresses = set[int]()
         ties = getattr(model, "all_tied_weights_keys", {})
         copies: dict[str, Tensor] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, CompressedModule):
-                for key in (
-                    f"{name}.{key_in_module}"
-                    for key_in_module in module.state_dict()
-                    if f"{name}.{key_in_module}" in state
-                ):
-                    if state[key].numel() and state[key].data_ptr() in addresses and key not in ties:
-                        copies[key] = state[key].clone()
-                    addresses.add(state[key].data_ptr())
+        for name, layer in compressed_layers(model, remove_duplicate=False):
+            keys = (f"{name}.{key}" for key in layer.state_dict())
+            for key in (key for key in keys if key in state):
+                if state[key].numel() and state[key].data_ptr() in addresses and key not in ties:
+                    copies[key] = state[key].clone()
+                addresses.add(state[key].data_ptr())
         return state | copies, {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -296,9 +271,8 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Replace compressed layers by dense layers with the effective weights."""
-        for name, module in [*model.named_modules()]:
-            if isinstance(module, CompressedModule):
-                put_layer(model, name, _dense(module).to(dtype))
+        for name, layer in [*compressed_layers(model)]:
+            put_layer(model, name, layer.to_dense().to(dtype))
         layers_replaced(model)
         weights: Any = model.state_dict()
         ties: Any = model.all_tied_weights_keys
@@ -393,23 +367,16 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
     _check_pretrained(model, "resize_token_embeddings_")
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, CompressedModule):
-        model.set_output_embeddings(_dense(head))
+        model.set_output_embeddings(head.to_dense())
     if isinstance(embeddings, CompressedModule):
-        for name, module in [*model.named_modules(remove_duplicate=False)]:  # encoder and decoder share one table
-            if module is not head and isinstance(module, CompressedModule) and _share_codes(module, embeddings):
-                put_layer(model, name, _dense(module))
+        # An encoder and a decoder can share one table.
+        for name, layer in [*compressed_layers(model, remove_duplicate=False)]:
+            if layer is not head and _share_codes(layer, embeddings):
+                put_layer(model, name, layer.to_dense())
     if isinstance(head, CompressedModule) or isinstance(embeddings, CompressedModule):
         layers_replaced(model)
         model.tie_weights()
     return model.resize_token_embeddings(new_num_tokens, **kwargs)
-
-
-def _dense(module: Any) -> Any:
-    """Return the layer of torch.nn with a compressed layer's effective weight, or the stacked weight of experts."""
-    if isinstance(module, QuantizedExperts):
-        return module.to_dense()
-    convert = next(getattr(module, name) for name in ("to_conv", "to_embedding", "to_linear") if hasattr(module, name))
-    return convert()
 
 
 def _share_codes(module: nn.Module, other: nn.Module) -> bool:
@@ -476,12 +443,10 @@ def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """
     specs = _specs_for(model, specs)
     layers, _ = convert_as_saved_(model, specs)
-    for name, module in build_modules(layers, model, device="meta").items():
-        if not isinstance(
-            module, QuantizedExperts
-        ):  # Stacked experts have the dtype of from_pretrained(dtype=) already.
-            module = module.to(model.get_submodule(name).get_parameter("weight").dtype)
-        put_layer(model, name, module)
+    for name, layer in build_modules(layers, model, device="meta").items():
+        if not layer.replaces_parameter:  # Stacked experts have the dtype of from_pretrained(dtype=) already.
+            layer = layer.to(model.get_submodule(name).get_parameter("weight").dtype)
+        put_layer(model, name, layer)
     return specs
 
 

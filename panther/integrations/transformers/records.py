@@ -21,8 +21,8 @@ from torch import Tensor
 from panther._torch import plain_name
 from panther.errors import FormatError, require_extra
 from panther.integrations.transformers.quantizer import PantherConfig, PantherQuantizer, is_ours
-from panther.nn.base import CompressedModule
 from panther.nn.linears import plain_pairs
+from panther.nn.protocol import compressed_layers
 from panther.nn.quantized.conversions import keep_expert_names_
 from panther.nn.quantized.ties import declare_ties_
 from panther.nn.specs import config_entry, module_specs
@@ -65,11 +65,7 @@ def saving(
     with _one_save:
         yield from _described(model, specs, state)
     is_sharded = folder is not None and _modified(index) not in (None, previous[1])
-    if (
-        is_sharded
-        and _modified(single) == previous[0]
-        and any(isinstance(x, CompressedModule) for x in model.modules())
-    ):
+    if is_sharded and _modified(single) == previous[0] and any(compressed_layers(model)):
         single.unlink(missing_ok=True)
 
 

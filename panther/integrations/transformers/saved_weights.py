@@ -22,10 +22,9 @@ from panther._torch import buffers_of, parameters_of
 from panther.errors import FormatError
 from panther.files.tensors import open_tensors, stored_tensors
 from panther.integrations.import_hook import MARKS
-from panther.nn.base import CompressedModule
 from panther.nn.io import saved_manifest, tensor_checksum
-from panther.nn.quantized.matrix import QuantizedMatrix
-from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
+from panther.nn.protocol import TRAINED_SCALES, CompressedModule, compressed_layers
+from panther.nn.quantized.state import SCALE_LOGS
 from panther.nn.quantized.ties import tied_layers
 from panther.nn.sketch_record import plain_state
 from panther.nn.specs import is_symmetric_record
@@ -47,10 +46,10 @@ class SavedWeights:
 
     def train_scales_(self, model: Any) -> None:
         """Make the scales trainable of layers that ``save_pretrained`` saved during training."""
-        for name, module in model.named_modules():
+        for name, layer in compressed_layers(model):
             logs = [f"{name}.{logs_name}" for logs_name in SCALE_LOGS.values()]
-            if isinstance(module, QuantizedState) and any(self._saved_name(model, each, self.names) for each in logs):
-                module.train_scales_()
+            if any(self._saved_name(model, each, self.names) for each in logs):
+                layer.follow_record_(layer.to_record() | {TRAINED_SCALES: True})
 
     def prefixes_of(self, part_names: Iterable[str]) -> list[str]:
         """Return the prefixes with which the files name all layers of a part, given the names in the part."""
@@ -76,11 +75,10 @@ class SavedWeights:
         Tensors are counted by the last part of their names, because transformers renames the first parts of some
         models.
         """
-        modules = {module: name for name, module in model.named_modules() if isinstance(module, CompressedModule)}
         tensors = {  # by identity, because tied layers share buffers, which the files hold once
             id(tensor): (name, key)
-            for module, name in modules.items()
-            for key, tensor in plain_state(module, keep_vars=True).items()
+            for name, layer in compressed_layers(model)
+            for key, tensor in plain_state(layer, keep_vars=True).items()
         }
         needed = Counter(
             key
@@ -105,17 +103,15 @@ class SavedWeights:
 
     def share_(self, model: Any) -> None:
         """Assign shared tensors, which the files hold once, to the compressed layers that share them."""
-        for name, module in model.named_modules():
-            if not isinstance(module, CompressedModule):
-                continue
-            for key in plain_state(module):
+        for name, layer in compressed_layers(model):
+            for key in plain_state(layer):
                 alias = self._saved_name(model, f"{name}.{key}", self.aliases)
                 first = alias and next(iter(self._own_names(model, self.aliases[alias])), None)
                 if first:
                     owner_name, _, owner_key = first.rpartition(".")
                     owner = model.get_submodule(owner_name)
-                    held = parameters_of if key in parameters_of(module) else buffers_of
-                    held(module)[key] = held(owner)[owner_key]  # type: ignore[assignment]
+                    tensors_of = parameters_of if key in parameters_of(layer) else buffers_of
+                    tensors_of(layer)[key] = tensors_of(owner)[owner_key]  # type: ignore[assignment]
 
     def has_layer(self, model: Any, name: str) -> bool:
         """Return whether the files hold scales of a layer; its codes may be the ones of another layer."""
@@ -146,9 +142,11 @@ def leave_out_zeros_(model: Any, specs: Mapping[str, Any]) -> None:
 
 def set_zeros_(model: nn.Module, specs: Mapping[str, Any]) -> None:
     """Set the zero points of symmetric layers, which the files lack, to the middle code."""
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedMatrix) and is_symmetric_record(specs.get(name)):
-            module.zeros = module.middle_zeros(module.codes.device)
+    for name, layer in compressed_layers(model):
+        if is_symmetric_record(specs.get(name)):
+            device = next(iter(layer.stored().values())).device
+            for key, tensor in layer.implied_tensors(device).items():
+                setattr(layer, key, tensor)
 
 
 def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]:
@@ -178,13 +176,13 @@ def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]
     return pairs
 
 
-def _share_form(first: nn.Module, second: nn.Module) -> bool:
-    """Return whether the tensors of two quantized layers have equal shapes, so that the layers can share them."""
+def _share_form(first: Any, second: Any) -> bool:
+    """Return whether two compressed layers have codes of equal shapes, so that they can share them."""
     shapes = [
         {key: tensor.shape for key, tensor in buffers_of(module).items() if tensor is not None}
         for module in (first, second)
     ]
-    return isinstance(first, QuantizedState) and isinstance(second, QuantizedState) and shapes[0] == shapes[1]
+    return first.record_mode == second.record_mode == "quantized" and shapes[0] == shapes[1]
 
 
 def check_loaded(model: nn.Module, info: Mapping[str, Iterable[str]]) -> None:

@@ -10,13 +10,35 @@ from torch import Tensor, nn
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.nn.base import is_autocasting
 from panther.nn.conv.padded import dense_conv
+from panther.nn.pairs import ConvPair, copied_parameter
 from panther.nn.sketch_sizes import Padding, check_padding, divisible, per_dim
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 class ConvGeometry:
-    """The arguments that a compressed convolution shares with torch's, checked and shown."""
+    """The arguments that a compressed convolution shares with torch's, checked and shown.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in torch's layer.
+        stride: As ``kernel_size``.
+        padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives
+            outputs of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
+        dilation: As ``kernel_size``.
+        groups: Number of groups of channels.
+        bias: Whether to add a bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        device: None is torch's default.
+        dtype: Floating dtype of input, output and bias; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is out of range, or channels are not divisible by ``groups``.
+        ValueError: If ``padding`` or ``padding_mode`` is unknown.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+    """
 
     dense_arguments: tuple[str, ...] = (
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
@@ -53,6 +75,29 @@ class ConvGeometry:
 
     def _new_dense(self, **arguments: Any) -> Any:
         return dense_conv(self.dim, **arguments)
+
+    @torch.no_grad()
+    def pair_of(
+        self,
+        kernel: Tensor,  # (r, in / groups, *kernel)
+        mix: Tensor,  # (r, out / groups)
+        trained: bool,
+    ) -> ConvPair:
+        """Return the convolution with copies of a kernel and the convolution of width 1 that mixes its channels."""
+        rank = len(kernel)
+        mix = mix.unflatten(0, (self.groups, -1)).mT.reshape(self.out_channels, -1)
+        first = dense_conv(
+            self.dim, self.in_channels, rank, self.kernel_size, self.stride, padding=self.padding,
+            dilation=self.dilation, groups=self.groups, bias=False, padding_mode=self.padding_mode, device="meta",
+        )  # fmt: skip
+        second = dense_conv(
+            self.dim, rank, self.out_channels, 1, groups=self.groups, bias=self.bias is not None, device="meta"
+        )
+        first.weight = copied_parameter(kernel, trained)
+        second.weight = copied_parameter(mix.reshape(*mix.shape, *[1] * self.dim), trained)
+        if self.bias is not None:
+            second.bias = copied_parameter(self.bias, self.bias.requires_grad)
+        return ConvPair(first, second)
 
 
 def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> None:

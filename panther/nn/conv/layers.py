@@ -14,6 +14,8 @@ from panther.nn.base import SketchedModule
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_by_groups
+from panther.nn.pairs import ConvPair
+from panther.nn.protocol import allow_saving
 from panther.nn.sketch_sizes import default_low_rank, divisible, terms_and_rank
 
 torch.fx.wrap("convolve")  # A symbolic trace must not branch on the input's layout.
@@ -165,8 +167,20 @@ class _SKConv(ConvGeometry, SketchedModule):
             True
         """
         conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self.to_dense()
+        return conv
+
+    def to_dense(self) -> Any:
+        """Return the dense convolution with copies of kernel and bias, in the memory format of this layer."""
+        conv = super().to_dense()
         take_format_(conv, self.S)
         return conv
+
+    @torch.no_grad()
+    def plain(self) -> ConvPair:
+        """Return the convolution to 2 L K channels and one of width 1."""
+        # The power of two next to the root of the scale, which is 1 for the scale of a fitted layer.
+        power = 2.0 ** round(math.log2(self.scale) / 2)
+        return self.pair_of(self.S * (self.scale / power), self.U * power, self._is_trained)
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
@@ -294,3 +308,5 @@ _EXAMPLES = {
 for _layer, _example in _EXAMPLES.items():
     if _layer.__doc__ is not None:  # Python's option -OO removes docstrings.
         _layer.__doc__ += _DOCUMENTATION.format(nd=f"{_layer.dim}d", size=_SIZES[_layer], example=_example[1:])
+
+allow_saving(SKConv1d, SKConv2d, SKConv3d)

@@ -8,14 +8,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther.kernels import quantized_weight
 from panther.kernels.ops.library import autocast
 from panther.nn.conv.geometry import ConvGeometry, check_input
 from panther.nn.conv.product import convolve, convolve_dense
 from panther.nn.factors import check_dense
+from panther.nn.protocol import allow_saving
+from panther.nn.quantized.linear import QuantizedLinear
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 
+@inherit_arguments(ConvGeometry, QuantizedMatrix)
 class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     r"""A drop-in for :class:`torch.nn.Conv2d` whose weight is stored in few bits.
 
@@ -31,22 +35,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     A new layer has random weights with nn.Conv2d's variance; :meth:`from_conv` rounds a dense layer.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
-        stride: As ``kernel_size``.
-        padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives
-            outputs of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
-        dilation: As ``kernel_size``.
-        groups: Number of groups of channels.
-        bias: Whether to add a bias.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        bits: Width of a code, 2 to 8; None for only low rank.
-        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
-            group may be smaller.
         low_rank: Rank r of the correction of the whole matrix, even with groups of channels.
-        device: None is torch's default.
-        dtype: Floating dtype of input, output and bias; None is torch's default.
 
     Shape:
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
@@ -63,10 +52,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         bias: A Parameter (out,) in ``dtype``, or None.
 
     Raises:
-        ShapeError: If a size is out of range, or channels are not divisible by ``groups``.
         ValueError: If ``padding`` or ``padding_mode`` is unknown, or ``bits`` is None and ``low_rank`` 0.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Cost: each call expands the weight, which takes its memory in ``dtype``, and convolves with it. A layer with codes
     saves bytes, but no time. The expansion takes as long as the convolution for some positions of the output, so it
@@ -136,6 +122,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         return kernels
 
     @classmethod
+    @inherit_arguments(QuantizedLinear.from_linear)
     def from_conv(
         cls, conv: nn.Conv2d, bits: int | None = 4, *, group_size: int | None = 128, low_rank: int = 0
     ) -> Self:
@@ -145,12 +132,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
         Args:
             conv: The layer to approximate. It is not changed.
-            bits: As in the constructor.
-            group_size: As in the constructor.
-            low_rank: As in the constructor, at most the smaller size of the unfolded weight.
 
         Raises:
-            ValueError: If the weight has no values, or NaN or infinite ones.
             TypeError: If ``conv`` is not an nn.Conv2d.
 
         Cost: about 250 passes over the weight; with a correction 1000 passes and four truncated SVDs.
@@ -182,6 +165,18 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         conv: nn.Conv2d = self.to_dense()
         return conv
 
+    def factors(self) -> tuple[Tensor, Tensor] | None:  # (out, r), (r, in * kernel)
+        """Return the factors of a layer without codes and without groups of channels; None of all other layers."""
+        return None if self.groups > 1 else super().factors()
+
+    @torch.no_grad()
+    def plain(self) -> nn.Module:
+        """Return the dense layer of the weight, or a pair of convolutions for a layer that has :meth:`factors`."""
+        if (factors := self.factors()) is None:
+            return super().plain()
+        left, right = factors
+        return self.pair_of(self._unfolded(right), left.mT, self._is_trained)
+
     @property
     def _form(self) -> list[int]:
         """The form and the kernel's shape, because kernels of 3 x 1 and 1 x 3 have tensors of the same shapes."""
@@ -194,3 +189,6 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         """Return sizes and form, as shown by print."""
         form = f"bits={self.bits}, group_size={self.group_size}, low_rank={self.low_rank}"
         return ", ".join((*self._geometry_parts(), form))
+
+
+allow_saving(QuantizedConv2d)

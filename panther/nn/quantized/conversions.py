@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from panther.nn.quantized.experts import QuantizedExperts
+from panther.nn.protocol import compressed_layers
 
 # What models had as their list of conversions before some of them were left out; None if they had no list.
 _COMPLETE: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -33,9 +33,9 @@ def _keeps_names(conversion: Any, model: nn.Module) -> bool:
         return True
     names = [
         f"{name}.{tensor_name}"
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedExperts)
-        for tensor_name in module.stored_names()
+        for name, layer in compressed_layers(model)
+        if layer.replaces_parameter
+        for tensor_name in layer.stored_names()
     ]
     both = (conversion, conversion.reverse_transform()) if names else ()
     return all(each.rename_source_key(name)[1] is None for each in both for name in names)
@@ -43,7 +43,7 @@ def _keeps_names(conversion: Any, model: nn.Module) -> bool:
 
 def keep_expert_names_(model: Any) -> None:
     """Let ``save_pretrained`` of a transformers model save compressed experts as they are, and dense ones as before."""
-    if not any(isinstance(module, QuantizedExperts) for module in model.modules()):
+    if not any(layer.replaces_parameter for _, layer in compressed_layers(model)):
         if model in _COMPLETE:
             model._weight_conversions = _COMPLETE.pop(model)
         return

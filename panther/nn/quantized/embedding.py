@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_flag, check_size
 from panther.kernels import QuantizedCodes, pack_codes
 from panther.kernels.ops.quantized_operands import expanded_codes
 from panther.nn.factors import check_dense
+from panther.nn.protocol import allow_saving
+from panther.nn.quantized.linear import QuantizedLinear
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 _MODES = ("sum", "mean", "max")
@@ -82,6 +85,7 @@ class QuantizedTable(QuantizedMatrix):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, bits={self.bits}, group_size={self.group_size}"
 
 
+@inherit_arguments(QuantizedMatrix)
 class QuantizedEmbedding(QuantizedTable):
     r"""A drop-in for :class:`torch.nn.Embedding` whose weight is stored in few bits.
 
@@ -98,9 +102,6 @@ class QuantizedEmbedding(QuantizedTable):
         embedding_dim: Size of each row.
         padding_idx: Index of a row that trained scales do not change, and that is zero in a new layer.
         bits: Width of a code, 2 to 8.
-        group_size: Entries of a row that share a scale and a zero point; None, or more than there are: the whole row.
-            The last group may be smaller.
-        device: None is torch's default.
         dtype: Floating dtype of the output; None is torch's default.
 
     Shape:
@@ -114,8 +115,6 @@ class QuantizedEmbedding(QuantizedTable):
 
     Raises:
         ShapeError: If a size or ``padding_idx`` is out of range.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     ``max_norm`` does not exist, because it changes the weight in each lookup. ``scale_grad_by_freq`` and ``sparse``
     concern gradients of the weight, which does not have any.
@@ -153,6 +152,7 @@ class QuantizedEmbedding(QuantizedTable):
         return self._looked_up(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     @classmethod
+    @inherit_arguments(QuantizedLinear.from_linear)
     def from_embedding(cls, embedding: nn.Embedding, bits: int = 4, *, group_size: int | None = 128) -> Self:
         """Return a quantized approximation of a dense embedding, on its device and in its dtype.
 
@@ -160,8 +160,6 @@ class QuantizedEmbedding(QuantizedTable):
 
         Args:
             embedding: The layer to approximate. It is not changed.
-            bits: As in the constructor.
-            group_size: As in the constructor.
 
         Raises:
             ValueError: If the layer has ``max_norm``, or its weight has no values, or NaN or infinite ones.
@@ -195,30 +193,22 @@ class QuantizedEmbedding(QuantizedTable):
         return embedding
 
 
+@inherit_arguments(QuantizedEmbedding)
 class QuantizedEmbeddingBag(QuantizedTable):
     r"""A drop-in for :class:`torch.nn.EmbeddingBag` whose weight is stored in few bits.
 
     The weight is that of :class:`QuantizedEmbedding`, and a bag is reduced as in nn.EmbeddingBag.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Size of each row.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         include_last_offset: Whether the last offset is the end of the last bag.
         padding_idx: Index of a row that does not count in bags, and that is zero in a new layer.
-        bits: Width of a code, 2 to 8.
-        group_size: Entries of a row that share a scale and a zero point; None: the whole row.
-        device: None is torch's default.
-        dtype: Floating dtype of the output; None is torch's default.
 
     Shape:
         Input ``(N, L)``, or ``(n,)`` with offsets ``(N,)``; output ``(N, embedding_dim)``.
 
     Raises:
-        ShapeError: If a size or ``padding_idx`` is out of range.
         ValueError: If ``mode`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Cost: each call expands the row of each index, which nn.EmbeddingBag does not store.
 
@@ -281,6 +271,9 @@ class QuantizedEmbeddingBag(QuantizedTable):
         """Return sizes and form, as shown by print."""
         last = ", include_last_offset=True" if self.include_last_offset else ""
         return f"{super().extra_repr()}, mode={self.mode!r}{last}"
+
+
+allow_saving(QuantizedEmbedding, QuantizedEmbeddingBag)
 
 
 def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:

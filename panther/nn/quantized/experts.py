@@ -8,14 +8,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.kernels import QuantizedCodes, QuantizedOperands, quantized_matmul
 from panther.kernels.ops.quantized_operands import expanded_codes
 from panther.nn.factors import fittable
+from panther.nn.protocol import allow_saving
+from panther.nn.quantized.linear import QuantizedLinear
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.quantized.stacked import StackedExperts
 
 
+@inherit_arguments(QuantizedMatrix)
 class QuantizedExperts(QuantizedMatrix):
     r"""The weights of E experts, stored in few bits, in the place of a parameter (E, out, in).
 
@@ -38,9 +42,6 @@ class QuantizedExperts(QuantizedMatrix):
         out_features: Size of an expert's output, the rows of a matrix.
         transposed: Whether the layer stands for a parameter (E, in, out). Codes are the same in both cases.
         bits: Width of a code, 2 to 8.
-        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
-            group may be smaller.
-        device: None is torch's default.
         dtype: Floating dtype of the expanded weight; None is torch's default.
 
     Attributes:
@@ -48,11 +49,6 @@ class QuantizedExperts(QuantizedMatrix):
         zeros: uint8 (E out, groups).
         scales: bfloat16 (E out, groups).
         scale_logs: None, or after :meth:`train_scales_` a Parameter (E out, groups), float32.
-
-    Raises:
-        ShapeError: If a size is out of range.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Cost: each expert that is hit is expanded once in each forward.
 
@@ -74,6 +70,7 @@ class QuantizedExperts(QuantizedMatrix):
     dense_class = StackedExperts
     dense_arguments = ("num_experts", "in_features", "out_features", "transposed")
     size_arguments = ("bits", "group_size")
+    replaces_parameter = True
 
     def __init__(
         self,
@@ -195,6 +192,7 @@ class QuantizedExperts(QuantizedMatrix):
         return torch.cat((*products, x.new_zeros(len(x) - start, self.out_features)))
 
     @classmethod
+    @inherit_arguments(QuantizedLinear.from_linear)
     def from_weight(
         cls, weight: Tensor, bits: int = 4, *, group_size: int | None = 128, transposed: bool = False
     ) -> Self:
@@ -204,13 +202,11 @@ class QuantizedExperts(QuantizedMatrix):
 
         Args:
             weight: The weight (E, out, in), or (E, in, out) with ``transposed``. It is not changed.
-            bits: As in the constructor.
-            group_size: As in the constructor.
             transposed: As in the constructor.
 
         Raises:
             ShapeError: If the weight does not have three dimensions.
-            ValueError: If the weight has no values, or NaN or infinite ones.
+            TypeError: If ``weight`` is not a tensor.
 
         Example:
             >>> import torch
@@ -236,6 +232,9 @@ class QuantizedExperts(QuantizedMatrix):
         layout = ", transposed=True" if self.transposed else ""
         sizes = f"{self.num_experts}, in_features={self.in_features}, out_features={self.out_features}{layout}"
         return f"{sizes}, bits={self.bits}, group_size={self.group_size}"
+
+
+allow_saving(QuantizedExperts)
 
 
 class _Transposed:

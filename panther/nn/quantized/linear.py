@@ -2,22 +2,25 @@
 
 __all__ = ["ACTIVATIONS", "QuantizedLinear", "check_activations"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther.errors import check_size
 from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
 from panther.nn.base import check_linear_input
 from panther.nn.factors import check_dense
+from panther.nn.protocol import allow_saving
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 ACTIVATIONS = (None, "int8")
 
 
+@inherit_arguments(QuantizedMatrix)
 class QuantizedLinear(QuantizedMatrix):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is stored in few bits.
 
@@ -38,16 +41,9 @@ class QuantizedLinear(QuantizedMatrix):
     Args:
         in_features: Size of each input sample.
         out_features: Size of each output sample.
-        bits: Width of a code, 2 to 8; None for only low rank.
-        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
-            group may be smaller.
-        low_rank: Rank r of the correction.
-        bias: Whether to add a bias.
         activations: ``"int8"`` rounds each row of the input to 8 bits, with one step per row, so that integers can be
             multiplied. A weight with more than one group in a row is rounded again, to 8 bits with one step per row.
             The error of the output is about 1 %. None does not round the input.
-        device: None is torch's default.
-        dtype: Floating dtype of input, output and bias; None is torch's default.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
@@ -65,10 +61,7 @@ class QuantizedLinear(QuantizedMatrix):
         bias: A Parameter (out,) in ``dtype``, or None.
 
     Raises:
-        ShapeError: If a size is out of range.
         ValueError: If ``bits`` is None and ``low_rank`` 0, which leaves no weight, or ``activations`` is unknown.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
     matters if the batch is small: on a CPU, most layers with codes are then slower than nn.Linear and only save memory;
@@ -231,6 +224,11 @@ class QuantizedLinear(QuantizedMatrix):
         linear: nn.Linear = self.to_dense()
         return linear
 
+    def follow_record_(self, record: Mapping[str, Any]) -> None:
+        """Make the scales trainable, and round inputs, as the recorded layer did."""
+        super().follow_record_(record)
+        self.activations = check_activations(record.get("activations"))
+
     def extra_repr(self) -> str:
         """Return sizes and form, as shown by print."""
         return (
@@ -238,6 +236,9 @@ class QuantizedLinear(QuantizedMatrix):
             f"group_size={self.group_size}, low_rank={self.low_rank}, bias={self.bias is not None}"
             + ("" if self.activations is None else f", activations={self.activations!r}")
         )
+
+
+allow_saving(QuantizedLinear)
 
 
 def check_activations(activations: str | None) -> str | None:

@@ -3,15 +3,17 @@
 __all__ = ["QuantizedMatrix", "stored_bytes"]
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
-from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, code_bytes, pack_codes
+from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, code_bytes, pack_codes, unpack_codes
 from panther.kernels.ops.quantized_operands import dense_weight, spread, wide_factors
 from panther.nn.factors import fittable, leading_factors
+from panther.nn.pairs import LinearPair
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState
 
@@ -21,9 +23,25 @@ _RECORD_BYTES, _KERNEL_BYTES = 12, 12
 
 
 class QuantizedMatrix(QuantizedState):
-    """Base of a layer whose weight, as a matrix (rows, columns), is ``Q + L diag(c) R``; see QuantizedLinear."""
+    """Base of a layer whose weight, as a matrix (rows, columns), is ``Q + L diag(c) R``; see QuantizedLinear.
+
+    Args:
+        bits: Width of a code, 2 to 8; None for only low rank.
+        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
+            group may be smaller.
+        low_rank: Rank r of the correction.
+        bias: Whether to add a bias.
+        device: None is torch's default.
+        dtype: Floating dtype of input, output and bias; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is out of range.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+    """
 
     size_arguments: tuple[str, ...] = ("bits", "group_size", "low_rank")
+    sizes_may_be_none = True
     _rows: int
     _columns: int
 
@@ -103,15 +121,15 @@ class QuantizedMatrix(QuantizedState):
         """Whether every zero point is the middle code, so that files need not hold the zero points."""
         return self.bits is not None and bool((self.zeros == 2 ** (self.bits - 1)).all())
 
-    def middle_zeros(self, device: torch.device | str) -> Tensor:  # (rows, groups) uint8
-        """Return the zero points of a symmetric grid in the shape of this layer's, which may be on the meta device.
+    def implied_tensors(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Return the zero points of a symmetric grid, uint8 (rows, groups); the layer may be on the meta device.
 
         Raises:
             ShapeError: If the layer has no codes.
         """
         if self.bits is None:
             raise ShapeError("this layer only has a correction (bits=None) and no zero points")
-        return torch.full_like(self.zeros, 2 ** (self.bits - 1), device=device)
+        return {"zeros": torch.full_like(self.zeros, 2 ** (self.bits - 1), device=device)}
 
     def _operands(self) -> QuantizedOperands:
         """Return the weight as the kernels take it, with trained scales."""
@@ -122,11 +140,46 @@ class QuantizedMatrix(QuantizedState):
             factors = QuantizedFactors(self.left, self.right, self._effective("factor_scales"))
         return QuantizedOperands(self._columns, codes, factors)
 
+    @torch.no_grad()
+    def grid_numbers(self) -> tuple[Tensor, Tensor, Tensor]:  # (rows, columns), (rows, groups), (rows, groups)
+        """Return the codes in uint8, the scales with trained factors, and the zero points in uint8.
+
+        Raises:
+            ShapeError: If the layer has no codes.
+        """
+        codes = self._operands().codes
+        if codes is None:
+            raise ShapeError("this layer only has a correction (bits=None) and no codes")
+        return unpack_codes(codes.packed, codes.bits, self._columns), codes.scales, codes.zeros
+
     def wide_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
         """Return two matrices whose product is the correction, or the weight of a layer without codes."""
         factors = self._operands().factors
         assert factors is not None  # callers ask for `low_rank` first
         return wide_factors(factors, dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:  # (out, r), (r, in)
+        """Return the factors of a layer without codes, in its dtype; None of a layer with codes."""
+        return None if self.bits is not None else self.wide_factors(self.dtype)
+
+    @property
+    def inner_rank(self) -> int | None:
+        """The rank of a layer without codes; None of a layer with codes."""
+        return None if self.bits is not None else self.low_rank
+
+    @torch.no_grad()
+    def plain(self) -> nn.Module:
+        """Return the dense layer of the weight, or the pair of both factors of a layer without codes."""
+        if (factors := self.factors()) is None:
+            return super().plain()
+        return LinearPair.of_factors(*factors, self.bias, self._is_trained)
+
+    @classmethod
+    def describe_form(cls, arguments: Mapping[str, Any], mode: str = "quantized") -> str:
+        """Return the width of the codes and the rank of the correction."""
+        bits, rank = arguments["bits"], arguments.get("low_rank")
+        parts = [] if bits is None else [f"int{bits}"]
+        return " + ".join(parts + ([f"low rank {rank}"] if rank else []))
 
     @property
     def weight(self) -> Tensor:  # (out, in)

@@ -10,7 +10,7 @@ __all__ = [
     "SCALE_LOGS", "STORED_SCALES", "QuantizedState", "fold_scales", "form_in", "inference_state", "train_scales_",
 ]  # fmt: skip
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of, plain_name
-from panther.errors import SketchMismatchError, check_flag, check_floating
-from panther.nn.base import CompressedModule
+from panther.errors import FormatError, SketchMismatchError, check_flag, check_floating
+from panther.nn.protocol import TRAINED_SCALES, CompressedModule
 from panther.nn.sketch_record import has_values, integers_checksum, is_rounded, plain_state
 
 STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
@@ -110,6 +110,11 @@ class QuantizedState(CompressedModule):
         return self
 
     @property
+    def record_mode(self) -> str:
+        """The kind of the tensors, "quantized"."""
+        return "quantized"
+
+    @property
     def trains_scales(self) -> bool:
         """Whether :meth:`train_scales_` was called; the parameters may be frozen nevertheless."""
         return self.scale_logs is not None or self.factor_scale_logs is not None
@@ -148,14 +153,38 @@ class QuantizedState(CompressedModule):
         rounded = exact.detach().to(scales.dtype).to(exact.dtype)
         return exact + (rounded - exact.detach())  # exactly `rounded`, as the difference is exact
 
-    def scales_dtype(self) -> torch.dtype:
-        """Return the dtype in which the scales are held: bfloat16, unless :meth:`hold_scales_` changed it."""
+    @property
+    def _scales_dtype(self) -> torch.dtype:
+        """The dtype in which the scales are held: bfloat16, unless :meth:`hold_scales_` changed it."""
         return (self.factor_scales if self.bits is None else self.scales).dtype
 
-    def has_stored_scales(self) -> bool:
-        """Return whether files hold the scales as the layer does, with trained factors multiplied in."""
+    def recorded_dtypes(self) -> set[torch.dtype]:
+        """Return the dtype of the computation: scales are bfloat16 in a layer of any dtype."""
+        return {self.dtype}
+
+    def why_not_saved(self) -> str | None:
+        """Return why a file would change the scales; None if it holds them, with trained factors multiplied in."""
         scales = [getattr(self, name) for name in SCALE_LOGS]
-        return all(each is None or each.is_meta or _is_stored_exactly(each) for each in scales)
+        if all(each is None or each.is_meta or _is_stored_exactly(each) for each in scales):
+            return None
+        return (
+            f"has scales in {self._scales_dtype}, and a file would change them to bfloat16: call "
+            "hold_scales_(torch.bfloat16) first"
+        )
+
+    def follow_record_(self, record: Mapping[str, Any]) -> None:
+        """Make the scales trainable if they were trained in the recorded layer."""
+        if record.get(TRAINED_SCALES) is True:
+            self.train_scales_()
+
+    def adopt_values_(self, name: str, *, is_shared: bool = False) -> None:
+        """Compute with integers and scales that were put into the buffers, and hold the scales in bfloat16 again."""
+        if not is_shared and form_in(self.record) != self._form:
+            raise FormatError(f"layer {name!r} was saved in a form that differs from config.json: save the model again")
+        super().adopt_values_(name, is_shared=is_shared)
+        # transformers converts tensors to float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
+        if self._scales_dtype is not STORED_SCALES:
+            self.to(self._scales_dtype).hold_scales_(STORED_SCALES)
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther._torch import buffers_of, parameters_of
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 from panther.nn.quantized.state import SCALE_LOGS
 
 _WEIGHT = ".weight"
