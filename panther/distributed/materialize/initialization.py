@@ -17,7 +17,7 @@ from panther.distributed.checkpoint.storage import placed
 from panther.distributed.pipeline.stage_modules import source_of
 from panther.distributed.sync.sketches import sketch_ids
 from panther.errors import ConfigError
-from panther.nn.base import SketchedModule
+from panther.nn.protocol import CompressedModule
 
 
 def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:
@@ -86,11 +86,7 @@ def planned_draws(parts: Sequence[nn.Module], draw_all: bool) -> list[Draw]:
 
 def _seeded_buffers(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the buffers that a module draws from its seed when it is allocated."""
-    if not isinstance(module, SketchedModule) or module.is_fitted:
-        return ()
-    # A class that overrides the initialisation may draw further values in it, whose order matters.
-    is_own = type(module).reset_parameters is not SketchedModule.reset_parameters
-    return () if is_own else (*module.sketch_names, "sketch_seed")
+    return module.drawn_names() if isinstance(module, CompressedModule) else ()
 
 
 def _drawing(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:

@@ -2,7 +2,7 @@
 
 __all__ = ["names_in", "read_seeds_", "read_values_", "with_layers_of"]
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from panther.distributed.checkpoint.weights import StoredWeights, check_architec
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline.stage_modules import source_of
 from panther.errors import CheckpointError
-from panther.nn.base import SketchedModule
+from panther.nn.protocol import compressed_layers
 from panther.nn.sketch_record import plain_state, read_record, without_marks
 
 
@@ -75,11 +75,12 @@ def _aliases(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
 def read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mapping[str, str]) -> None:
     """Read the seeds of sketched layers before the sketches are drawn, so that they are drawn once."""
     for part in parts:
-        for name, module in part.named_modules():
-            key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
-            if isinstance(module, SketchedModule) and not module.is_fitted:
+        layers: Iterator[tuple[str, Any]] = compressed_layers(part)
+        for name, layer in layers:
+            if layer.record_mode == "seeded":
+                key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
                 record = stored.read(names[key], torch.empty(4, dtype=torch.int64))
-                module.seed = read_record(record, module.num_terms, key)
+                layer.seed = read_record(record, layer.num_terms, key)
 
 
 def read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str]) -> None:

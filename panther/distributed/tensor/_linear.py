@@ -50,7 +50,13 @@ from panther.distributed.tensor._shared_input import SharedInput
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
 from panther.nn import LowRankLinear, SKLinear
+from panther.nn.protocol import CompressedModule
 from panther.sketch import signs
+
+
+def shards(kind: type[CompressedModule], dim: int) -> dict[str, Placement]:
+    """Return the placements of a layer's tensors if its weight is sharded along a dimension."""
+    return {name: Shard(tensor_dim) for name, tensor_dim in kind.sharded_dims[dim].items()}
 
 
 class ShardedLayer(ShardedModule):
@@ -177,7 +183,7 @@ def sketched_inputs(
 class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
     """A sketched layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {"S2": Shard(1), "U1": Shard(1), "bias": Shard(0)}
+    placements: ClassVar[Mapping[str, Placement]] = shards(SKLinear, 0)
     action = "outputs sharded"
     size_name = "out_features"
     seen_in_parts = ("S1", "U2")
@@ -207,7 +213,7 @@ class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
 class RowwiseSKLinear(ShardedSKLinear):
     """A sketched layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {"S1": Shard(0), "U2": Shard(0)}
+    placements: ClassVar[Mapping[str, Placement]] = shards(SKLinear, 1)
     action = "inputs sharded"
     size_name = "in_features"
     seen_in_parts = ("S2", "U1", "bias")
@@ -221,7 +227,7 @@ class RowwiseSKLinear(ShardedSKLinear):
 class ColwiseLowRankLinear(ColwiseLayer, LowRankLinear):
     """A low-rank layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {"up": Shard(1), "bias": Shard(0)}
+    placements: ClassVar[Mapping[str, Placement]] = shards(LowRankLinear, 0)
     action = "outputs sharded"
     size_name = "out_features"
     seen_in_parts = ("down",)
@@ -246,7 +252,7 @@ class ColwiseLowRankLinear(ColwiseLayer, LowRankLinear):
 class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
     """A low-rank layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {"down": Shard(0)}
+    placements: ClassVar[Mapping[str, Placement]] = shards(LowRankLinear, 1)
     action = "inputs sharded"
     size_name = "in_features"
     seen_in_parts = ("up", "bias")
@@ -269,16 +275,16 @@ def shard_layer_(
 ) -> ShardedLayer:
     """Shard a plain layer that is equal on all ranks, in place; nothing is sent."""
     local_range = chunk_ranges(getattr(layer, kind.size_name), mesh.size())[mesh.get_local_rank()]
-    if isinstance(layer, SKLinear) and layer.packed:
-        layer.unpack_()  # packed signs cannot be sharded at every column
+    if getattr(layer, "packed", False):
+        layer.unpack_()  # type: ignore[operator]  # Packed signs cannot be sharded at every column.
     layouts = layouts or Layouts(mesh)
     summed = kind.seen_in_parts if (layouts.input_dim, layouts.output_dim) != (None, None) else ()
     become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)
-    sketches = layer.sketch_names if isinstance(layer, SKLinear) else ()
+    sketches: tuple[str, ...] = getattr(layer, "sketch_names", ())
     for name in tuple(parameters_of(layer)):
         if name not in sketches:
             shard_parameter_(layer, name, mesh, kind.placement(name))
-    if isinstance(layer, SKLinear):
+    if isinstance(layer, ShardedSketchedModule):
         if layer.seed is None:
             layer.set_fitted_({name: getattr(layer, name).detach() for name in sketches})
         else:

@@ -44,7 +44,8 @@ from panther._torch import (
 )
 from panther.distributed.comm.collectives import sum_together_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
-from panther.nn.base import SketchedModule, keep_own_forward
+from panther.nn.base import SketchedModule
+from panther.nn.protocol import keep_own_forward
 
 # Modules whose forward reads the parameters of their children.
 _READS_CHILDREN = (nn.MultiheadAttention,)
@@ -223,7 +224,7 @@ def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str
 def _must_stay_plain(module: nn.Module) -> str | None:
     if type(module).forward is nn.Module.forward or "forward" in vars(module):
         return "other modules read them"
-    sketch_names = module.sketch_names if isinstance(module, SketchedModule) else ()  # packed ones are such tensors
+    sketch_names = getattr(module, "sketch_names", ())  # packed ones are such tensors
     held = [
         leaf
         for key, value in vars(module).items()

@@ -29,8 +29,8 @@ from panther.distributed.tensor._transformers import (
 )
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
-from panther.nn import LowRankConv2d, RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
-from panther.nn.base import CompressedModule
+from panther.nn import RandMultiHeadAttention
+from panther.nn.protocol import CompressedModule
 
 # Names of layers of one module that take the same input and contribute to the same loss. Other layers with the same
 # input, such as heads for different tasks, may have separate backward passes.
@@ -50,9 +50,8 @@ _FEED_FORWARD = (
     (("wi",), "wo"),
 )
 _CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(SKConv1d, SKConv2d, SKConv3d, LowRankConv2d),
-)
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 _NO_PARTNER = "no linear layer is known to follow or precede it with only elementwise functions between"
 
 _LARGE = 4096
@@ -130,7 +129,7 @@ def plan_automatically(model: nn.Module, ranks: int) -> Plan:
     for name, module in modules.items():
         if is_linear(module):
             plan.setdefault(name, ModulePlan(_NO_PARTNER))
-        elif isinstance(module, _CONVOLUTIONS):
+        elif isinstance(module, _CONVOLUTIONS) or getattr(module, "dense_class", None) in _CONVOLUTIONS:
             plan.setdefault(name, ModulePlan("channels of convolutions are not sharded"))
         elif isinstance(module, CompressedModule):
             plan.setdefault(name, ModulePlan(f"the form of a {type(module).__name__} is not sharded"))
