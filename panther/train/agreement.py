@@ -9,7 +9,7 @@ __all__ = ["agree_on_order", "agree_on_progress", "agree_on_run", "compare_sampl
 import dataclasses
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,10 @@ from panther._descriptions import describe_value, digest, digest_of_tensors
 from panther._torch import tree_leaves
 from panther._version import __version__
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm.agreement import agree
+from panther.distributed.comm.agreement import agree, gather_objects
 from panther.distributed.comm.ranks import name_ranks
 from panther.errors import DistributedError
-from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
-from panther.train.coordination import gather_over_ranks
 from panther.train.optimization.optimizer import Optimizer
 
 _log = logging.getLogger(__name__)
@@ -38,42 +36,31 @@ _PATHS = ("checkpoint_dir", "initial_weights")
 _ROWS = 4  # number of rows that are compared at both ends of a dataset in memory
 
 
-def agree_on_run(
-    call: str,
-    model: nn.Module | None,
-    optimizer: Optimizer,
-    loss: Mapping[str, Any],
-    config: TrainConfig,
-    callbacks: Sequence[Callback],
-    data: Mapping[str, Any],
-) -> None:
+def agree_on_run(trainer: Any, call: str, data: Mapping[str, Any], is_built: bool) -> None:
     """Raise DistributedError on every rank unless all ranks start the same run. It costs one exchange.
 
     Settings that concern a single rank may differ: progress bars, trackers, profiles, the path of ``initial_weights``,
     ``timeout_s``, callbacks without a state, devices, and how loaders fetch (workers, pinned memory).
 
     Args:
+        trainer: The Trainer.
         call: The method of the Trainer that every rank calls.
-        model: The model before it is distributed; None if it has been compared already.
-        optimizer: The argument of the Trainer.
-        loss: The loss function, its weights and the metrics, by the names of the arguments.
-        config: The settings.
-        callbacks: The callbacks of the user.
         data: The data, by the names of the method's arguments.
+        is_built: Whether the model has been compared already, and distributed.
     """
-    if get_world_size() == 1:
-        return
 
     def describe() -> dict[str, str]:
+        model, optimizer = (None, None) if is_built else (trainer.model, trainer.optimizer)
         described = {
             "Panther's version": __version__,
             "torch's version": torch.__version__,
             "Python's version": ".".join(platform.python_version_tuple()[:2]),
         }
-        described |= _describe_config(config)
-        described |= {f"{name}=": describe_value(value) for name, value in loss.items()}
+        described |= _describe_config(trainer.config)
+        functions = ("loss_fn", "loss_weight", "metrics", "scheduler")
+        described |= {f"{name}=": describe_value(getattr(trainer, name)) for name in functions}
         described |= _describe_optimizer(optimizer, model)
-        stateful = [type(callback).__qualname__ for callback in callbacks if hasattr(callback, "state_dict")]
+        stateful = [type(callback).__qualname__ for callback in trainer.callbacks if hasattr(callback, "state_dict")]
         described["the list of callbacks with a state"] = str(stateful)
         for name, value in data.items():
             described |= _describe_data(name, value)
@@ -85,26 +72,26 @@ def agree_on_run(
             described[f"module {name!r}"] = f"{type(module).__qualname__}({settings}) in {mode} mode"
         return described
 
-    agree(f"Trainer.{call}", describe, None, _FIX, "settings or data")
+    _agree(f"Trainer.{call}", describe, _FIX, "settings or data")
 
 
-def agree_on_progress(optimizer: torch.optim.Optimizer, progress: Mapping[str, Any], stages: int, moment: str) -> None:
+def agree_on_progress(trainer: Any, stages: int, moment: str) -> None:
     """Raise DistributedError on every rank unless all have the same optimizer and are at the same step.
 
-    A function that makes an optimizer is called on each rank, and callbacks may change settings of the optimizer.
-
-    Args:
-        optimizer: The optimizer of the distributed model.
-        progress: Numbers that tell how far the run is, by name.
-        stages: Number of pipeline stages, whose optimizers have different parameters and may have different groups.
-        moment: The moment of the comparison, for the message.
+    A function that makes an optimizer is called on each rank, and callbacks may change settings of the optimizer. The
+    ``stages`` of a pipeline have optimizers of different parameters, and maybe of different groups.
     """
-    if get_world_size() == 1:
-        return
 
     def describe() -> dict[str, str]:
-        described = {"the optimizer": type(optimizer).__qualname__}
-        described |= {name: describe_value(value) for name, value in progress.items()}
+        optimizer = trainer.optimizer
+        described = {
+            "the optimizer": type(optimizer).__qualname__,
+            "step": describe_value(trainer.step),
+            "epoch": describe_value(trainer.epoch),
+            "the number of records": describe_value(len(trainer.history)),
+            # agree_on_run accepts different spellings of one folder, which later look like different folders.
+            "checkpoint_dir": describe_value(trainer.config.checkpoint_dir),
+        }
         if stages == 1:
             described |= _describe_groups(optimizer.param_groups)
         else:
@@ -112,7 +99,7 @@ def agree_on_progress(optimizer: torch.optim.Optimizer, progress: Mapping[str, A
         return described
 
     fix = "make and change the optimizer on every rank alike, and resume all from one checkpoint"
-    agree(f"Trainer, at {moment},", describe, None, fix, "optimizers or steps")
+    _agree(f"Trainer, at {moment},", describe, fix, "optimizers or steps")
 
 
 def compare_samples(name: str, data: Any, is_shared: bool) -> None:
@@ -130,12 +117,12 @@ def compare_samples(name: str, data: Any, is_shared: bool) -> None:
     if get_world_size() == 1:
         return
     dataset = data.dataset if isinstance(data, DataLoader) else data
-    rows: list[Any] = []
+    tensors: list[Any] = []
     if isinstance(dataset, TensorDataset):
-        rows = [_ends(tensor) for tensor in dataset.tensors]
+        tensors = [_ends(tensor) for tensor in dataset.tensors]
     elif type(dataset) is list:
-        rows = tree_leaves(_ends(dataset))
-    digests = [digest for (digest,) in gather_over_ranks([digest_of_tensors(rows)])]
+        tensors = tree_leaves(_ends(dataset))
+    digests = gather_objects(digest_of_tensors(tensors), None)
     differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not differing_ranks:
         return
@@ -155,8 +142,6 @@ def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
         epoch: Number of the epoch.
         plan: The indices of all ranks: windows of batches; a batch has a list of indices for each rank.
     """
-    if get_world_size() == 1:
-        return
 
     def describe() -> dict[str, str]:
         batches = [indices for window in plan for batch in window for indices in batch]
@@ -168,15 +153,18 @@ def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
         "a sampler must give all samples in the same order on every rank, because the Trainer divides them itself: "
         "seed its generator alike on all ranks"
     )
-    agree("Trainer, at the start of an epoch,", describe, None, fix, "orders of samples")
+    _agree("Trainer, at the start of an epoch,", describe, fix, "orders of samples")
+
+
+def _agree(call_name: str, describe: Callable[[], dict[str, str]], fix: str, noun: str) -> None:
+    if get_world_size() > 1:
+        agree(call_name, describe, None, fix, noun)
 
 
 def _describe_config(config: TrainConfig) -> dict[str, str]:
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for name in _OF_A_RANK:
-        del settings[name]
-    for name in _PATHS:
-        settings[name] = settings[name] and "a path"
+    names = [field.name for field in dataclasses.fields(config) if field.name not in _OF_A_RANK]
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {name: settings[name] and "a path" for name in _PATHS}
     if config.resume not in ("auto", "never"):
         settings["resume"] = "a path"
     return {f"{name}=": describe_value(value) for name, value in settings.items()}

@@ -1,27 +1,14 @@
-"""The callbacks of a run: their base classes, checks of their methods, and the profiler of the steps."""
+"""The base class of callbacks, and the checks of their methods."""
 
-__all__ = ["BuiltInCallback", "Callback", "StepProfiler", "check_callback", "may_stop"]
+__all__ = ["Callback", "check_callback", "may_stop"]
 
 import inspect
-import logging
-import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import profiler
-
-from panther.distributed import get_rank
 from panther.errors import ConfigError
-from panther.files import write_text
-
-if TYPE_CHECKING:
-    from panther.train.trainer import Trainer
-
-_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps; the first steps allocate and compile, and are left out of the profile
-_log = logging.getLogger(__name__)
 
 
 class Callback:
@@ -31,22 +18,22 @@ class Callback:
     ``load_state_dict``, its state is stored in checkpoints.
     """
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: Any) -> None:
         """Run before the first step, after resuming."""
 
-    def on_step(self, trainer: "Trainer", loss: float) -> None:
+    def on_step(self, trainer: Any, loss: float) -> None:
         """Run after every optimizer step, with the mean loss of its accumulation group over all ranks."""
 
-    def on_skip(self, trainer: "Trainer") -> None:
+    def on_skip(self, trainer: Any) -> None:
         """Run after a step that ``on_nonfinite="skip"`` or the scaler of fp16 skipped; ``trainer.step`` counts it."""
 
-    def on_record(self, trainer: "Trainer", record: Mapping[str, Any]) -> None:
+    def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         """Run after every new record of the history."""
 
-    def on_epoch(self, trainer: "Trainer") -> None:
+    def on_epoch(self, trainer: Any) -> None:
         """Run after every epoch."""
 
-    def on_checkpoint(self, trainer: "Trainer") -> None:
+    def on_checkpoint(self, trainer: Any) -> None:
         """Run when saving a checkpoint has begun; an asynchronous checkpoint is still being written."""
 
 
@@ -113,44 +100,3 @@ def may_stop(kind: type[Callback]) -> bool:
     members = [member for base in kind.__mro__ for member in vars(base).values()]
     functions = [inspect.unwrap(member) for member in members if callable(member)]
     return any(names(function.__code__) for function in functions if isinstance(function, FunctionType))
-
-
-class BuiltInCallback(Callback):
-    """A callback that the Trainer creates for each run, and closes at the end of the run."""
-
-    def close(self, status: str) -> None:
-        """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
-
-
-class StepProfiler(BuiltInCallback):
-    """Profile a few steps, and write a Chrome trace and a table for each rank."""
-
-    def __init__(self, folder: Path) -> None:
-        # Without this variable, the profiler's library prints that it starts and stops.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._folder, self._steps = folder, 0
-        plan = profiler.schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1)
-        self._profiler = profiler.profile(schedule=plan, on_trace_ready=self._write)
-        self._profiler.start()
-
-    def on_step(self, trainer: Any, loss: float) -> None:
-        """Count the step."""
-        self.on_skip(trainer)
-
-    def on_skip(self, trainer: Any) -> None:
-        """Count the step, which was computed up to its gradients."""
-        self._steps += 1
-        self._profiler.step()
-
-    def close(self, status: str) -> None:
-        """Stop, and warn if the run was too short."""
-        self._profiler.stop()
-        if self._steps < _WAIT + _WARMUP + _ACTIVE and get_rank() == 0:
-            profiled = max(0, self._steps - _WAIT - _WARMUP)
-            _log.warning("profiled %d of %d steps: the run had only %d", profiled, _ACTIVE, self._steps)
-
-    def _write(self, measured: Any) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        measured.export_chrome_trace(str(self._folder / f"rank-{get_rank()}.json"))
-        table = measured.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        write_text(self._folder / f"rank-{get_rank()}.txt", table)

@@ -285,10 +285,8 @@ class StopVotes:
 
     def __init__(self, callbacks: Sequence[Callback], stop: bool) -> None:
         kinds = {type(callback) for callback in callbacks}
-        answers = [[int(bool(kinds)), int(any(map(may_stop, kinds))), int(stop)]]
-        if get_world_size() > 1:
-            answers = gather_over_ranks(answers[0])
-        self.has_callbacks, self._may_stop, self.ends = (any(column) for column in zip(*answers, strict=True))
+        answers = gather_objects((bool(kinds), any(map(may_stop, kinds)), bool(stop)), None)
+        self.has_callbacks, self._may_stop, self.ends = map(any, zip(*answers, strict=True))
 
     def after_step(self, stop: bool, exchange: StepExchange) -> bool:
         """Return whether all ranks stop after this step."""
@@ -341,10 +339,10 @@ def catch_signals(grace_period_s: float | None = None) -> Iterator[StepExchange]
         exchange.received.append(number)
 
     caught = [number for number in SIGNALS if number in (signal.SIGTERM, signal.SIGINT) or is_free(number)]
-    before = {number: signal.signal(number, note) for number in caught}
+    handlers = {number: signal.signal(number, note) for number in caught}
     try:
         with signals_counted(grace_period_s):
             yield exchange
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """The directory of a run: its lock, the checkpoint from which a run continues, and how far the run was."""
 
-__all__ = ["SAVED_ATTRIBUTES", "SavedProgress", "locked_directory", "read_progress", "resume_run"]
+__all__ = ["SAVED_ATTRIBUTES", "locked_directory", "read_progress", "resume_run"]
 
 import os
 import secrets
@@ -8,7 +8,6 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.files import parse_json
 from panther.train.history import History
-from panther.train.optimization.scheduler import RateScheduler
+from panther.train.optimization.parameter_groups import RateScheduler
+from panther.train.optimization.trainable import list_names
 
 try:
     import fcntl
@@ -28,29 +28,6 @@ except ImportError:  # Windows
 SAVED_ATTRIBUTES = ("epoch", "skipped", "_windows_done", "_validated_at")
 _LOCK = ".lock"
 _FAR = 1 << 30  # beyond the text in the file: locked bytes cannot be read on Windows
-
-
-@dataclass(frozen=True)
-class SavedProgress:
-    """The values that a Trainer stores in a checkpoint beside the model, the optimizer and the generators."""
-
-    attributes: Mapping[str, Any]
-    """Values of SAVED_ATTRIBUTES."""
-    history: History
-    loss_sums: list[float]
-    """The weighted losses since the last record, and their weights."""
-    elapsed_s: float
-    device_seconds: float
-    callbacks: Sequence[tuple[str, Any]]
-    """Class name of each callback with a state, and the first rank's state in checkpoints of earlier versions."""
-    samples: int
-    """Samples of the batches of a step over all processes."""
-    scaler: dict[str, Any]
-    trainable: Mapping[str, bool]
-    """Parameters that were frozen or unfrozen since the start of the run."""
-    peak_rates: Sequence[float]
-    scheduler: Mapping[str, Any]
-    """State of the scheduler that the Trainer made; empty without one."""
 
 
 def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) -> None:
@@ -95,8 +72,8 @@ def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) 
 
 def read_progress(
     path: Path, extra: Any, scheduler: RateScheduler | None, callback_names: Sequence[str]
-) -> SavedProgress:
-    """Return the values that a Trainer stored in a checkpoint.
+) -> dict[str, Any]:
+    """Return the values that ``Trainer._save`` stored in a checkpoint.
 
     Args:
         path: The checkpoint, for errors.
@@ -113,28 +90,24 @@ def read_progress(
             f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
         )
     try:
-        saved = SavedProgress(
-            attributes={name: extra[name] for name in SAVED_ATTRIBUTES},
-            history=History(parse_json(bytes(extra["history"].numpy()).decode())),
-            loss_sums=extra["_sums"],
-            elapsed_s=extra["_elapsed_s"],
+        saved = {name: extra[name] for name in (*SAVED_ATTRIBUTES, "_sums", "_elapsed_s", "scaler")} | {
+            "history": History(parse_json(bytes(extra["history"].numpy()).decode())),
             # Earlier versions did not save it, and a run rarely continues on a different number of processes.
-            device_seconds=float(extra.get("device_seconds", extra["_elapsed_s"] * get_world_size())),
-            callbacks=[(name, state) for name, state in extra["callbacks"]],
-            samples=int(extra["samples"]),
-            scaler=extra["scaler"],
-            trainable=extra.get("trainable", {}),
-            peak_rates=extra.get("peak_rates", []),
-            scheduler=dict(extra.get("scheduler") or {}),
-        )
+            "device_seconds": float(extra.get("device_seconds", extra["_elapsed_s"] * get_world_size())),
+            "callbacks": [(name, state) for name, state in extra["callbacks"]],
+            "samples": int(extra["samples"]),
+            "trainable": extra.get("trainable", {}),
+            "peak_rates": extra.get("peak_rates", []),
+            "scheduler": dict(extra.get("scheduler") or {}),
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
-    kinds = saved.scheduler.get("kind", "none"), getattr(scheduler, "kind", "none")
+    kinds = saved["scheduler"].get("kind", "none"), getattr(scheduler, "kind", "none")
     if kinds[0] != kinds[1]:
         raise CheckpointError(
             f"{path} has the scheduler {kinds[0]}, but the run has {kinds[1]}: pass the same scheduler"
         )
-    saved_names = [name for name, _ in saved.callbacks]
+    saved_names = [name for name, _ in saved["callbacks"]]
     if saved_names != callback_names:
         raise CheckpointError(
             f"{path} has states of the callbacks {saved_names}, but the run has {callback_names}: pass the same "
@@ -156,7 +129,7 @@ def locked_directory(directory: Path) -> Iterator[None]:
     with ExitStack() as lock_files:
 
         def lock() -> None:
-            missing = [path for path in (directory, *directory.parents) if not path.exists()]
+            new_folders = [path for path in (directory, *directory.parents) if not path.exists()]
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 file = lock_files.enter_context(open(directory / _LOCK, "a+", encoding="utf-8"))
@@ -176,7 +149,7 @@ def locked_directory(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            created.extend(missing)
+            created.extend(new_folders)
 
         run_on_first_rank(lock, None)
         try:
@@ -214,9 +187,8 @@ def _check_shared(directory: Path) -> None:
         f"rank {rank} ({host}, {path})" for rank, (sees_token, host, path) in enumerate(views) if not sees_token
     ]
     if failed_ranks:
-        more = f" and {len(failed_ranks) - 3} more" if len(failed_ranks) > 3 else ""
         raise CheckpointError(
-            f"checkpoint_dir must be one folder for all ranks, and {', '.join(failed_ranks[:3])}{more} cannot see what "
+            f"checkpoint_dir must be one folder for all ranks, and {list_names(failed_ranks, 3)} cannot see what "
             f"rank 0 ({views[0][1]}, {views[0][2]}) wrote there: name a folder of a file system that all nodes share"
         )
 

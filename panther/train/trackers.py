@@ -1,29 +1,152 @@
 """The built-in callbacks of a run: progress, JSON lines, TensorBoard and MLflow on the first rank, and a profiler."""
 
-__all__ = ["built_in_callbacks"]
+__all__ = ["BuiltInCallback", "ProgressLines", "built_in_callbacks"]
 
+import datetime
 import importlib.util
 import json
 import logging
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import profiler
+
+from panther.distributed import get_rank
 from panther.distributed.comm.agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
 from panther.files import read_text, write_text
-from panther.train.callbacks import BuiltInCallback, StepProfiler
+from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
 from panther.train.history import History
-from panther.train.progress import ProgressBar, ProgressLines
 
+_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps; the first steps allocate and compile, and are left out of the profile
 _encode = json.JSONEncoder(default=float).encode  # json.dumps would make an encoder for each line
 _log = logging.getLogger(__name__)
+_progress_log = logging.getLogger("panther.train.progress")  # TrainConfig tells programs this name
+
+
+class BuiltInCallback(Callback):
+    """A callback that the Trainer creates for each run, and closes at the end of the run."""
+
+    def close(self, status: str) -> None:
+        """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
+
+
+class _StepProfiler(BuiltInCallback):
+    """Profile a few steps, and write a Chrome trace and a table for each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        # Without this variable, the profiler's library prints that it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._folder, self._steps = folder, 0
+        plan = profiler.schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1)
+        self._profiler = profiler.profile(schedule=plan, on_trace_ready=self._write)
+        self._profiler.start()
+
+    def on_step(self, trainer: Any, loss: float) -> None:
+        self.on_skip(trainer)
+
+    def on_skip(self, trainer: Any) -> None:
+        self._steps += 1  # it was computed up to its gradients
+        self._profiler.step()
+
+    def close(self, status: str) -> None:
+        self._profiler.stop()
+        if self._steps < _WAIT + _WARMUP + _ACTIVE and get_rank() == 0:
+            profiled = max(0, self._steps - _WAIT - _WARMUP)
+            _log.warning("profiled %d of %d steps: the run had only %d", profiled, _ACTIVE, self._steps)
+
+    def _write(self, measured: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        measured.export_chrome_trace(str(self._folder / f"rank-{get_rank()}.json"))
+        table = measured.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+        write_text(self._folder / f"rank-{get_rank()}.txt", table)
+
+
+class _ProgressBar(BuiltInCallback):
+    """A progress bar of tqdm."""
+
+    def __init__(self) -> None:
+        self._tqdm = require_extra("tqdm", "demo").tqdm
+        # The default lock is a named semaphore, which a killed process would leave in the system.
+        self._tqdm.set_lock(threading.RLock())
+        self._bar: Any = None
+
+    def on_start(self, trainer: Any) -> None:
+        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step")
+
+    def on_step(self, trainer: Any, loss: float) -> None:
+        self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+        self._bar.update()
+
+    def on_skip(self, trainer: Any) -> None:
+        self._bar.update()
+
+    def close(self, status: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class ProgressLines(BuiltInCallback):
+    """Log a line for each record: the step, the losses and metrics, the samples per second and the remaining time.
+
+    Args:
+        prefix: A text at the start of each line.
+        every_s: Seconds between two lines. Records in between have no line.
+    """
+
+    def __init__(self, prefix: str = "", every_s: float = 0.0) -> None:
+        self._prefix, self._every_s, self._logged_at = prefix, every_s, -math.inf
+        self._begun = (0, 0.0)
+        self._last: Mapping[str, Any] = {}
+
+    def on_start(self, trainer: Any) -> None:
+        """Note the step and the time at which the run begins or continues."""
+        self._begun = (trainer.step, time.perf_counter())
+
+    def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
+        """Log the line."""
+        self._last = record
+        if time.perf_counter() - self._logged_at < self._every_s:
+            return
+        self._logged_at = time.perf_counter()
+        step, total = record["step"], trainer.total_steps
+        values = [
+            f"{name} {value:.4g}" for name, value in record.items() if name == "loss" or _is_validation(name, value)
+        ]
+        if record.get("samples_per_s") is not None:
+            values.append(f"{record['samples_per_s']:,.4g} samples a second")
+        if total is not None and step < total and (left := self._seconds_left(step, total)) is not None:
+            values.append(f"{datetime.timedelta(seconds=round(left))} left")
+        of_total = "" if total is None else f" of {total}"
+        _progress_log.info("%sstep %d%s: %s", self._prefix, step, of_total, ", ".join(values))
+
+    def _seconds_left(self, step: int, total: int) -> float | None:
+        first, begin = self._begun
+        if step == first:
+            return None
+        return (time.perf_counter() - begin) / (step - first) * (total - step)
+
+    def close(self, status: str) -> None:
+        """Log the time and the price of a finished run."""
+        if status == "FINISHED" and "device_hours" in self._last:
+            price = "" if self._last.get("price") is None else f", which cost {self._last['price']:,.2f}"
+            elapsed = datetime.timedelta(seconds=round(self._last["elapsed_s"]))
+            _progress_log.info(
+                "%sfinished after %s: %.3g device-hours%s", self._prefix, elapsed, self._last["device_hours"], price
+            )
+
+
+def _is_validation(name: str, value: Any) -> bool:
+    return name.startswith("validation_") and isinstance(value, int | float)
 
 
 class _JsonLines(BuiltInCallback):
@@ -154,7 +277,7 @@ def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iter
         if config.progress and sys.stderr is not None:  # pythonw has no stderr
             # A bar would cost time in every step and show nothing in a file.
             shows_bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm")
-            callbacks.append(ProgressBar() if shows_bar else ProgressLines())
+            callbacks.append(_ProgressBar() if shows_bar else ProgressLines())
         for name in config.trackers if config.checkpoint_dir is not None else ():
             callbacks.append(makers[name]())
 
@@ -162,7 +285,7 @@ def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iter
     try:
         run_on_first_rank(make_trackers, None)
         if config.profile:
-            callbacks.append(StepProfiler(folder / "profile"))
+            callbacks.append(_StepProfiler(folder / "profile"))
         yield callbacks
         status = "FINISHED"
     except SystemExit:

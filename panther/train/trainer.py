@@ -33,15 +33,14 @@ from panther.distributed.data.comm_hooks import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
-from panther.train.callbacks import BuiltInCallback, Callback
+from panther.train.callbacks import Callback
 from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, StopVotes, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines.engine import Engine
-from panther.train.history import History, peak_memory
+from panther.train.history import History, Meter, peak_memory
 from panther.train.loading.feed import Batch, Feed
 from panther.train.loading.loader_workers import workers_needed
-from panther.train.meter import Meter
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
 from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
@@ -55,7 +54,7 @@ from panther.train.optimization.trainable import (
 )
 from panther.train.resuming import SAVED_ATTRIBUTES, locked_directory, read_progress, resume_run
 from panther.train.strategy.building import named_parameters, set_up
-from panther.train.trackers import built_in_callbacks
+from panther.train.trackers import BuiltInCallback, built_in_callbacks
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class Trainer:
             if self.config.progress and get_rank() == 0:
                 stack.enter_context(logs_shown())
             self.stop = self._ends = False
-            self._agree("fit", {"training": train, "validation": validation})
+            agree_on_run(self, "fit", {"training": train, "validation": validation}, self._engine is not None)
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
             # It is called before the lock is released, so that the checkpoint is complete before another run begins.
@@ -207,7 +206,7 @@ class Trainer:
                 _log.info("%d modules stay in evaluation mode: %s", len(names), list_names(names))
             feed = self._feed(train)
             resume_run(self.config.checkpoint_dir, self.config.resume, lambda path: self._load(path, feed))
-            self._agree_on_progress("the start")
+            agree_on_progress(self, self._engine.stages, "the start")
             check_batches(self._engine.modules(), feed)
             if self._groups.scheduler is not None:
                 metrics = ("loss", *self.metrics) if validation is not None else ()
@@ -227,7 +226,7 @@ class Trainer:
         """
         join_process_group(self.config.timeout_s)
         with watched(lambda: self._activity):
-            self._agree("evaluate", {"evaluation": data})
+            agree_on_run(self, "evaluate", {"evaluation": data}, self._engine is not None)
             self._start(data)
             return self._evaluate(self._feed(data, False))
 
@@ -238,22 +237,6 @@ class Trainer:
         return checkpoint.export(self.model, directory)
 
     # Starting and resuming
-
-    def _agree(self, call: str, data: Mapping[str, Any]) -> None:
-        """Compare the arguments of all ranks, before a rank waits for an operation that other ranks do not call."""
-        model, optimizer = (self.model, self.optimizer) if self._engine is None else (None, None)
-        functions = {name: getattr(self, name) for name in ("loss_fn", "loss_weight", "metrics", "scheduler")}
-        agree_on_run(call, model, optimizer, functions, self.config, self.callbacks, data)
-
-    def _agree_on_progress(self, moment: str) -> None:
-        progress = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "the number of records": len(self.history),
-            # agree_on_run accepts different spellings of one folder, which later look like different folders.
-            "checkpoint_dir": self.config.checkpoint_dir,
-        }
-        agree_on_progress(self.optimizer, progress, self._engine.stages, moment)
 
     def _start(self, data: Any) -> None:
         if self._engine is not None:
@@ -298,29 +281,29 @@ class Trainer:
         read = partial(read_progress, path, scheduler=self._groups.scheduler, callback_names=callback_names)
         loaded = checkpoint.load(path, self.model, self.optimizer, check=read, rank_states=True)
         saved = read(loaded.extra)
-        if self._groups.add_saved(loaded.optimizer_groups or [], saved.peak_rates):
+        if self._groups.add_saved(loaded.optimizer_groups or [], saved["peak_rates"]):
             checkpoint.load(path, self.model, self.optimizer)  # again, with the states of the added groups
         if self._groups.scheduler is not None:
-            self._groups.scheduler.load_state_dict(saved.scheduler)
+            self._groups.scheduler.load_state_dict(saved["scheduler"])
             self._groups.end_step()
-        self.step, self.history, self._is_resumed = loaded.step, saved.history, True
-        self._meter.sums = saved.loss_sums
-        self._meter.elapsed_s, self._meter.device_seconds = saved.elapsed_s, saved.device_seconds
-        if restored := self._trainable.restore(saved.trainable):
+        self.step, self.history, self._is_resumed = loaded.step, saved["history"], True
+        self._meter.sums = saved["_sums"]
+        self._meter.elapsed_s, self._meter.device_seconds = saved["_elapsed_s"], saved["device_seconds"]
+        if restored := self._trainable.restore(saved["trainable"]):
             _log.info("frozen or unfrozen as in %s: %s", path, list_names(restored))
-        for name, value in saved.attributes.items():
-            setattr(self, name, value)
+        for name in SAVED_ATTRIBUTES:
+            setattr(self, name, saved[name])
         # A run that ends at once must not write the same checkpoint again.
         self._saved_at = (self.step, self.epoch, len(self.history))
-        if saved.scaler:
-            self._engine.scaler.load_state_dict(saved.scaler)
+        if saved["scaler"]:
+            self._engine.scaler.load_state_dict(saved["scaler"])
         if loaded.per_rank_extra is not None:
             feed.load_state_dict(loaded.per_rank_extra["feed"])
         load_hook_state(self.model, (loaded.per_rank_extra or {}).get("hook"))
-        if feed.window_samples and saved.samples:
+        if feed.window_samples and saved["samples"]:
             # Windows may have a different size now. Rounding down repeats some samples and leaves none out.
-            self._windows_done = self._windows_done * saved.samples // feed.window_samples
-        for (name, callback), (_, state) in zip(self._stateful().items(), saved.callbacks, strict=True):
+            self._windows_done = self._windows_done * saved["samples"] // feed.window_samples
+        for (name, callback), (_, state) in zip(self._stateful().items(), saved["callbacks"], strict=True):
             # Earlier versions stored the first rank's state beside the name.
             callback.load_state_dict(state if loaded.rank_states is None else loaded.rank_states[name])
         if get_rank() == 0:
@@ -369,10 +352,8 @@ class Trainer:
         if self._windows_done and self._windows_done == windows_per_epoch:
             self._end_epoch(feed, validation)
         while self.epoch < epochs and not self._is_over():
-            with preserved_generators():
-                windows = feed.windows(self.epoch, self._windows_done)
             # A notebook, for example, may keep an exception, which would keep the loader's workers alive.
-            with closing(windows):
+            with closing(feed.windows(self.epoch, self._windows_done)) as windows:
                 for window in windows:
                     skipped = self.skipped
                     self._step(window, exchange)
@@ -407,7 +388,7 @@ class Trainer:
         self._notify("on_epoch")
         self._groups.step_scheduler("epoch", self.step)
         if self._votes.has_callbacks:
-            self._agree_on_progress("the end of an epoch")
+            agree_on_progress(self, self._engine.stages, "the end of an epoch")
         self._ends = self._votes.after_epoch(self.stop, self._ends)
         self.stop |= self._ends
         num_epochs = self.config.checkpoint_every_n_epochs
@@ -513,10 +494,10 @@ class Trainer:
                 f"{list_names(names)}; continue from the last checkpoint with a lower learning rate, with "
                 "gradient_clipping, or with on_nonfinite='skip', which checks the gradient of every step"
             )
-        where = exchange.describe_nonfinite([index for batch in window for index in batch.indices or ()])
+        fault = exchange.describe_nonfinite([index for batch in window for index in batch.indices or ()])
         if self.config.on_nonfinite == "stop":
             raise TrainingError(
-                f"step {self.step + 1} is not finite: {where}; the parameters are as before the step: lower the "
+                f"step {self.step + 1} is not finite: {fault}; the parameters are as before the step: lower the "
                 "learning rate, clip gradients, check these samples, or set on_nonfinite='skip'"
             )
         self.skipped += 1
@@ -575,10 +556,10 @@ class Trainer:
         if self.config.checkpoint_dir is None or self._saved_at == state:
             return
         self._saved_at = state
-        self._agree_on_progress("a checkpoint")
+        agree_on_progress(self, self._engine.stages, "a checkpoint")
         self._check_last_gradient()
         self._meter.count_time()
-        text = json.dumps(list(self.history), default=float)  # float converts NumPy's numbers and tensors
+        records = json.dumps(list(self.history), default=float)  # float converts NumPy's numbers and tensors
         extra = {name: getattr(self, name) for name in SAVED_ATTRIBUTES} | {
             "_sums": self._meter.sums,
             "_elapsed_s": self._meter.elapsed_s,
@@ -586,7 +567,7 @@ class Trainer:
             "samples": feed.window_samples,
             # The text is stored as bytes, because a checkpoint encodes nested values one by one: 100,000 records take
             # 1.7 s then, in place of 0.6 s.
-            "history": torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8),
+            "history": torch.frombuffer(bytearray(records, "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(callback).__name__, None) for callback in self._stateful().values()],
             "scaler": self._engine.scaler.state_dict(),
             "trainable": self._trainable.changes,

@@ -43,7 +43,7 @@ from panther.nn.base import CompressedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimization.optimizer import learning_rate_factor
-from panther.train.progress import ProgressLines
+from panther.train.trackers import ProgressLines
 
 _BETAS = (0.9, 0.95)  # after 200 steps, the loss was 2 to 6 % smaller than with 0.999 as the second number
 # Learning rates relative to a parameter's root mean square, of low-rank factors and of all other parameters. The loss

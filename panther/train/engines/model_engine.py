@@ -133,11 +133,11 @@ class ModelEngine(Engine):
         # The hooks of DDP wait for the parameters' nodes of the graph, and gradients of zero reach these nodes as well.
         # The exchange of the step finds ranks that have not frozen the parameters.
         frozen = [parameter for _, parameter in waiting]
-        before = [parameter.grad for parameter in frozen]
+        gradients = [parameter.grad for parameter in frozen]
         for parameter in frozen:
             parameter.requires_grad_(True)
         torch.autograd.backward(frozen, [torch.zeros_like(parameter) for parameter in frozen])
-        for parameter, gradient in zip(frozen, before, strict=True):
+        for parameter, gradient in zip(frozen, gradients, strict=True):
             parameter.requires_grad_(False)
             if gradient is None:
                 parameter.grad = None  # the optimizer leaves the parameter out, as on one process

@@ -120,7 +120,8 @@ class Feed:
         self.loader: Any = data if self.is_stream else self._own_loader(data)
         self.keeps_own_state = self.is_stream and keeps_own_state
         self._positioned = False  # whether load_state_dict has set the loader's position
-        self._stream = StreamWindows(accumulation, rank, size, even, multiple)
+        self.multiple = multiple
+        self._stream = StreamWindows(self)
         self._has_ended = False  # whether load_state_dict has said that this process has read all of its stream
 
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
@@ -204,7 +205,8 @@ class Feed:
         self._order[:] = [
             (
                 _mix(self.seed, epoch, step, number, self.rank) if self.loader.num_workers else None,
-                batch[self.rank] or _first_of(batch),
+                # A process without samples gets a sample of another process as a filler.
+                batch[self.rank] or next(filter(None, batch))[:1],
             )
             for step, window in enumerate((plan or [])[start:], start)
             for number, batch in enumerate(window)
@@ -212,7 +214,7 @@ class Feed:
         if self._has_ended:  # the stream has ended in the epoch that is resumed
             self._has_ended = False
             return self._stream_windows(iter(()), 0, is_alone)
-        with signals_blocked(self.loader):
+        with preserved_generators(), signals_blocked(self.loader):
             loaded = iter(self.loader)
         if plan is not None:
             return self._planned_windows(plan[start:], loaded)
@@ -340,11 +342,6 @@ def _equal_batches(batches: list[list[list[int]]], size: int) -> list[list[list[
                 f"{size} processes: for a pipeline, the batches of one step must all have the same size"
             )
     return [group for group in batches if len(group) == size]
-
-
-def _first_of(batch: list[list[int]]) -> list[int]:
-    """Return an index of a different process, as a filler for a process without samples."""
-    return next(indices for indices in batch if indices)[:1]
 
 
 def _follows_from_seed(loader: Any) -> bool:

@@ -101,11 +101,11 @@ def signals_blocked(loader: Any) -> Iterator[None]:
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
         # A tracker that starts with the first worker would unblock the signals.
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ __all__ = ["Batch", "StreamWindows", "count_samples"]
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -53,28 +53,18 @@ class _Answer(NamedTuple):
     sizes: tuple[int, ...]
 
 
-@dataclass
 class StreamWindows:
-    """Read the windows of the stream of this process.
+    """Read the windows of the stream of this process, for the settings of a Feed.
 
-    Args:
-        accumulation: Number of batches per window.
-        rank: Number of this process among the processes that split the data.
-        size: Number of processes that split the data.
-        even: Leave out batches that do not have the same size on every process.
-        multiple: With ``even``, the divisor of all sizes.
+    Attributes:
+        left_out: Number of samples of this epoch, over all processes, that have been left out.
+        has_ended: Whether this process has read its whole stream, while other processes have not.
     """
 
-    accumulation: int
-    rank: int
-    size: int
-    even: bool = False
-    multiple: int = 1
-    left_out: int = 0
-    """Number of samples of this epoch, over all processes, that have been left out."""
-    has_ended: bool = False
-    """Whether this process has read its whole stream, while other processes have not."""
-    _is_compared: bool = field(default=False, init=False)
+    def __init__(self, feed: Any) -> None:
+        self.accumulation, self.rank, self.size = feed.accumulation, feed.rank, feed.size
+        self.even, self.multiple = feed.even, feed.multiple
+        self.left_out, self.has_ended, self._is_compared = 0, False, False
 
     def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[Batch]]:
         """Yield the windows of an epoch.

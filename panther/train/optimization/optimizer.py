@@ -1,8 +1,8 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
 __all__ = [
-    "NotedOptimizer", "Optimizer", "clear_gradients", "is_extended_by_default", "learning_rate_factor",
-    "make_optimizer", "note_optimizer", "set_learning_rate", "step_error",
+    "Optimizer", "clear_gradients", "is_extended_by_default", "learning_rate_factor", "make_optimizer",
+    "names_in_optimizer", "set_learning_rate", "step_error",
 ]  # fmt: skip
 
 import functools
@@ -10,7 +10,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,30 +82,19 @@ def is_extended_by_default(optimizer: Optimizer) -> bool:
     return optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer))
 
 
-@dataclass(frozen=True)
-class NotedOptimizer:
-    """An optimizer that the user made, by the names of its parameters.
+def names_in_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, tuple[str, ...]]:
+    """Return the names of the parameters of an optimizer that the user made; nothing for a function and for None.
 
-    Strategies that shard a model replace its parameters by new objects. The names remain valid.
-    """
-
-    optimizer: torch.optim.Optimizer
-    names: list[list[tuple[str, ...]]]
-    """For each group, the names of each parameter. A tied parameter has several names, and a stage may use any of them.
-    """
-    states: dict[tuple[str, ...], dict[str, Any]]
-    """The state of each parameter that has a state, such as the sums that the constructor of Adagrad creates."""
-
-
-def note_optimizer(optimizer: Optimizer, model: nn.Module) -> NotedOptimizer | None:
-    """Return an optimizer that the user made, by the names of its parameters; None for a function and for None.
+    Names remain valid where a strategy replaces parameters by new objects. A tied parameter has several names, and a
+    pipeline stage may use any of them.
 
     Raises:
-        ConfigError: If it has parameters that are not the model's, or a group without a learning rate.
+        ConfigError: If it has parameters that are not the model's, a group without a learning rate, or states that
+            were made of a model on the meta device.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return None
     names: dict[Tensor, tuple[str, ...]] = {}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return names  # without references to the parameters, which keep their memory
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = (*names.get(parameter, ()), name)
     for group in optimizer.param_groups:
@@ -117,19 +105,17 @@ def note_optimizer(optimizer: Optimizer, model: nn.Module) -> NotedOptimizer | N
                 "loss"
             )
     _check_rates(optimizer)
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    states = {names[key]: state for key, state in optimizer.state.items() if key in names}
-    if any(tensor.is_meta for tensor in tree_leaves(states) if isinstance(tensor, Tensor)):
+    if any(tensor.is_meta for tensor in tree_leaves(list(optimizer.state.values())) if isinstance(tensor, Tensor)):
         raise ConfigError(
             f"the constructor of {type(optimizer).__name__} makes a state for each parameter, and the model on the "
             f"meta device has no values yet: pass the class, or a function of parameters that makes the optimizer"
         )
-    return NotedOptimizer(optimizer, groups, states)
+    return names
 
 
 def make_optimizer(
     optimizer: Optimizer,
-    noted: NotedOptimizer | None,
+    names: Mapping[Tensor, tuple[str, ...]],
     by_name: Mapping[str, nn.Parameter],
     *,
     strategy: str,
@@ -143,7 +129,7 @@ def make_optimizer(
 
     Args:
         optimizer: The argument of the Trainer.
-        noted: The result of :func:`note_optimizer` before the model was distributed.
+        names: The result of :func:`names_in_optimizer` before the model was distributed.
         by_name: This rank's parameters by their names in the model that the user built.
         strategy: The strategy; ``"zero1"`` shards the state over the ranks.
         stages: Number of pipeline stages; with several, this rank has only some of the parameters.
@@ -151,9 +137,9 @@ def make_optimizer(
     Raises:
         ConfigError: If the optimizer cannot be made, or cannot be given the parameters of the distributed model.
     """
-    if noted is not None:
-        result = noted.optimizer
-        _give_parameters(noted, by_name, strategy, stages)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        result = optimizer
+        _give_parameters(optimizer, names, by_name, strategy, stages)
     else:
         parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
@@ -224,36 +210,37 @@ def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Op
     return result
 
 
-def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter], strategy: str, stages: int) -> None:
+def _give_parameters(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, tuple[str, ...]],
+    by_name: Mapping[str, nn.Parameter],
+    strategy: str,
+    stages: int,
+) -> None:
     """Put this rank's parameters into the groups of the user's optimizer, and their states into its state."""
-    optimizer = noted.optimizer
+    old = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A pipeline stage has only some of the parameters. Names that it does not have belong to other stages.
-    present = [[next((n for n in names if n in by_name), None) for names in group] for group in noted.names]
-    ranks = gather_objects(present, None) if stages > 1 else [present]
-    for number, names_of_group in enumerate(noted.names):
-        for place, names in enumerate(names_of_group):
-            if all(places[number][place] is None for places in ranks):
-                raise ConfigError(
-                    f"strategy={strategy!r} keeps no parameter of the name {names[0]!r}, which the optimizer has: pass "
-                    "a function of parameters that makes the optimizer, such as its class"
-                )
-    before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    present = {names[p][0]: next((by_name[name] for name in names[p] if name in by_name), None) for p in old}
+    here = {name for name, parameter in present.items() if parameter is not None}
+    if absent := present.keys() - set().union(*(gather_objects(here, None) if stages > 1 else [here])):
+        raise ConfigError(
+            f"strategy={strategy!r} keeps no parameter of the name {next(n for n in present if n in absent)!r}, which "
+            "the optimizer has: pass a function of parameters that makes the optimizer, such as its class"
+        )
+    states = {names[p][0]: state for p, state in optimizer.state.items() if p in names}
     if get_world_size() > 1:
-        _take_states_of_first_rank(noted.states)
-    states: dict[Tensor, dict[str, Any]] = {}
-    for group, names_of_group, places in zip(optimizer.param_groups, noted.names, present, strict=True):
-        here = [place for place, name in enumerate(places) if name is not None]
-        parameters = [by_name[name] for name in places if name is not None]
+        _take_states_of_first_rank(states)
+    for group in optimizer.param_groups:
+        places = [place for place, p in enumerate(group["params"]) if present[names[p][0]] is not None]
         if "param_names" in group:
-            group["param_names"] = [group["param_names"][place] for place in here]
-        group["params"] = parameters
-        for place, parameter in zip(here, parameters, strict=True):
-            if (state := noted.states.get(names_of_group[place])) is not None:
-                states[parameter] = _state_of_shard(state, parameter, names_of_group[place][0], optimizer)
+            group["param_names"] = [group["param_names"][place] for place in places]
+        group["params"] = [present[names[group["params"][place]][0]] for place in places]
     for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
         del optimizer.state[key]
-    optimizer.state.update(states)
-    replaced = before - {id(parameter) for parameter in by_name.values()}
+    for name, state in states.items():
+        if (parameter := present.get(name)) is not None:
+            optimizer.state[parameter] = _state_of_shard(state, parameter, name, optimizer)
+    replaced = set(map(id, old)) - {id(parameter) for parameter in by_name.values()}
     if attribute := next(_attributes_with(optimizer, replaced), None):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps parameters in its attribute {attribute!r} too, and "
@@ -262,11 +249,11 @@ def _give_parameters(noted: NotedOptimizer, by_name: Mapping[str, nn.Parameter],
         )
 
 
-def _take_states_of_first_rank(states: Mapping[tuple[str, ...], dict[str, Any]]) -> None:
+def _take_states_of_first_rank(states: Mapping[str, dict[str, Any]]) -> None:
     """Broadcast the states of the first rank: some constructors copy the parameters, which are broadcast as well."""
     tensors = {
-        f"{names[0]} {number}": tensor
-        for names, state in states.items()
+        f"{name} {number}": tensor
+        for name, state in states.items()
         for number, tensor in enumerate(tree_leaves(state))
         if isinstance(tensor, Tensor)
     }

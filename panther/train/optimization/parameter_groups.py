@@ -1,23 +1,32 @@
-"""The parameter groups of a run's optimizer: their learning rates in each step, and parameters that join later."""
+"""The groups of a run's optimizer: their learning rates, the scheduler, and parameters that join later."""
 
-__all__ = ["ParameterGroups", "saved_settings_stay"]
+__all__ = ["ParameterGroups", "RateScheduler", "saved_settings_stay"]
 
 import copy
+import inspect
+import logging
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
+from panther._process_settings import ignored_warnings
+from panther._random_state import preserved_generators
+from panther.distributed import get_rank
 from panther.distributed.comm.agreement import gather_objects
-from panther.errors import ConfigError
+from panther.errors import CheckpointError, ConfigError
 from panther.train.config import TrainConfig
 from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
-from panther.train.optimization.scheduler import RateScheduler
 from panther.train.optimization.trainable import TrainableSet, list_names
+
+_ROUNDING = 1e-12  # LinearLR(end_factor=0) may end as far below 0
+_OF_ORDER = "Detected call of `lr_scheduler.step"
+_log = logging.getLogger(__name__)
 
 
 class _SavedGroup(dict[str, Any]):
@@ -48,20 +57,130 @@ def saved_settings_stay(groups: list[dict[str, Any]]) -> Iterator[None]:
         groups[: len(loaded)] = loaded
 
 
+class RateScheduler:
+    """The scheduler that ``make`` makes of an optimizer, for the groups that the optimizer has at the start of a run.
+
+    Raises:
+        ConfigError: If ``make`` returns something else, or a setting has no effect on the scheduler.
+    """
+
+    def __init__(self, make: Callable[[Optimizer], Any], optimizer: Optimizer, config: TrainConfig) -> None:
+        groups, self._interval = optimizer.param_groups, config.scheduler_interval
+        rates = [float(group["lr"]) for group in groups]
+        self._keys = [group.keys() - {"lr"} for group in groups]  # without the keys that the scheduler adds
+        self._optimizer, self._scheduler, self.count = optimizer, make(optimizer), len(groups)
+        step, owner = (getattr(self._scheduler, name, None) for name in ("step", "optimizer"))
+        is_scheduler = callable(step) and not isinstance(self._scheduler, Optimizer) and owner in (None, optimizer)
+        arguments = inspect.signature(step).parameters.values() if callable(step) else ()
+        needed = [x.name for x in arguments if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+        starts = [float(group.get("initial_lr", rate)) for group, rate in zip(groups, rates, strict=True)]
+        has_rate = config.learning_rate is not None or config.learning_rate_scaling != "none"
+        name = type(self._scheduler).__name__
+        for is_wrong, fault in (
+            (not is_scheduler, "which is not a scheduler of the optimizer: make one of the function's argument"),
+            (any(x[:6] != "metric" for x in needed), f"whose step needs {needed}: step it in a callback instead"),
+            (config.scheduler_metric and not needed, "whose step takes no metric: leave out scheduler_metric"),
+            (has_rate and starts != rates, "with its own rates: leave out learning_rate and learning_rate_scaling"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"the function scheduler= returned a {name}, {fault}")
+        self.metric = (config.scheduler_metric or "validation_loss") if needed else None
+        self.kind = f"{name} of each {self._interval}" + (f" by {self.metric}" if needed else "")
+        # OneCycleLR writes its peaks into the groups, and starts below them.
+        self._peaks = [float(group.get("max_lr", start)) for group, start in zip(groups, starts, strict=True)]
+        left_out = ("params", "param_names")
+        self._start = [copy.deepcopy({key: group[key] for key in group if key not in left_out}) for group in groups]
+        self._num_steps, self._values, self._new_value, self._follows_step = 0, list[float](), None, False
+        self._check_rates()
+
+    @property
+    def factor(self) -> float:
+        """The rate of the first group that has a rate, divided by its peak."""
+        rates = zip(self._optimizer.param_groups, self._peaks, strict=False)
+        return next((float(group["lr"]) / peak for group, peak in rates if peak), 1.0)
+
+    def check_metric(self, names: list[str]) -> None:
+        """Raise ConfigError unless the history will have the metric; ``names`` are the quantities of validation."""
+        if self.metric not in (None, "loss", *names):
+            raise ConfigError(
+                f"the history has no {self.metric!r}, which the scheduler takes: set scheduler_metric to one of "
+                f"{['loss', *names]}" + ("" if names else ", or pass validation data to fit")
+            )
+
+    def advance(self, moment: str, quantities: Mapping[str, Any]) -> None:
+        """Step if due after ``moment``, with a metric once for each value among ``quantities`` since the last call."""
+        self._follows_step |= moment == "step"
+        self._new_value = quantities.get(self.metric or "", self._new_value)
+        if self.metric is None and moment == self._interval:
+            self._step()
+        elif self._new_value is not None and (moment == "epoch" or self._interval == "step"):
+            self._step(self._new_value)
+            self._new_value = None
+
+    def _step(self, *values: float) -> None:
+        """Step the scheduler without groups that were added later, which schedulers of torch do not accept."""
+        groups = self._optimizer.param_groups
+        added, first = groups[self.count :], dict(groups[0])
+        del groups[self.count :]
+        try:
+            # Torch warns if the optimizer has not stepped before, as when a run resumes at the end of an epoch.
+            with nullcontext() if self._follows_step else ignored_warnings(_OF_ORDER):
+                self._scheduler.step(*values)
+        finally:
+            groups.extend(added)
+        self._num_steps += 1
+        self._values += values
+        self._check_rates()
+        # Momentums that the scheduler moves are equal in added groups.
+        moved = {key: value for key, value in groups[0].items() if key != "lr" and value is not first.get(key)}
+        for group in added:
+            group.update(moved)
+
+    def _check_rates(self) -> None:
+        for number, group in enumerate(self._optimizer.param_groups[: self.count]):
+            if isinstance(rate := group["lr"], Tensor):  # reading it would wait for a GPU
+                continue
+            if not isinstance(rate, Real) or not -_ROUNDING <= float(rate) < math.inf:
+                raise ConfigError(
+                    f"the scheduler set the learning rate of the optimizer's group {number} to {rate} after "
+                    f"{self._num_steps} steps, and a rate is finite and not negative: correct the function scheduler="
+                )
+            group["lr"] = float(rate)  # it may be a number of NumPy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how often the scheduler stepped, and by which values; the states of schedulers may hold functions."""
+        return {"kind": self.kind, "steps": self._num_steps, "values": self._values, "new_value": self._new_value}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Repeat the steps of a saved run, after the optimizer was loaded; changed settings of the scheduler apply."""
+        if self._num_steps not in (0, saved["steps"]):
+            raise CheckpointError("the scheduler has taken steps that the checkpoint does not have: make a new Trainer")
+        self._new_value = saved["new_value"]
+        groups = self._optimizer.param_groups[: self.count]
+        loaded = [dict(group) for group in groups]
+        if self._num_steps:  # fit is called again
+            return
+        for group, start in zip(groups, self._start, strict=True):
+            group.update(copy.deepcopy(start))
+        with preserved_generators(), ignored_warnings(_OF_ORDER):
+            for values in [[value] for value in saved["values"]] or [[]] * saved["steps"]:
+                self._step(*values)
+        for group, settings, keys in zip(groups, loaded, self._keys, strict=True):
+            rates = float(settings["lr"]), float(group["lr"])
+            if get_rank() == 0 and not math.isclose(*rates, abs_tol=_ROUNDING):
+                _log.warning("by its settings, which have changed, the scheduler sets %s in place of %s", *rates[::-1])
+            group.update({key: settings[key] for key in keys})
+
+
 class ParameterGroups:
-    """The groups of an optimizer during a run.
+    """The groups of the optimizer of a distributed model during a run.
 
     Args:
-        optimizer: The optimizer of the distributed model.
-        trainable: The parameters of this rank that are trained.
-        config: The settings of the run.
-        scheduler: The function of the Trainer that makes a scheduler, or None.
         is_extended: Whether parameters that are unfrozen later form a group with the optimizer's default settings.
         uses_ddp: Whether DDP averages gradients; it does not average the gradients of parameters unfrozen later.
 
     Attributes:
         peak_rates: The learning rate of each group after the warm-up.
-        scheduler: The scheduler, or None.
         quantities: What was added to the history since the scheduler could step.
         rate_of_step: The learning rate of the first group in the last step; None without a scheduler.
         averaged_apart: Parameters whose gradients DDP does not average.
@@ -72,10 +191,10 @@ class ParameterGroups:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         trainable: TrainableSet,
         config: TrainConfig,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        scheduler: Callable[[Optimizer], Any] | None,
         *,
         is_extended: bool,
         uses_ddp: bool,
@@ -95,7 +214,6 @@ class ParameterGroups:
         self.quantities: dict[str, Any] = {}
         if self.scheduler is not None:
             self.end_step()
-        self._find_absent()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -113,8 +231,9 @@ class ParameterGroups:
         if self.scheduler is not None:
             self.rate_of_step = copy.deepcopy(self._optimizer.param_groups[0]["lr"])
         clear_gradients(self._optimizer)
-        for parameter in self._absent:
-            parameter.grad = None
+        for parameter in self._trainable.by_name.values():  # the optimizer may not have all of them
+            if parameter.requires_grad:
+                parameter.grad = None
 
     def end_step(self) -> None:
         """Note the learning rates, which callbacks must not change."""
@@ -155,7 +274,6 @@ class ParameterGroups:
             )
         if len(groups) > len(self.peak_rates):
             self.peak_rates += [float(group["lr"]) for group in groups[len(self.peak_rates) :]]
-            self._find_absent()
         first = 0 if self.scheduler is None else self.scheduler.count
         if first == len(groups):
             return
@@ -163,12 +281,6 @@ class ParameterGroups:
         factor = factor if self.scheduler is None else self.scheduler.factor
         for group, peak in zip(groups[first:], self.peak_rates[first:], strict=True):
             set_learning_rate(group, peak * factor)
-
-    def _find_absent(self) -> None:
-        """Find the trainable parameters that the optimizer does not have, because it does not clear their gradients."""
-        present = set(self.parameters)
-        trainable = self._trainable.by_name.values()
-        self._absent = [p for p in trainable if p.requires_grad and p not in present]
 
     def adopt_changes(self, step: int, total_steps: int | None) -> None:
         """Agree with the other ranks on the parameters that are trained from now on, and add them to the optimizer.
@@ -181,8 +293,8 @@ class ParameterGroups:
         late = self._trainable.late()
         if self._uses_ddp:
             self.averaged_apart = list(late.values())
-        self._find_absent()
-        absent = [name for name in unfrozen if name in late and any(late[name] is p for p in self._absent)]
+        present = set(self.parameters)
+        absent = [name for name in unfrozen if name in late and late[name] not in present]
         # Every rank gets the same groups, also a stage that has none of the parameters.
         absent_anywhere = sorted({name for names in gather_objects(absent, None) for name in names})
         if not absent_anywhere:
@@ -194,7 +306,6 @@ class ParameterGroups:
                 "optimizer of all parameters, frozen ones too"
             )
         self._optimizer.add_param_group({"params": [late[name] for name in absent]})
-        self._find_absent()
         self._set_rates(step, total_steps)
 
     def add_saved(self, groups: Sequence[Sequence[str]], peak_rates: Sequence[float]) -> bool:
@@ -217,5 +328,4 @@ class ParameterGroups:
             names_of_group = {"param_names": here} if "param_names" in self._optimizer.param_groups[0] else {}
             self._optimizer.add_param_group(group | names_of_group)
             self.peak_rates.append(float(peak_rates[number]) if number < len(peak_rates) else self.peak_rates[0])
-        self._find_absent()
         return bool(added)

@@ -162,7 +162,7 @@ class LossParameters:
     def check(self) -> None:
         """Raise ConfigError if the backward pass has reached such a parameter; it does not reach a frozen teacher."""
         gradients = zip(self._named.items(), self._gradients, strict=True)
-        reached = [name for (name, parameter), before in gradients if _gradient(parameter) != before]
+        reached = [name for (name, parameter), first in gradients if _gradient(parameter) != first]
         if reached:
             raise ConfigError(
                 f"the loss has trainable parameters of its own ({list_names(reached)}), which are not the model's and "

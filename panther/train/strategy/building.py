@@ -31,7 +31,7 @@ from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.engines.pipeline_engine import PipelineEngine
 from panther.train.loading.feed import Feed
-from panther.train.optimization.optimizer import Optimizer, make_optimizer, note_optimizer, set_learning_rate
+from panther.train.optimization.optimizer import Optimizer, make_optimizer, names_in_optimizer, set_learning_rate
 from panther.train.optimization.trainable import reduced_parameters
 from panther.train.strategy.automatic import choose_strategy
 
@@ -70,8 +70,8 @@ def set_up(
     is_sharded = strategy not in ("single", "ddp", "zero1")
     if strategy != "single":
         _check_embeddings(model, strategy, is_sharded)
-    noted = note_optimizer(optimizer, model)  # before the parameters become other objects
-    # In place, as Module.to is: the names noted above stay those of these parameters.
+    names = names_in_optimizer(optimizer, model)  # before the parameters become other objects
+    # In place, as Module.to is: the names above stay those of these parameters.
     fill = partial(_materialize, weights=config.initial_weights, seed=config.seed)
     if not is_empty:
         model.to(device)
@@ -97,7 +97,7 @@ def set_up(
             fill(engine.model, device="cpu" if config.cpu_offload else device)
         if engine.stages == 1 and not config.compile:
             _refuse_writes(engine.model, strategy)
-    trained = make_optimizer(optimizer, noted, named_parameters(engine), strategy=strategy, stages=engine.stages)
+    trained = make_optimizer(optimizer, names, named_parameters(engine), strategy=strategy, stages=engine.stages)
     batches = engine.size * batch_factor
     scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
     # All are computed before any is set: a tensor may be the rate of several groups.
@@ -199,9 +199,9 @@ def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: O
             f"initial_weights={weights!r} is for a model on the meta device, and this one has values: build it in a "
             "function, and pass that as the model"
         )
-    before = set(model.parameters())
+    parameters = set(model.parameters())
     model = run_on_all_ranks(lambda: checkpoint.restore_architecture(weights, model), None)
-    if isinstance(optimizer, torch.optim.Optimizer) and before != set(model.parameters()):
+    if isinstance(optimizer, torch.optim.Optimizer) and parameters != set(model.parameters()):
         raise ConfigError(
             f"initial_weights={weights!r} has compressed layers in the place of some that the optimizer was made of: "
             "pass a function of parameters, such as torch.optim.AdamW"
