@@ -10,12 +10,13 @@ Names are imported when a function first needs them if their import is slow, or 
 
 __all__ = [
     "ASSERT_TENSOR_METADATA", "COLLECTIVE_NAMESPACES", "COMPILED", "FLAT_WEIGHTS", "MODULE_DICTIONARIES",
-    "OVERRIDDEN_METHODS", "BaseFuture", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "apply_to_tensors",
-    "assign_attribute", "base_of_view", "before_fsdp", "buffers_of", "checkpoint_wrapped_", "children_of",
-    "compiler_stance", "default_store", "default_timeout_set", "disable_dispatch_modes", "drawing_method",
-    "end_with_parent", "end_workers", "error_files", "fake_group", "first_infinities", "flat_mesh", "forget_shapes",
-    "forward_pre_hooks_of", "fsdp_shards", "functional_collectives", "group_timeout", "has_forward_of_convolution",
-    "has_gradient_hooks", "has_hooks", "has_packed_weights", "hides_weights", "ignore_in_ddp", "ignored_in_ddp",
+    "OVERRIDDEN_METHODS", "Alias", "BaseFuture", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
+    "apply_to_tensors", "assign_attribute", "base_of_view", "before_fsdp", "buffers_of", "checkpoint_wrapped_",
+    "children_of", "compiler_stance", "default_store", "default_timeout_set", "disable_dispatch_modes",
+    "drawing_method", "end_with_parent", "end_workers", "error_files", "fake_group", "first_infinities", "flat_mesh",
+    "forget_shapes", "forward_pre_hooks_of", "fsdp_shards", "functional_collectives", "group_timeout",
+    "has_forward_of_convolution", "has_gradient_hooks", "has_hooks", "has_packed_weights", "hides_weights",
+    "ignore_in_ddp", "ignored_in_ddp",
     "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_forked_from_cuda", "is_mutable_operator",
     "is_this_host", "is_transformed", "is_view", "kill_loader_workers", "limit_closing", "loading_code_of",
     "local_offsets", "logs_of", "number_of_entries", "operator_name", "original_of_compiled", "parameters_of",
@@ -140,6 +141,23 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     torch has no public function that returns the base.
     """
     return tensor._base
+
+
+class Alias(torch.autograd.Function):
+    """Return a separate tensor on the memory and with the version counter of x, from ``Alias.apply(x)``.
+
+    A forward may write to it, even if x is a leaf. It is not a view, whose node in the graph a write would replace.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the input as a separate tensor."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
+        return gradient
 
 
 def is_view(x: Tensor) -> bool:

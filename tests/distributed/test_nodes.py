@@ -18,7 +18,7 @@ from panther.distributed import (
     tensor_parallel,
 )
 from panther.distributed.comm.handshake import RankInfo, decide
-from panther.distributed.comm.mesh import forget_nodes, nodes_of, note_nodes, physical_memory
+from panther.distributed.comm.mesh import nodes_of, note_nodes, physical_memory
 
 pytestmark = pytest.mark.distributed
 
@@ -76,7 +76,7 @@ def test_ranks_tell_each_other_their_node():
 @pytest.mark.parametrize(("local", "expected"), [("2", [0, 0, 1, 1]), ("3", [0] * 4), ("", [0] * 4), ("x", [0] * 4)])
 def test_a_group_that_torch_made(local, expected, monkeypatch):
     def rank():
-        forget_nodes()
+        note_nodes(())
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         assert dist.get_world_size() == 4
         return nodes_of(range(4))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._torch import tree_flatten, tree_unflatten, version_of
+from panther._torch import Alias, tree_flatten, tree_unflatten, version_of
 from panther.compression.calibration.steps import SKIPPED_CALL
 from panther.compression.calibration.targets import Selector, is_selected, selectors_of
 from panther.compression.streaming.spool import Spool
@@ -30,18 +30,6 @@ _NANS = "nan-"  # the beginning of the names of files with NaN, which take the p
 
 class _End(BaseException):
     """End a forward after a part has run. It is not an Exception, which the runner would report."""
-
-
-class _Alias(torch.autograd.Function):
-    """A tensor with the memory of a leaf of the graph, which a forward may write to, as it may not to a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 @dataclass(frozen=True)
@@ -297,7 +285,7 @@ class _Calls:
             for index, tensor in enumerate(results):
                 if tensor.is_floating_point():
                     leaf = self._run.leaves[place, index] = tensor.requires_grad_()
-                    results[index] = _Alias.apply(leaf)
+                    results[index] = Alias.apply(leaf)  # a forward may not write to a leaf
         for position, result in zip(positions, results, strict=False):  # the values of arguments follow
             leaves[position] = result
         arguments = _tensors_of((args, kwargs)) if record.written else []

@@ -244,16 +244,13 @@ def send_to_next(x: Tensor, received_rows: int, group: Group = None) -> Tensor: 
     if rank:
         rows_from[rank - 1] = received_rows
 
-    def forward(x: Tensor) -> Tensor:
-        return _functional("all_to_all_single", x, rows_from, rows_to, group=group)
-
-    def backward(x: Tensor) -> Tensor:
-        return _functional("all_to_all_single", x, rows_to, rows_from, group=group)
+    def exchange(from_ranks: list[int], to_ranks: list[int], x: Tensor) -> Tensor:
+        return _functional("all_to_all_single", x, from_ranks, to_ranks, group=group)
 
     if n == 1:
         return x
     with watched("send_to_next", group):
-        return _Collective.apply(x, forward, backward)
+        return _Collective.apply(x, partial(exchange, rows_from, rows_to), partial(exchange, rows_to, rows_from))
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
@@ -366,8 +363,8 @@ def _gather(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
     # Shards are padded to one size, because gloo gathers equal sizes only. It concatenates along dimension 0.
     largest = max(sizes)
     if x.shape[dim] < largest:
-        missing = (*x.shape[:dim], largest - x.shape[dim], *x.shape[dim + 1 :])
-        x = torch.cat((x, x.new_zeros(missing)), dim)
+        padding_shape = (*x.shape[:dim], largest - x.shape[dim], *x.shape[dim + 1 :])
+        x = torch.cat((x, x.new_zeros(padding_shape)), dim)
     joined = _functional("all_gather_into_tensor", x, len(sizes), group=group)
     if dim == 0 and min(sizes) == largest:
         return joined

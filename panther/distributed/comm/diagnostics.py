@@ -144,6 +144,6 @@ def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str],
                 if number > note_numbers.get(other, 0):
                     note_numbers[other], notes[other] = number, note
         time.sleep(_POLL_S)
-    missing = [other for other in ranks if other not in notes]
-    positions = positions_of(missing, store, request, begun + ANSWER_S)
+    silent_ranks = [other for other in ranks if other not in notes]
+    positions = positions_of(silent_ranks, store, request, begun + ANSWER_S)
     return {other: notes[other] for other in ranks if other in notes}, positions

@@ -4,7 +4,6 @@ __all__ = [
     "DistributedInfo",
     "chunk_ranges",
     "chunk_sizes",
-    "forget_nodes",
     "get_distributed_info",
     "get_rank",
     "get_world_size",
@@ -208,14 +207,9 @@ _nodes: tuple[int, ...] = ()
 
 
 def note_nodes(nodes: Sequence[int]) -> None:
-    """Store the node of each rank of the process group that is about to be created."""
+    """Store the node of each rank of the process group that is about to be created; no nodes once it is destroyed."""
     global _nodes
     _nodes = tuple(nodes)
-
-
-def forget_nodes() -> None:
-    """Forget the nodes of the ranks, when the process group is destroyed."""
-    note_nodes(())
 
 
 def physical_memory() -> float:
@@ -248,8 +242,8 @@ def warn_across_nodes(parallelism: str, group: Group) -> None:
     share = Counter(nodes_of(ranks))
     if len(share) == 1 or get_rank(group) != 0:
         return
-    least = min(share.values())
-    size = f"{least}, the ranks of a node," if least > 1 else "1"
+    smallest_share = min(share.values())
+    size = f"{smallest_share}, the ranks of a node," if smallest_share > 1 else "1"
     warnings.warn(
         f"{parallelism} over {name_ranks(ranks)} crosses {len(share)} nodes, and every layer sends its activations "
         f"between them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes",

@@ -6,6 +6,7 @@
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "check_backend",
+    "check_timeout",
     "cleanup_distributed",
     "init",
     "setup_distributed",
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from panther._torch import default_store, end_with_parent
 from panther.distributed.comm.diagnostics import explain_transport_error
 from panther.distributed.comm.handshake import Agreement, check_in, meet, own_gpu
-from panther.distributed.comm.mesh import forget_nodes, note_nodes
+from panther.distributed.comm.mesh import note_nodes
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.distributed.comm.supervision.ending import check_parent, start_limited, watch_parent
@@ -76,7 +77,7 @@ def _join(
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
     note_nodes(agreement.nodes)
-    _at_shutdown.callback(forget_nodes)
+    _at_shutdown.callback(note_nodes, ())
     store = meeting.group_store(agreement.token, world_size)
     global _store_folder
     _store_folder = None if "nccl" in agreement.backend else meeting.folder  # NCCL may wait for other ranks to close
@@ -144,10 +145,15 @@ def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: f
     if rank >= world_size:
         raise ShapeError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
     check_backend(backend)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s must be a number of seconds, not {type(timeout_s).__name__}")
-    if not 0 < timeout_s < 1e8:
-        raise ValueError(f"timeout_s={timeout_s:g} must be a positive number of seconds below 1e8, for example 300")
+    check_timeout("timeout_s", timeout_s)
+
+
+def check_timeout(name: str, seconds: float) -> None:
+    """Raise unless an argument is a number of seconds that torch accepts as a timeout."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
+    if not 0 < seconds < 1e8:
+        raise ValueError(f"{name}={seconds:g} must be a positive number of seconds below 1e8, for example 300")
 
 
 def check_backend(backend: str | None) -> None:
@@ -230,12 +236,12 @@ def _meeting_place(init_method: str | None) -> dict[str, str]:
 @contextmanager
 def _in_environment(values: dict[str, str]) -> Iterator[None]:
     """Set variables of the environment in a block, because torch reads the host and port of the store only there."""
-    before = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -16,7 +16,23 @@ from panther._torch import COLLECTIVE_NAMESPACES, BaseFuture, TorchDispatchMode,
 _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor")
 
 
-class CommunicationCounter(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
+    """Record collectives in a counter. A mode holds for one thread, and one object cannot be entered on two."""
+
+    _counter: "CommunicationCounter"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a collective and run it."""
+        # Operations on DTensors run on their shards and send messages. These messages reach a mode only if the mode
+        # leaves the operation itself to the DTensors.
+        module = sys.modules.get("torch.distributed.tensor")
+        if module is not None and any(issubclass(kind, module.DTensor) for kind in types):
+            return NotImplemented
+        self._counter._record(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class CommunicationCounter(_Recorder):
     """Count the collective operations of this process and the bytes of their inputs, inside a ``with`` block.
 
     A call counts the bytes of the tensors that it reads. An all-reduce of gradients counts the bytes of the gradients
@@ -43,6 +59,7 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._counter = self
         self.calls_by_operation: Counter[str] = Counter()
         self.bytes_by_operation: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -73,7 +90,9 @@ class CommunicationCounter(TorchDispatchMode):
                     return callback(future)
                 watched.here = True
                 try:
-                    with _OnAnotherThread(counter):
+                    recorder = _Recorder()
+                    recorder._counter = counter
+                    with recorder:
                         return callback(future)
                 finally:
                     watched.here = False
@@ -92,13 +111,6 @@ class CommunicationCounter(TorchDispatchMode):
         """Return the bytes of the tensors that operations read."""
         return self.bytes_by_operation.total()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a collective and run it."""
-        if _computes_on_shards(types):
-            return NotImplemented
-        self._record(func, args)
-        return func(*args, **(kwargs or {}))
-
     def _record(self, func: Any, args: Any) -> None:
         name = schema_of(func).name.partition("::")[2]
         if func.namespace not in COLLECTIVE_NAMESPACES or name in _SENDS_NOTHING:
@@ -112,27 +124,3 @@ class CommunicationCounter(TorchDispatchMode):
             self.bytes_by_operation[name] += sum(
                 leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)
             )
-
-
-class _OnAnotherThread(TorchDispatchMode):
-    """Records in a counter: a mode holds for one thread, and one object cannot be entered on two."""
-
-    def __init__(self, counter: CommunicationCounter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a collective and run it."""
-        if _computes_on_shards(types):
-            return NotImplemented
-        self._counter._record(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _computes_on_shards(types: Any) -> bool:
-    """Return whether an operation has DTensors, which then run it on their shards and send messages.
-
-    These messages reach a mode only if the mode leaves the operation itself to the DTensors.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)

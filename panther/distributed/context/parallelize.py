@@ -238,8 +238,8 @@ def _weights_and_units(units: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         Weights (ranks, ranks, N, H, 1), which are to be used for earlier ranks alone, and units (N, H, 1), -inf before
         the first rank.
     """
-    before = torch.cat((torch.full_like(units[:1], -torch.inf), units.cummax(0).values[:-1]))
-    fixed = before.masked_fill(before == -torch.inf, 0)
+    maxima = torch.cat((torch.full_like(units[:1], -torch.inf), units.cummax(0).values[:-1]))
+    finite_maxima = maxima.masked_fill(maxima == -torch.inf, 0)
     # The largest weight that is used is 1. Weights of later ranks are not used, and may be large.
-    weights = (units[None] - fixed[:, None]).clamp_max(0).exp()
-    return weights, before[rank]
+    weights = (units[None] - finite_maxima[:, None]).clamp_max(0).exp()
+    return weights, maxima[rank]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._torch import base_of_view, parameters_of, tree_leaves, tree_map_only
+from panther._torch import Alias, base_of_view, parameters_of, tree_leaves, tree_map_only
 
 
 def has_no_forward(module: nn.Module) -> bool:
@@ -69,7 +69,7 @@ def _own_outputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not _is_trained_view(leaf):
             return leaf
         is_only_use = uses[id(_base(leaf))] == 1 and not _base(leaf).is_leaf
-        return _Alias.apply(leaf) if is_only_use else leaf.clone()
+        return Alias.apply(leaf) if is_only_use else leaf.clone()
 
     return tree_map_only(Tensor, own, output)
 
@@ -81,17 +81,3 @@ def _base(leaf: Tensor) -> Tensor:
 
 def _is_trained_view(leaf: Tensor) -> bool:
     return leaf.requires_grad and base_of_view(leaf) is not None
-
-
-class _Alias(torch.autograd.Function):
-    """Return a tensor on the memory and with the version counter of another tensor that is not a view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the input as a separate tensor."""
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return the gradient unchanged."""
-        return gradient

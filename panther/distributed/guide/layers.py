@@ -49,15 +49,15 @@ def check_configs(
                 raise ShapeError(
                     f"layer_configs[{index}] has the unknown key {key!r}: use {', '.join((*_KEYS, *optional))}"
                 )
-        if missing := [key for key in _KEYS if key not in config]:
-            raise ShapeError(f"layer_configs[{index}] lacks {', '.join(missing)}: add it")
+        if absent_keys := [key for key in _KEYS if key not in config]:
+            raise ShapeError(f"layer_configs[{index}] lacks {', '.join(absent_keys)}: add it")
         for key in _KEYS:
             check_size(f"layer_configs[{index}][{key!r}]", config[key], least=1)
-    for index, (before, after) in enumerate(pairwise(layer_configs)):
-        if before["out_features"] != after["in_features"]:
+    for index, (config, next_config) in enumerate(pairwise(layer_configs)):
+        if config["out_features"] != next_config["in_features"]:
             raise ShapeError(
-                f"layer_configs[{index}] gives {before['out_features']} features and layer_configs[{index + 1}] takes "
-                f"{after['in_features']}: make them equal"
+                f"layer_configs[{index}] gives {config['out_features']} features and layer_configs[{index + 1}] takes "
+                f"{next_config['in_features']}: make them equal"
             )
     return [(config["in_features"], config["out_features"], config["sketch_size"]) for config in layer_configs]
 

@@ -26,8 +26,8 @@ class _Metric(list[float]):
 
     @property
     def weights(self) -> list[float]:
-        missing = len(self) - len(self._weights)
-        self._weights = self._weights[: len(self)] + [1.0] * missing
+        num_appended = len(self) - len(self._weights)
+        self._weights = self._weights[: len(self)] + [1.0] * num_appended
         return self._weights
 
     def add(self, value: float, weight: float) -> None:

@@ -39,8 +39,7 @@ from panther._torch import (
     worker_processes,
 )
 from panther.distributed.comm.supervision.ending import GRACE_PERIOD_VARIABLE, catches, is_free
-from panther.distributed.launcher._failures import Failure, describe, describe_early_end, explain
-from panther.distributed.launcher._logs import RankLogs
+from panther.distributed.launcher._failures import Failure, RankLogs, describe, describe_early_end, explain
 from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 
@@ -292,8 +291,8 @@ def contained() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="unclosed file", category=ResourceWarning)
             yield
     finally:
-        for logger, before in zip(loggers, propagate, strict=True):
-            logger.propagate = before
+        for logger, previous in zip(loggers, propagate, strict=True):
+            logger.propagate = previous
             logger.removeHandler(nothing)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:

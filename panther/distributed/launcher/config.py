@@ -12,7 +12,7 @@ from panther._settings import Settings
 from panther.errors import ConfigError
 
 LOG_DIR = "panther-logs"
-_LEAST = {
+_MINIMA = {
     "nproc_per_node": 1, "nnodes": 1, "node_rank": 0, "rdzv_timeout_s": 1, "max_restarts": 0, "shutdown_timeout_s": 0,
 }  # fmt: skip
 
@@ -78,10 +78,10 @@ class LaunchConfig(Settings):
     def __post_init__(self) -> None:
         """Convert and check every value."""
         super().__post_init__()
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise ConfigError(f"{name}={value} must be at least {least} and finite")
+            if isinstance(value, int | float) and not minimum <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be at least {minimum} and finite")
         for name in ("monitor_interval_s", "grace_period_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive and finite")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from panther._torch import usable_cores
 from panther.distributed.comm.diagnostics import explain_transport_error
-from panther.distributed.comm.process_group import shutdown, start_group
+from panther.distributed.comm.process_group import check_timeout, shutdown, start_group
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
 from panther.distributed.error_file import record_failure
@@ -79,10 +79,7 @@ def launch(
 
     _check_launch(fn, nproc, max_restarts, start_method)
     for name, seconds in (("timeout_s", timeout_s), ("grace_period_s", grace_period_s)):
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
-        if not 0 < seconds < 1e8:
-            raise ValueError(f"{name}={seconds:g} must be a positive number of seconds below 1e8")
+        check_timeout(name, seconds)
     call = (fn, args) if start_method == "fork" else _pickle_call(fn, args)
     _remove_left_folders()
     with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):

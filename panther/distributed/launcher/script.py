@@ -115,7 +115,7 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
 
     from panther.distributed.launcher._agent import contained, run_scripts
     from panther.distributed.launcher._arguments import prepare
-    from panther.distributed.launcher._logs import RankLogs
+    from panther.distributed.launcher._failures import RankLogs
 
     with contained():
         config, command, arguments, grace_period_s = prepare(argv, name)
@@ -142,8 +142,7 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
 
 
 def _explain(error: Any, logs: Any) -> str:
-    from panther.distributed.launcher._failures import describe, explain
-    from panther.distributed.launcher._logs import RankLogs
+    from panther.distributed.launcher._failures import RankLogs, describe, explain
 
     if isinstance(logs, RankLogs):
         return explain(logs.failures, logs.world_size, logs.attempts, logs.folder)

@@ -83,7 +83,8 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
             with _opaque(leaf_modules), _beside(model, sample, mode):
                 # Not strict, so that the model's Python code runs and calls the replaced forwards.
                 exported = torch.export.export(model, sample, strict=False)
-            if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses in-place changes of inputs
+            # Autograd refuses in-place changes of inputs.
+            if any(is_mutable_operator(node.target) for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})
         # Guards would check the sizes on every microbatch, and PipelineSchedule checks them once per batch.
         return _divide(exported.module(check_guards=False), starts, list(leaf_modules))
@@ -145,9 +146,9 @@ def _fake(tensor: Tensor, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> T
 def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Iterator[None]:
     """Replace tensors on the meta device by fake ones on the sample's device, which the trace records."""
     places: Iterator[dict[str, Any]] = (p for m in model.modules() for p in (parameters_of(m), buffers_of(m)))
-    held = [(place, dict(place)) for place in places]
+    previous_tensors = [(place, dict(place)) for place in places]
     fakes: dict[int, Any] = {}  # shared tensors stay shared
-    for place, tensors in held:
+    for place, tensors in previous_tensors:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 if id(tensor) not in fakes:
@@ -158,7 +159,7 @@ def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) 
     try:
         yield
     finally:
-        for place, tensors in held:
+        for place, tensors in previous_tensors:
             place.update(tensors)
 
 
@@ -199,11 +200,6 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.__dict__["forward"] = previous
 
 
-def _changes(node: fx.Node) -> bool:
-    """Return whether an operation changes a tensor in place."""
-    return is_mutable_operator(node.target)
-
-
 def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[str]) -> StageGraph:
     graph = exported.graph
     graph.owning_module = None  # the exported module lacks modules without parameters, and fx would complain
@@ -213,7 +209,9 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
         elif node.target is torch.ops.panther.call_leaf.default:
             _put_call(graph, node)
     # Calls of modules stay even if their results are unused, because their hooks and buffers may matter.
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
+    graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output", "call_module") or is_mutable_operator(node.target)
+    )
     (output,) = graph.output_node().args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):
         raise ShapeError(

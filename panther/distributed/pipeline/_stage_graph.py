@@ -117,17 +117,17 @@ class StageGraph:
         for begin in begins[1:]:
             calls = [node for node, block in self.block_of.items() if node.op == "call_module" and block >= 0]
             first = next(node for node in calls if self.block_of[node] == begin)
-            before = [node for node in calls if self.block_of[node] == begin - 1]
+            previous_calls = [node for node in calls if self.block_of[node] == begin - 1]
             # If other calls of this stage or later ones also need the input of the layer, the input is sent in any
             # case, and the 2R numbers would be sent in addition.
             if self._can_halve(model, first) and not self._used_from(first.all_input_nodes[0], begin, first):
                 self._halve(first, begin)
             elif (
-                before
-                and self._can_halve(model, before[-1])
-                and self._used_from(before[-1], 0) == self._used_from(before[-1], begin)
+                previous_calls
+                and self._can_halve(model, previous_calls[-1])
+                and self._used_from(previous_calls[-1], 0) == self._used_from(previous_calls[-1], begin)
             ):
-                self._halve(before[-1], begin)
+                self._halve(previous_calls[-1], begin)
 
     def _can_halve(self, model: nn.Module, call: fx.Node) -> bool:
         calls = [node for node in self.block_of if node.op == "call_module" and node.target == call.target]

@@ -1,20 +1,11 @@
 """Pipeline schedules, the stages that they need, and the balance of stages, without an import of torch."""
 
-__all__ = [
-    "SCHEDULES",
-    "Blocks",
-    "ScheduleKind",
-    "balance_stages",
-    "check_schedule",
-    "check_shared",
-    "sizes_in_parameters",
-    "stages_of_rank",
-]
+__all__ = ["SCHEDULES", "ScheduleKind", "balance_stages", "check_schedule", "stages_of_rank"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 from panther._setting_names import value_hint
 from panther.errors import ShapeError
@@ -58,29 +49,6 @@ def check_schedule(name: str) -> None:
         raise ValueError(f"schedule {name!r} is unknown: {value_hint('schedule', name, tuple(SCHEDULES))}")
 
 
-if TYPE_CHECKING:
-    from torch import nn  # the advisor balances stages without torch
-
-
-class Blocks(Protocol):
-    """The blocks of a model: a stage is a run of consecutive blocks."""
-
-    def __len__(self) -> int: ...
-
-    def names_in(self, begin: int, end: int) -> set[str]:
-        """Return the names of the parameters and modules in the blocks from ``begin`` to before ``end``."""
-        ...
-
-    def module(self, model: "nn.Module", begin: int, end: int) -> "nn.Module":
-        """Return the stage that consists of the blocks from ``begin`` to before ``end``."""
-        ...
-
-    @property
-    def halved(self) -> set[str]:
-        """The names of layers that are in two stages."""
-        ...
-
-
 def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     """Divide items into n non-empty runs of consecutive items with the smallest largest sum; return where runs begin.
 
@@ -95,14 +63,14 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     """
     if len(costs) < n:
         raise ShapeError(f"{len(costs)} layers cannot make {n} stages of at least one layer: use fewer stages")
-    before = [0, *accumulate(costs)]
+    sums = [0, *accumulate(costs)]  # of the items before each item
     # best[j] is the cost of the largest run in the best division of the first j items, and where its last run begins.
-    best = [(float(total), 0) for total in before]
+    best = [(float(total), 0) for total in sums]
     begins = []
     for run in range(1, n):
-        longer = [(float("inf"), 0)] * len(before)
-        for j in range(run + 1, len(before)):
-            longer[j] = min((max(best[i][0], before[j] - before[i]), i) for i in range(run, j))
+        longer = [(float("inf"), 0)] * len(sums)
+        for j in range(run + 1, len(sums)):
+            longer[j] = min((max(best[i][0], sums[j] - sums[i]), i) for i in range(run, j))
         begins.append([begin for _, begin in longer])
         best = longer
     last, end = [], len(costs)
@@ -115,31 +83,3 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
 def stages_of_rank(rank: int, ranks: int, n: int, order: str) -> list[int]:
     """Return the stages of a rank, of n in the order ``"loop"`` or ``"v"`` of :func:`split_stages`."""
     return [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
-
-
-def _tensors(model: "nn.Module", names: set[str]) -> "dict[str, nn.Parameter]":
-    """Return the parameters whose name, or whose module's name, is in ``names``."""
-    inside = tuple(f"{name}." for name in names)
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in parameters if name in names or name.startswith(inside)}
-
-
-def sizes_in_parameters(model: "nn.Module", blocks: Blocks) -> list[int]:
-    """Return the number of parameters of each block; a parameter that is shared within a block counts once."""
-    parts = (_tensors(model, blocks.names_in(i, i + 1)) for i in range(len(blocks)))
-    return [sum(parameter.numel() for parameter in set(part.values())) for part in parts]
-
-
-def check_shared(model: "nn.Module", blocks: Blocks, begins: list[int]) -> None:
-    """Raise if more than one stage trains a parameter, because each stage would apply only a part of the gradient."""
-    first_uses: dict[nn.Parameter, tuple[str, int]] = {}
-    for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):
-        for name, parameter in _tensors(model, blocks.names_in(begin, end)).items():
-            other, first = first_uses.setdefault(parameter, (name, stage))
-            # A frozen parameter has no gradient that would be incomplete.
-            if first != stage and parameter.requires_grad:
-                alias = "" if other == name else f", which is also {name!r},"
-                raise ShapeError(
-                    f"parameter {other!r}{alias} is used by the stages {first} and {stage}, and torch's pipelines do "
-                    "not sum gradients across stages: put all its uses into one stage, or untie it"
-                )

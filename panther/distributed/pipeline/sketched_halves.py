@@ -161,7 +161,7 @@ def begin_inside(children: Children, begins: list[int]) -> tuple[Children, list[
             places.append((inside, 1))
         else:
             places.append((begin, 0))
-    if any(after <= before for before, after in pairwise(places)):
+    if any(place <= previous for previous, place in pairwise(places)):
         return children, begins
     names: list[str] = []
     halves: list[type[Half] | None] = []

@@ -8,6 +8,7 @@ __all__ = ["split_stages"]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,17 +23,14 @@ from panther.distributed.comm.mesh import get_distributed_info, groups_of
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.pipeline._stage_graph import StageGraph
-from panther.distributed.pipeline.balance import (
-    Blocks,
-    balance_stages,
-    check_shared,
-    sizes_in_parameters,
-    stages_of_rank,
-)
+from panther.distributed.pipeline.balance import balance_stages, stages_of_rank
 from panther.distributed.pipeline.sketched_halves import Children, begin_inside
 from panther.distributed.pipeline.stage_modules import from_source_
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
+
+Blocks = Children | StageGraph
+"""The blocks of a model: a stage is a run of consecutive blocks."""
 
 _ORDERS = ("loop", "v")
 
@@ -203,7 +201,7 @@ class _Stage(PipelineStage):
 
     def _remember(self, module: nn.Module) -> None:
         """Save buffers and gradients, which the run would change, and set gradients to None."""
-        self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._buffers_before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         reshard_(module)  # gradients belong to the shards, not to the gathered parameters
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in self._gradients:
@@ -211,8 +209,8 @@ class _Stage(PipelineStage):
 
     def _restore(self) -> None:
         with torch.no_grad():
-            for buffer, before in self.__dict__.pop("_before", ()):  # for example BatchNorm's statistics
-                buffer.copy_(before)
+            for buffer, previous in self.__dict__.pop("_buffers_before", ()):  # for example BatchNorm's statistics
+                buffer.copy_(previous)
         for parameter, gradient in self.__dict__.pop("_gradients", ()):
             parameter.grad = gradient
 
@@ -270,13 +268,14 @@ def plan_stages(
             )
         blocks, begins = trace_stages(model, starts, inputs), list(range(n))
     if points is None:
-        begins = balance_stages(sizes_in_parameters(model, blocks), n)
-    if inside_sketched_layers and isinstance(blocks, Children):
-        blocks, begins = begin_inside(blocks, begins)
-    elif inside_sketched_layers and isinstance(blocks, StageGraph):
-        blocks.begin_inside(model, begins)
+        begins = balance_stages(_sizes_in_parameters(model, blocks), n)
+    if inside_sketched_layers:
+        if isinstance(blocks, Children):
+            blocks, begins = begin_inside(blocks, begins)
+        else:
+            blocks.begin_inside(model, begins)
     # Checked last, because it depends on the stages whether a shared parameter is in only one of them.
-    check_shared(model, blocks, begins)
+    _check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
     return StagePlan(blocks, begins, order, sample)
 
@@ -305,3 +304,31 @@ def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str 
         fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(points))}"
         raise ShapeError(f"points={list(points)} must be {n - 1} different names of modules that begin stages: {fault}")
     return list(points)
+
+
+def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters whose name, or whose module's name, is in ``names``."""
+    inside = tuple(f"{name}." for name in names)
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in parameters if name in names or name.startswith(inside)}
+
+
+def _sizes_in_parameters(model: nn.Module, blocks: Blocks) -> list[int]:
+    """Return the number of parameters of each block; a parameter that is shared within a block counts once."""
+    parts = (_tensors(model, blocks.names_in(i, i + 1)) for i in range(len(blocks)))
+    return [sum(parameter.numel() for parameter in set(part.values())) for part in parts]
+
+
+def _check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
+    """Raise if more than one stage trains a parameter, because each stage would apply only a part of the gradient."""
+    first_uses: dict[nn.Parameter, tuple[str, int]] = {}
+    for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):
+        for name, parameter in _tensors(model, blocks.names_in(begin, end)).items():
+            other, first = first_uses.setdefault(parameter, (name, stage))
+            # A frozen parameter has no gradient that would be incomplete.
+            if first != stage and parameter.requires_grad:
+                alias = "" if other == name else f", which is also {name!r},"
+                raise ShapeError(
+                    f"parameter {other!r}{alias} is used by the stages {first} and {stage}, and torch's pipelines do "
+                    "not sum gradients across stages: put all its uses into one stage, or untie it"
+                )

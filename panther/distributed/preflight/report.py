@@ -275,10 +275,10 @@ def _notes_on_speed(findings: Findings) -> list[str]:
         r for r, n in findings.nodes.items() if (n.shared_memory_bytes or _SHARED_MEMORY_BYTES) < _SHARED_MEMORY_BYTES
     ]
     if small:
-        least = min(findings.nodes[rank].shared_memory_bytes or 0 for rank in small)
+        smallest = min(findings.nodes[rank].shared_memory_bytes or 0 for rank in small)
         notes.append(
-            f"/dev/shm of {name_ranks(small)} has {format_bytes(least)} free: the workers of a DataLoader may end with "
-            "a bus error; give containers more (docker run --shm-size)"
+            f"/dev/shm of {name_ranks(small)} has {format_bytes(smallest)} free: the workers of a DataLoader may end "
+            "with a bus error; give containers more (docker run --shm-size)"
         )
     if findings.stopped_after_s is not None:
         left = findings.world_size * (findings.world_size - 1) - len(findings.pairs)

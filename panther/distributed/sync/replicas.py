@@ -142,10 +142,10 @@ def _reduce(shard: DTensor) -> Any:
     if not _warned.is_set() and shard.device_mesh.size() > 1 and not _is_moved_by_torch():
         _warned.set()
         local = tuple(shard.to_local().shape)
-        held = "holds all of it" if local == tuple(shard.shape) else f"holds {local} of its {tuple(shard.shape)}"
+        share = "holds all of it" if local == tuple(shard.shape) else f"holds {local} of its {tuple(shard.shape)}"
         warnings.warn(
-            f"a tensor of a distributed model was pickled, as by torch.save, and this rank {held}: the file loads only "
-            "on as many processes, each with a file of its own. Call Trainer.export(folder), or "
+            f"a tensor of a distributed model was pickled, as by torch.save, and this rank {share}: the file loads "
+            "only on as many processes, each with a file of its own. Call Trainer.export(folder), or "
             "panther.distributed.checkpoint.export(model, folder), on every rank to save the whole model, or "
             "full_tensor() of each tensor; panther.distributed.checkpoint.save is for continuing the training",
             UserWarning,

@@ -26,8 +26,8 @@ class Unsharded:
 
 def remember_(module: nn.Module, added: tuple[str, ...] = (), **attributes: Any) -> None:
     """Record a module's class and attributes before they are changed; later calls extend the first record."""
-    before: Unsharded = vars(module).get("_unsharded", Unsharded(type(module)))
-    module.__dict__["_unsharded"] = Unsharded(before.plain, before.added + added, attributes | before.attributes)
+    record: Unsharded = vars(module).get("_unsharded", Unsharded(type(module)))
+    module.__dict__["_unsharded"] = Unsharded(record.plain, record.added + added, attributes | record.attributes)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
@@ -79,17 +79,17 @@ def unshard_module(module: nn.Module) -> nn.Module:
 
 
 def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
-    before = vars(old).get("_unsharded", Unsharded(type(old)))
+    record = vars(old).get("_unsharded", Unsharded(type(old)))
     for key, value in vars(old).items():
         # fully_shard keeps its state under "__composable_api...", which a plain module must not have.
-        if key == "_unsharded" or key in before.added or key.startswith("__composable_api"):
+        if key == "_unsharded" or key in record.added or key.startswith("__composable_api"):
             continue
         if "hooks" in key and isinstance(value, dict):
             hook_ids = [hook for hook, function in value.items() if not _came_with_sharding(function, new)]
             new.__dict__[key] = type(value)((hook, value[hook]) for hook in hook_ids)
         else:
             new.__dict__[key] = _mapped(value, copies)
-    new.__dict__.update(before.attributes)
+    new.__dict__.update(record.attributes)
     # Sketches were drawn only for this rank's shard; the full ones are drawn from the seed.
     if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
         new.set_seeded_(new.seed)
@@ -108,8 +108,8 @@ def _mapped(value: Any, copies: dict[int, Any]) -> Any:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module before it was sharded."""
-    if (before := vars(module).get("_unsharded")) is not None:
-        return before.plain
+    if (record := vars(module).get("_unsharded")) is not None:
+        return record.plain
     cls = type(module)
     return before_fsdp(cls) if issubclass(cls, FSDPModule) else cls
 

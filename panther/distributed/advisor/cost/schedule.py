@@ -44,20 +44,20 @@ class Order:
                 The backward pass frees the microbatch layer by layer while it makes them.
             recomputed: Bytes that the backward pass of each stage recomputes.
         """
-        held = most = 0.0
+        stored_bytes = peak_bytes = 0.0
         reduced_stages: set[int] = set()
         for stage, kind, _ in self.steps[rank]:
             if kind != "F" and recomputed:
-                most = max(most, held + recomputed[stage])
+                peak_bytes = max(peak_bytes, stored_bytes + recomputed[stage])
             if kind == "F":
-                held += sizes[stage]
+                stored_bytes += sizes[stage]
             elif kind == "B" or (kind == "W" and stage == 0):
-                held -= sizes[stage]
+                stored_bytes -= sizes[stage]
             if gradients and kind in "BW" and stage not in reduced_stages:
                 reduced_stages.add(stage)
-                held += gradients[stage]
-            most = max(most, held)
-        return most
+                stored_bytes += gradients[stage]
+            peak_bytes = max(peak_bytes, stored_bytes)
+        return peak_bytes
 
 
 # Many layouts share a schedule, and a long pipeline has many steps.
@@ -162,7 +162,7 @@ def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
     clock = [0] * len(steps)
     left = [list(reversed(rank)) for rank in steps]
     while any(left):
-        before = sum(map(len, left))
+        num_steps_left = sum(map(len, left))
         for rank, todo in enumerate(left):
             while todo:
                 stage, kind, micro = todo[-1]
@@ -178,7 +178,7 @@ def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
                 if kind != "W":
                     ready[stage, "F" if kind == "F" else "B", micro] = clock[rank]
                 todo.pop()
-        if sum(map(len, left)) == before:  # no rank could take a step
+        if sum(map(len, left)) == num_steps_left:  # no rank could take a step
             raise ShapeError("the order of the schedule deadlocks")
     work = sum(_UNITS[kind] for rank in steps for _, kind, _ in rank) / len(steps)
     return 1 - work / max(clock)

@@ -1,6 +1,6 @@
 """Hooks with a state; error feedback: what a compressed gradient lacks is added to the gradient of the next step."""
 
-__all__ = ["ErrorFeedback", "ResidualFeedback", "StatefulHook"]
+__all__ = ["ErrorFeedback", "StatefulHook"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 class StatefulHook(ABC):
@@ -91,8 +90,8 @@ class ErrorFeedback(StatefulHook):
                 votes = finite.to(torch.int32)
                 dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.shards)
                 finite = votes.bool()
-            for key, before in self._before.items():
-                self._restore_unless(finite, key, before)
+            for key, previous_entry in self._before.items():
+                self._restore_unless(finite, key, previous_entry)
             self._scale = torch.where(finite, self._scale, self._scale_before)
         self._before, self._finite, self._buckets, self._ended = {}, [], 0, False
 
@@ -100,8 +99,8 @@ class ErrorFeedback(StatefulHook):
         """Count a step between replicas in which no bucket was the last one, because units had no gradients."""
 
     @abstractmethod
-    def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
-        """Restore the entry ``key`` to the value ``before`` unless ``finite``."""
+    def _restore_unless(self, finite: Tensor, key: Any, previous_entry: Any) -> None:
+        """Restore the entry ``key`` to its previous value unless ``finite``."""
 
     def _ratio(self) -> Tensor:
         """Return the ratio of the present loss scale to the one with which the state was stored."""
@@ -111,64 +110,3 @@ class ErrorFeedback(StatefulHook):
 
     def _saved_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.item()
-
-
-class ResidualFeedback(ErrorFeedback):
-    """Error feedback by parameter, because DDP forms different buckets after the first step.
-
-    Args:
-        group: The ranks that share gradients.
-        feedback: Whether the parts that were not sent are added to the next gradient.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, feedback: bool = True) -> None:
-        super().__init__(group)
-        self.feedback = feedback
-        self._residuals: dict[Tensor, Tensor] = {}
-
-    @property
-    def residuals(self) -> dict[Tensor, Tensor]:
-        """The part of the gradients that was not sent yet, by parameter, after a step."""
-        self._settle()
-        return self._residuals
-
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the part of the gradients that was not sent yet, by the names of parameters."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        residuals = {names[parameter]: residual for parameter, residual in self.residuals.items()}
-        return {"residuals": residuals, "scale": self._saved_scale()}
-
-    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
-        """Load the result of :meth:`state_dict`; None resets the state."""
-        parameters = dict(module.named_parameters())
-        residuals = {} if saved is None else saved["residuals"]
-        # Residuals of a different layout have other shapes, and are left out.
-        self._residuals = {
-            parameters[name]: residual.to(parameters[name].device)
-            for name, residual in residuals.items()
-            if residual.shape == _local_shape(parameters[name])
-        }
-        device = next(module.parameters()).device
-        self._forget(None if saved is None else torch.tensor(saved["scale"], device=device))
-
-    def _add_residuals(self, bucket: dist.GradBucket) -> None:
-        """Add the part that was not sent before to the gradients of the bucket."""
-        ratio = self._ratio().to(bucket.buffer().dtype)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self._residuals:
-                gradient.addcmul_(self._residuals[parameter].to(gradient.device), ratio)
-
-    def _store_residuals(self, bucket: dist.GradBucket) -> None:
-        """Store the bucket, from which everything that is sent has been subtracted."""
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._before[parameter] = self._residuals.get(parameter)
-            self._residuals[parameter] = gradient.clone()
-
-    def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
-        # On a GPU, `finite` is not read, because this would wait for the GPU in the middle of a backward pass.
-        if not (finite.is_cpu and finite):
-            self._residuals[key] = torch.where(finite, self._residuals[key], 0.0 if before is None else before)
-
-
-def _local_shape(parameter: Tensor) -> torch.Size:
-    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

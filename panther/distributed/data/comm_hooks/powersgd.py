@@ -67,17 +67,17 @@ class PowerSGD(ErrorFeedback):
     def _end_shorter_step(self) -> None:
         self._state.iter += 1  # torch counts last buckets
 
-    def _restore_unless(self, finite: Tensor, key: Any, before: Any) -> None:
+    def _restore_unless(self, finite: Tensor, key: Any, previous_entry: Any) -> None:
         if finite:  # this waits for a GPU, as torch's hook does too
             return
         # A factor Q that did not exist before this step is removed, so that torch draws it again, and P, which was
         # computed from it, is removed too.
-        for entries, value in zip((self._state.error_dict, self._state.q_memory_dict), before, strict=True):
+        for entries, value in zip((self._state.error_dict, self._state.q_memory_dict), previous_entry, strict=True):
             if value is None:
                 entries.pop(key, None)
             else:
                 entries[key] = value
-        if before[1] is None:
+        if previous_entry[1] is None:
             self._state.p_memory_dict.pop(key, None)
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
