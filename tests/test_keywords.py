@@ -79,10 +79,10 @@ def test_the_error_about_an_attribute_names_the_right_one(name, hint):
 
 
 def test_advice_names_what_exists():
-    from panther._missing_names import _ADVICE_BY_MODULE
+    from panther._missing_names import hints
 
-    for module, advice in _ADVICE_BY_MODULE.items():
-        for advice_text, names in advice:
+    for module, advice in hints()["attributes"].items():
+        for names, advice_text in advice.items():
             for path in re.findall(r"panther\.\w+(?:\.\w+)*", advice_text):
                 if not path.startswith("panther.integrations"):
                     eval(path.replace("panther", "pr", 1))

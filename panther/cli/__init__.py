@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from panther._logs import logs_shown
-from panther._setting_names import near_name
+from panther._setting_names import advice_for, near_name
 from panther._version import __version__
 from panther.cli._signals import TerminatedError, signals_raised
 from panther.errors import PantherError
@@ -103,34 +103,37 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     command = next((argument for argument in argv if not argument.startswith("-")), None)
     if command is not None and command not in _COMMANDS and (near := get_close_matches(command, _COMMANDS, 1)):
         parser.error(f"{command!r} is not a command: did you mean {near[0]!r}?")
-    for name, text in _COMMANDS.items():
+    arguments = argv
+    for name, summary in _COMMANDS.items():
         if name == command:
-            import_module(f"panther.cli.{name}").add_parser(commands)
+            module = import_module(f"panther.cli.{name}")
+            module.add_parser(commands)
+            if name == "train":
+                arguments = module.new_spelling(commands.choices[name], argv)
         else:
-            commands.add_parser(name, help=text)
-    args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
-    # argparse stops reading settings at an option that stands between them, and leaves the later settings in `rest`.
-    # The arguments of a script are there as well, and the error about scripts repeats them.
-    if args.command == "train" and (args.script or all("=" in text and not text.startswith("-") for text in rest)):
-        args.settings += rest
-    elif getattr(args, "takes_launch_options", False):
+            commands.add_parser(name, help=summary)
+    args, rest = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
+    if getattr(args, "takes_launch_options", False):
         args.launch_options = rest
-    elif rest:
+    elif rest and not (args.command == "train" and args.script):  # The error about scripts repeats their arguments.
         commands.choices[args.command].error(
-            f"unrecognized arguments: {' '.join(rest)}{_hint(commands, args, rest[0])}"
+            f"unrecognized arguments: {' '.join(rest)}{_hint(commands.choices[args.command], rest[0])}"
         )
     return args
 
 
-def _hint(commands: argparse._SubParsersAction, args: argparse.Namespace, argument: str) -> str:
+def _hint(parser: argparse.ArgumentParser, argument: str) -> str:
     """Return a hint that ends the error about an unknown argument, or an empty text."""
     if not argument.startswith("--"):
         return ""
-    flags = [flag for flag in commands.choices[args.command]._option_string_actions if flag.startswith("--")]
+    visible_flags = (flag for flag, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS)
+    flags = {flag[2:].replace("-", "_"): flag for flag in visible_flags if flag.startswith("--")}
     name = argument[2:].partition("=")[0].replace("-", "_")
-    if (near := near_name(name, [flag[2:].replace("-", "_") for flag in flags])) is not None:
-        return f": did you mean --{near.replace('_', '-')}?"
-    return f": settings are key=value, as {name}=..." if args.command == "train" else ""
+    if (near := near_name(name, flags)) is None:
+        if (advice := advice_for(name, parser.get_default("owner") or "")) is not None:
+            return f": {advice}"
+        near = next(iter(get_close_matches(name, flags, 1, cutoff=0.7)), None)
+    return "" if near is None else f": did you mean {flags[near]}?"
 
 
 def _explain(error: PantherError | OSError) -> int:
@@ -138,7 +141,7 @@ def _explain(error: PantherError | OSError) -> int:
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
     # If a launcher started this process, it reads the failure from a file.
-    import_module("panther.distributed.error_file").record_failure(error)
+    import_module("panther.distributed.comm.ending").record_failure(error)
     # The classes of panther.errors about failed work derive from RuntimeError. The classes about bad input derive from
     # ValueError or TypeError, and the commands raise PantherError itself for bad arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2

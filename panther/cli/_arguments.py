@@ -1,8 +1,9 @@
 """Options of several subcommands: how they are added, their types, and checks of their values before the work."""
 
 __all__ = [
-    "add_option", "check_folder", "disk_failure", "non_negative", "non_negative_float", "note", "note_if_wide",
-    "positive", "positive_float", "seed", "whole_number",
+    "add_option", "check_files", "check_folder", "check_new_folder", "disk_failure", "non_negative",
+    "non_negative_float", "note", "note_if_wide", "performance_noted", "positive", "positive_float", "seed",
+    "whole_number",
 ]  # fmt: skip
 
 import argparse
@@ -12,11 +13,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from panther.errors import PantherError
+from panther.errors import NumericalWarning, PantherError, PerformanceWarning
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
@@ -94,6 +97,26 @@ def check_folder(path: str, flag: str = "--out") -> Path:
     return folder
 
 
+def check_new_folder(path: str) -> Path:
+    """Check the folder of ``--out`` as :func:`check_folder` does, and that it holds no files."""
+    folder = check_folder(path)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise PantherError(f"--out {folder} is not empty, and might hold another model: give a new folder, or clear it")
+    return folder
+
+
+def check_files(**paths: str | None) -> None:
+    """Raise unless the files that options name can be written: ``report`` is the file of ``--report``."""
+    for name, path in paths.items():
+        if path is None:
+            continue
+        parent = Path(path).parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+            raise PantherError(
+                f"--{name} {path} cannot be written: name a file in an existing folder that you may write to"
+            )
+
+
 def disk_failure(error: BaseException) -> str | None:
     """Return what a disk that is full or fails answered, if that caused an error; None if it did not."""
     cause: BaseException | None = error
@@ -110,6 +133,16 @@ def disk_failure(error: BaseException) -> str | None:
 def note(text: object) -> None:
     """Print a note to standard error; the command continues."""
     print(f"panther: note: {text}", file=sys.stderr)
+
+
+@contextmanager
+def performance_noted() -> Iterator[None]:
+    """Print each PerformanceWarning as a note; a NumericalWarning is in the report of what the block calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PerformanceWarning)
+        warnings.simplefilter("ignore", NumericalWarning)
+        warnings.showwarning = lambda message, *_, **__: note(message)
+        yield
 
 
 def note_if_wide(sketch_size: int, hidden: int) -> None:

@@ -1,6 +1,8 @@
 """Functions that users name on the command line, as ``module:function``."""
 
-__all__ = ["call", "current_folder_importable", "explained", "find", "names_function", "wrong_return"]
+__all__ = [
+    "call", "current_folder_importable", "explained", "find", "model_and_batches", "names_function", "wrong_return",
+]  # fmt: skip
 
 import importlib
 import os
@@ -10,9 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from panther.errors import PantherError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -58,6 +63,23 @@ def call(spec: str) -> Any:
     function = find(spec)
     with explained(f"{spec} failed"):
         return function()
+
+
+def model_and_batches(
+    spec: str, expected: str = "an nn.Module, or a pair of one and a list of batches"
+) -> "tuple[nn.Module, Any]":
+    """Call ``module:function``, which returns a model, or a pair of a model and batches; without batches return None.
+
+    Raises:
+        PantherError: If the function does not exist, fails, or returns something else, which is not ``expected``.
+    """
+    from torch import nn
+
+    returned = call(spec)
+    model, batches = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(model, nn.Module):
+        raise wrong_return(spec, returned, expected)
+    return model, batches
 
 
 def wrong_return(spec: str, returned: Any, expected: str) -> PantherError:

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from panther._text import counted
-from panther.cli._arguments import add_option, check_folder, note, positive, positive_float
-from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
+from panther.cli._arguments import add_option, check_folder, note, positive
+from panther.cli._options import add_old_spelling, add_settings, given_settings, settings_explained
+from panther.cli._user_function import (
+    current_folder_importable,
+    explained,
+    model_and_batches,
+    names_function,
+    wrong_return,
+)
 from panther.errors import PantherError
 
 # Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
@@ -30,9 +37,12 @@ VOCABULARY = 50257
 SEQUENCE = 2048
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SHOWN = 10
-_MEASURE = (
-    "measure this machine with --gpus processes, or as a rank of a running job, and write the speeds to a JSON file"
-)
+_CLUSTER = "distributed.advisor.cluster:ClusterSpec"
+_PLAN = "distributed.advisor.plan:plan_parallelism"
+_TRAINING = "train.config:TrainConfig"
+_RUN = "distributed.advisor.training_run:TrainingRun"
+# Options of other commands that mean the same, or have these names with another meaning.
+_FLAGS = {"gpus": "--world-size", "budget": "--max-price"}
 _DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
 
 
@@ -48,28 +58,23 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=models)
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as an option")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="devices, one for each process")
-    parser.add_argument("--measure", metavar="FILE", help=_MEASURE)
+    # Measuring starts this many processes, and a plan has as many ranks.
+    add_settings(parser, _CLUSTER, "gpus", flags=_FLAGS)
+    add_old_spelling(parser, "--gpus", "--world-size")
+    text = "measure this machine with --world-size processes, or as a rank of a running job, and write the file"
+    parser.add_argument("--measure", metavar="FILE", help=text)
     parser.add_argument("--cluster", metavar="FILE", help="plan with the speeds of a file that --measure wrote")
     add_option(parser, "--memory", _memory, "memory of a device, as 80GB (default: --device's)", metavar="BYTES")
-    default = "(default: %(default)s)"
     parser.add_argument("--device", choices=_DEVICES, help=f"kind of device (default: {_DEVICES[0]})")
-    add_option(parser, "--gpus-per-node", positive, "devices of a node (default: 8, or --cluster's)")
-    add_option(parser, "--batch", positive, "samples per step (default: one for each device)")
-    parser.add_argument("--objective", choices=("time", "memory"), default="time", help=f"what to minimise {default}")
+    add_settings(parser, _CLUSTER, "gpus_per_node", "efficiency")
+    add_option(parser, "--batch", positive, "samples per step, over all ranks (default: one for each device)")
+    add_settings(parser, _PLAN, "objective")
     add_option(parser, "--sketch", positive, "sketch size of a transformer's linear layers", metavar="R")
     add_option(parser, "--sequence", positive, "tokens per sample", SEQUENCE)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
-    kinds = ("none", "selective", "full")
-    recomputed = f"what the backward pass recomputes of blocks, as TrainConfig's setting does {default}"
-    parser.add_argument("--activation-checkpointing", choices=kinds, default="none", help=recomputed)
-    add_option(parser, "--efficiency", positive_float, "share of the peak speed that is reached", metavar="X")
-    lengths = parser.add_mutually_exclusive_group()
-    add_option(lengths, "--steps", positive_float, "length of the run in steps, to state what it costs")
-    add_option(lengths, "--samples", positive_float, "the same in samples")
-    add_option(lengths, "--tokens", positive_float, "the same in tokens, as 3e11")
-    add_option(parser, "--price-per-device-hour", positive_float, "price of a device for an hour", metavar="PRICE")
-    add_option(parser, "--budget", positive_float, "the most that the run may cost", metavar="PRICE")
+    add_settings(parser, _TRAINING, "activation_checkpointing")
+    add_settings(parser.add_argument_group("length and price of the run"), _RUN, flags=_FLAGS)
+    add_old_spelling(parser, "--budget", "--max-price")
     parser.add_argument("--json", action="store_true", help="print all options as JSON")
     parser.set_defaults(run=run)
 
@@ -82,49 +87,36 @@ def run(args: argparse.Namespace) -> int:
         raise PantherError(f"{args.model} and --model {args.model_option} both name a model: give one of them")
     args.model = args.model or args.model_option
     if args.measure is not None:
-        first = _measure(args.measure, args.gpus)
+        first = _measure(args.measure, vars(args).get("gpus"))
         if args.model is None or not first:
             return 0
     if args.model is None:
         raise PantherError("MODEL is missing: name a model to plan for, or only measure with --measure FILE")
-    run = {name: getattr(args, name) for name in ("steps", "samples", "tokens", "price_per_device_hour", "budget")}
-    try:
-        training = TrainingRun(**run) if any(run.values()) else None
+    run = given_settings(args, _RUN)
+    with settings_explained(args, _RUN, **_FLAGS):
+        training = TrainingRun(**run) if run else None
         cluster = _cluster(args)
-        plan = plan_parallelism(
-            _stats(args), cluster, batch=args.batch or cluster.gpus, objective=args.objective, run=training
-        )
-    except ValueError as error:  # ShapeError and ConfigError are ValueErrors, too
-        raise PantherError(_with_flags(str(error), args)) from error
+        settings = {"batch": args.batch or cluster.gpus, "run": training} | given_settings(args, _PLAN, "objective")
+        plan = plan_parallelism(_stats(args), cluster, **settings)
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
     return 0 if plan.best.possible else 1
-
-
-def _with_flags(text: str, args: argparse.Namespace) -> str:
-    """Return a message in which the names of options replace the names of arguments."""
-    for name in sorted(vars(args), key=len, reverse=True):
-        flag = f"--{name.replace('_', '-')}"
-        text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
-        if "_" in name:
-            text = re.sub(rf"(?<![\w-]){name}\b", flag, text)
-    return text
 
 
 def _cluster(args: argparse.Namespace) -> Any:
     """Return the cluster that --cluster, --measure or else --device describes, with the changes of other options."""
     from panther.distributed import ClusterSpec
 
-    options = {"memory_bytes": args.memory, "efficiency": args.efficiency, "gpus_per_node": args.gpus_per_node}
-    changes = {name: value for name, value in options.items() if value is not None}
-    file = args.cluster or args.measure
+    changes = given_settings(args, _CLUSTER, "efficiency", "gpus_per_node")
+    changes |= {} if args.memory is None else {"memory_bytes": args.memory}
+    file, gpus = args.cluster or args.measure, vars(args).get("gpus")
     if file is None:
-        if args.gpus is None:
-            raise PantherError("--gpus is missing: give the number of devices")
-        return ClusterSpec.preset(args.device or _DEVICES[0], args.gpus, **changes)
+        if gpus is None:
+            raise PantherError("--world-size is missing: give the number of devices")
+        return ClusterSpec.preset(args.device or _DEVICES[0], gpus, **changes)
     if args.device is not None:
         raise PantherError(f"--device {args.device} and {file} both give speeds: use one of them")
     try:
-        return ClusterSpec.load(file, args.gpus, **changes)
+        return ClusterSpec.load(file, gpus, **changes)
     except OSError as error:
         raise PantherError(f"{file} cannot be read ({error.strerror}): write it with --measure {file}") from None
 
@@ -164,10 +156,8 @@ def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
     from panther.distributed.advisor.statistics.model_stats import default_folder
 
-    options = {
-        "mixed_precision": "bf16" if args.bf16 else None,
-        "activation_checkpointing": args.activation_checkpointing,
-    }
+    options = given_settings(args, _TRAINING, "activation_checkpointing")
+    options["mixed_precision"] = "bf16" if args.bf16 else None
     kind, _, size = args.model.lower().partition("/")
     if kind == "transformer":
         if size not in SIZES:
@@ -193,13 +183,11 @@ def _stats(args: argparse.Namespace) -> Any:
         raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
     if folder.is_dir():
         return _stats_of_folder(folder, args.sequence, options)
-    from torch import nn
-
     with current_folder_importable():
-        returned = call(args.model)
-        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
-            raise wrong_return(args.model, returned, "an nn.Module and a batch, the arguments of its forward")
-        model, batch = returned
+        expected = "an nn.Module and a batch, the arguments of its forward"
+        model, batch = model_and_batches(args.model, expected)
+        if batch is None:
+            raise wrong_return(args.model, model, expected)
         with explained(f"{args.model}: the model does not run on its batch"):
             return ModelStats.of(model, batch, **options)
 

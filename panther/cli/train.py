@@ -1,66 +1,81 @@
 """``panther train``: a model and data that functions return, trained by the Trainer on one or several processes."""
 
-__all__ = ["add_parser", "read_config", "run"]
+__all__ = ["add_parser", "new_spelling", "read_config", "run"]
 
 import argparse
 import difflib
-import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from panther._setting_names import near_name
-from panther.cli._arguments import add_option, check_folder, non_negative, positive
+from panther.cli import _options
+from panther.cli._arguments import add_option, check_folder
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
 
-_FUNCTIONS = ("model", "data", "loss_fn", "loss_weight", "optimizer", "scheduler", "metrics")
-_PROCESSES = ("--nproc-per-node", "--gpus-per-node", "--num-gpus", "--num-processes")
-_LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
-_HELP = """\
-settings are key=value: model, data, loss_fn, loss_weight, optimizer, scheduler,
-metrics, and those of panther.train.TrainConfig.
+if TYPE_CHECKING:
+    from panther.train import TrainConfig
 
-  model=module:function    returns an nn.Module; also without model=, as
-                           panther train module:function data=...
-  data=module:function     returns a DataLoader or Dataset to train on, or a
-                           pair of it and one to validate on
-  loss_fn=cross_entropy    a function of torch.nn.functional, or
-                           module:function; none if the model returns the loss
-  loss_weight=mask         a key or index of the batch whose sum a batch
-                           counts, or module:function of the batch
-  optimizer=AdamW          a class of torch.optim, or module:function of the
-                           parameters
-  scheduler=module:function
-                           makes a scheduler of the optimizer
-  metrics=module:function  returns a mapping of names to functions of output
-                           and target
-"""
+_CONFIG, _LAUNCH = "train.config:TrainConfig", "distributed.launcher.config:LaunchConfig"
+_LAUNCH_SETTINGS = ("nproc_per_node", "max_restarts")
+_FUNCTIONS = {
+    "model": "module:function, which returns an nn.Module",
+    "data": "module:function, which returns a DataLoader or Dataset, or a pair of them to train and to validate on",
+    "loss_fn": "a function of torch.nn.functional, or module:function; none if the model returns the loss",
+    "loss_weight": "a key or index of the batch whose sum a batch counts, or module:function of the batch",
+    "optimizer": "a class of torch.optim, or module:function of the parameters",
+    "scheduler": "module:function, which makes a scheduler of the optimizer",
+    "metrics": "module:function, which returns a mapping of names to functions of output and target",
+}
+_PROCESSES = ("--gpus-per-node", "--num-gpus", "--num-processes")
+_LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("train", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_option(parser, "--config", str, "TOML or JSON file with settings", metavar="FILE")
-    add_option(parser, "--nproc", positive, "processes of this machine", 1)
-    add_option(parser, "--max-restarts", non_negative, "restarts after a crash", 0)
+    # An abbreviated name of a setting would be taken for another setting, such as --epoch for --epochs.
+    parser = commands.add_parser("train", allow_abbrev=False)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_FUNCTIONS["model"])
+    parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_option(parser, "--config", str, "TOML or JSON file with settings and functions", metavar="FILE")
+    _options.add_settings(parser, _LAUNCH, *_LAUNCH_SETTINGS)
+    _options.add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="MODEL|key=value",
-        help="the model's function, and settings that replace those of the file",
-    )
     for flag in _LAUNCHER_FLAGS:  # the error about them shows the command to use instead
         parser.add_argument(flag, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    functions = parser.add_argument_group("functions, in place of the file's")
+    for name, text in list(_FUNCTIONS.items())[1:]:
+        options: Any = {"type": _options.value_of, "default": argparse.SUPPRESS, "metavar": "NAME", "help": text}
+        functions.add_argument(_options.flag_of(name), **options)
+    settings = parser.add_argument_group("settings of panther.train.TrainConfig, in place of the file's")
+    _options.add_settings(settings, _CONFIG)
+    parser.set_defaults(run=run, owner="TrainConfig")
+
+
+def new_spelling(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """Return arguments with options in place of settings in the old form ``key=value``, and print a note about them."""
+    actions = parser._option_string_actions
+    arguments, replaced = list[str](), dict[str, str]()
+    for preceding, argument in zip(["", *argv], argv, strict=False):
+        name, equals, value = argument.partition("=")
+        if equals and name.isidentifier() and (preceding not in actions or actions[preceding].nargs == 0):
+            flag = _options.flag_of(name)
+            is_bool = flag in actions and actions[flag].nargs == 0
+            option = flag if value.lower() == "true" else f"--no-{flag[2:]}"
+            replaced[argument] = option if is_bool else f"{flag}={value}"
+        arguments.append(replaced.get(argument, argument))
+    if replaced:
+        _options.note_old_spelling(" ".join(replaced), " ".join(replaced.values()))
+    return arguments
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
     _refuse_launchers_options(args)
-    command_line_settings = _settings_of(args.settings)
+    command_line_settings = _options.given_settings(args, _CONFIG) | _options.given_settings(args, "", *_FUNCTIONS)
     settings = read_config(args.config)[0] if args.config else {}
     # epochs and max_steps exclude each other, so each of them on the command line also replaces the other in the file.
     for name, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
@@ -70,17 +85,18 @@ def run(args: argparse.Namespace) -> int:
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
         if name not in functions:
-            raise PantherError(f"{name} is missing: add {name}=module:function")
+            raise PantherError(f"{name} is missing: add {'' if name == 'model' else '--data '}module:function")
     with current_folder_importable():
-        _check(functions, settings)
+        with _options.settings_explained(args):
+            config = _checked(functions, settings)
         if args.export is not None:
             check_folder(args.export, "--export")
-        if settings.get("checkpoint_dir") is not None:
-            check_folder(settings["checkpoint_dir"], "checkpoint_dir")
+        if config.checkpoint_dir is not None:
+            check_folder(config.checkpoint_dir, "checkpoint_dir")
         started = "RANK" in os.environ  # torchrun or panther launch sets it
-        if not started and (args.nproc > 1 or args.max_restarts):
-            return _launch(args, settings.get("checkpoint_dir"))
-        last = _train(functions, settings, args.export)
+        if not started and (status := _launch(args, config.checkpoint_dir)) is not None:
+            return status
+        last = _train(functions, config, args.export)
     texts = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in last.items()]
     if texts:
         print("  ".join(texts))
@@ -92,16 +108,17 @@ def _refuse_launchers_options(args: argparse.Namespace) -> None:
     flags = {
         flag: value for flag in _LAUNCHER_FLAGS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None
     }
-    script = flags.get("--script") or next((text for text in args.settings if text.endswith(".py")), None)
-    if script is None or "=" in script:
+    model = str(vars(args).get("model"))
+    script = flags.get("--script") or (model if model.endswith(".py") else None)
+    processes = next((flags[flag] for flag in _PROCESSES if flag in flags), vars(args).get("nproc_per_node", 1))
+    if script is None:
         if flags:
-            processes = next((flags[flag] for flag in _PROCESSES if flag in flags), "N")
             raise PantherError(
-                f"{next(iter(flags))} is not an option of panther train: write --nproc {processes} for processes of "
-                "this machine, or panther launch ... -m panther train ... for several"
+                f"{next(iter(flags))} is not an option of panther train: write --nproc-per-node {processes} for "
+                "processes of this machine, or panther launch ... -m panther train ... for several"
             )
         return
-    options = ["--nproc-per-node", next((flags[flag] for flag in _PROCESSES if flag in flags), str(args.nproc))]
+    options = ["--nproc-per-node", str(processes)]
     if (nodes := flags.get("--nnodes") or flags.get("--num-nodes")) is not None:
         address = (flags.get("--address") or "HOST:PORT").rpartition("//")[2]
         options += ["--nnodes", nodes, "--rdzv-endpoint", address]
@@ -113,27 +130,33 @@ def _refuse_launchers_options(args: argparse.Namespace) -> None:
 
 def _arguments_of_script(argv: list[str], script: str) -> list[str]:
     """Return the arguments of the command line without the command, the script and the options of launchers."""
-    arguments, texts = [], iter(argv)
-    for text in texts:
-        flag, equals, _ = text.partition("=")
-        if flag in ("--nproc", *_LAUNCHER_FLAGS):
+    arguments, remaining = [], iter(argv)
+    for argument in remaining:
+        flag, equals, _ = argument.partition("=")
+        if flag in ("--nproc", "--nproc-per-node", *_LAUNCHER_FLAGS):
             if not equals:
-                next(texts, None)
-        elif text not in ("train", script):
-            arguments.append(text)
+                next(remaining, None)
+        elif argument not in ("train", script):
+            arguments.append(argument)
     return arguments
 
 
-def _launch(args: argparse.Namespace, directory: str | None) -> int:
-    """Start this command on several processes, or with restarts; their logs go beside the checkpoints."""
+def _launch(args: argparse.Namespace, directory: str | None) -> int | None:
+    """Start this command on several processes, or with restarts; their logs go beside the checkpoints.
+
+    Returns:
+        The exit status. None if neither is asked for.
+    """
     from panther.cli.launch import start
     from panther.distributed import LaunchConfig
 
+    with _options.settings_explained(args):
+        config = LaunchConfig(**_options.given_settings(args, _LAUNCH, *_LAUNCH_SETTINGS))
+    if config == LaunchConfig():
+        return None
     logs = LaunchConfig.log_dir if directory is None else Path(directory) / "logs"
-    config = LaunchConfig(nproc_per_node=args.nproc, max_restarts=args.max_restarts, module=True, log_dir=logs)
-    options = [] if args.config is None else ["--config", args.config]
-    options += [] if args.export is None else ["--export", args.export]
-    return start([*config.arguments(), "panther", "train", *options, *args.settings], name="train")
+    arguments = replace(config, module=True, log_dir=logs).arguments()
+    return start([*arguments, "panther", *args.argv], name="train")
 
 
 def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,31 +171,8 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return settings | inner, launch
 
 
-def _settings_of(texts: list[str]) -> dict[str, Any]:
-    """Return the settings of the command line."""
-    from panther.train.config import asks_for_text
-
-    settings = {}
-    for item in texts:
-        key, equals, text = item.partition("=")
-        if not equals and names_function(item) and "model" not in settings:
-            key, text = "model", item
-        elif not equals or not key:
-            raise PantherError(f"{item!r} is not a setting: write key=value")
-        settings[key] = (None if text in ("null", "None") else text) if asks_for_text(key) else _value(text)
-    return settings
-
-
-def _value(text: str) -> Any:
-    """Return a number, truth value, null or list that is written as in JSON or Python, or else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise for errors that can be found before processes start."""
+def _checked(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> "TrainConfig":
+    """Return the configuration. Raise for errors that can be found before processes start."""
     from panther.train import TrainConfig
 
     for key in settings:
@@ -180,7 +180,7 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         spelled = difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7)
         if (near := near_name(key, _FUNCTIONS) or next(iter(spelled), None)) is not None:
             raise ConfigError(f"{key!r} is not a setting: did you mean {near!r}?")
-    TrainConfig(**settings)
+    config = TrainConfig(**settings)
     for name, function in functions.items():
         if name in ("loss_fn", "optimizer"):
             _find_in_torch(name, function)
@@ -190,6 +190,7 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
             find(function)
         else:
             raise PantherError(f"{name}={function} must be of the form module:function")
+    return config
 
 
 def _find_in_torch(setting: str, name: Any) -> Any:
@@ -218,16 +219,15 @@ def _find_weight(value: Any) -> Any:
     return find(value) if isinstance(value, str) and names_function(value) else value
 
 
-def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None) -> dict[str, Any]:
+def _train(functions: Mapping[str, Any], config: "TrainConfig", export: str | None) -> dict[str, Any]:
     """Train in one process; return the last record on the first rank, and nothing on others."""
     import torch
     from torch import nn
 
     from panther.distributed import get_rank
-    from panther.train import TrainConfig, Trainer
+    from panther.train import Trainer
     from panther.train.coordination import join_process_group
 
-    config = TrainConfig(**settings)
     torch.manual_seed(config.seed)
     model, data = call(functions["model"]), call(functions["data"])
     if not isinstance(model, nn.Module):

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther.cli._arguments import add_option, non_negative
-from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
-from panther.errors import FormatError, PantherError
+from panther.cli._user_function import current_folder_importable, model_and_batches, names_function
+from panther.errors import PantherError
 from panther.files import read_json
 
 if TYPE_CHECKING:
     from panther.inspect import ModuleTree
 
-_FLOATING = ("F", "BF", "C")  # begins of safetensors' floating and complex dtypes
 _KINDS = "a folder of transformers, one that pr.save_compressed wrote, a checkpoint of Panther's Trainer"
 
 
@@ -44,45 +43,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(model: str, depth: int | None) -> "ModuleTree":
-    from torch import nn
-
     from panther.inspect import tree
 
-    folder = Path(model)
-    if folder.is_dir():
-        return _read_folder(folder, depth)
+    if Path(model).is_dir():
+        return _read_folder(Path(model), depth)
     if not names_function(model):
         raise PantherError(f"{model} is not a folder, and not module:function: give {_KINDS}, or a function")
-    returned = call(model)
-    module = returned[0] if isinstance(returned, tuple) and returned else returned
-    if not isinstance(module, nn.Module):
-        raise wrong_return(model, module, "an nn.Module")
-    return tree(module, depth)
+    return tree(model_and_batches(model, "an nn.Module")[0], depth)
 
 
 def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
     from panther.distributed.checkpoint.folders import folder_of
     from panther.distributed.checkpoint.manifest import MANIFEST
+    from panther.files.tensors import stored_tensors
     from panther.files.weights import weight_files
     from panther.inspect import tree_of_tensors
     from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
 
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / MANIFEST).exists() or (not files and any(folder.glob("step-*"))):
+    has_weights = any(folder.glob("*.safetensors"))
+    if (folder / MANIFEST).exists() or (not has_weights and any(folder.glob("step-*"))):
         return _read_checkpoint(folder_of(folder), depth)
-    if not files:
+    if not has_weights:
         raise PantherError(f"{folder} holds no .safetensors file and no checkpoint: give {_KINDS}")
-    tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}
     if (folder / INFERENCE_MANIFEST).is_file():
-        files = [weights_path(folder, inference_manifest(folder))]
+        manifest = inference_manifest(folder)
+        paths, records = [weights_path(folder, manifest)], manifest["modules"]
     else:
-        files = weight_files(folder)
-    for file in files:
-        for name, entry in _header(file).items():
-            begin, end = entry["data_offsets"]
-            tensors[name] = (tuple(entry["shape"]), end - begin, entry["dtype"].startswith(_FLOATING))
-    return tree_of_tensors(tensors, _records(folder), depth)
+        paths, records = weight_files(folder), _records_of_config(folder)
+    tensors = {
+        name: (stored.shape, stored.num_bytes, stored.dtype.is_floating_point or stored.dtype.is_complex)
+        for path in paths
+        for name, stored in stored_tensors(path).items()
+    }
+    return tree_of_tensors(
+        tensors, {name: record for name, record in records.items() if "alias_of" not in record}, depth
+    )
 
 
 def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
@@ -94,40 +90,15 @@ def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
     tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}
     for name, entry in manifest["tensors"].items():
         if name.startswith("model."):
-            item = empty(entry | {"shape": []})
-            shape = tuple(entry["shape"])
-            nbytes = math.prod(shape) * item.itemsize
-            tensors[name.removeprefix("model.")] = (shape, nbytes, item.is_floating_point())
+            item, shape = empty(entry | {"shape": []}), tuple(entry["shape"])
+            tensors[name.removeprefix("model.")] = shape, math.prod(shape) * item.itemsize, item.is_floating_point()
     return tree_of_tensors(tensors, manifest["modules"], depth)
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: the dtype, shape and place of each tensor."""
-    from panther.files.tensors import read_header
-
+def _records_of_config(folder: Path) -> dict[str, Any]:
+    """Return the record of each compressed module in the config.json of a folder of transformers."""
     try:
-        header = read_header(file)
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            begin, end = entry["data_offsets"]
-            if not (0 <= begin <= end and isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)):
-                raise ValueError
-    except FormatError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise PantherError(f"{file} is not a valid safetensors file: copy or write it again") from None
-    return header
-
-
-def _records(folder: Path) -> dict[str, Any]:
-    """Return the record of each compressed module, from panther.json or config.json."""
-    for name, keys in (("panther.json", ("modules",)), ("config.json", ("quantization_config", "modules"))):
-        try:
-            records: Any = read_json(folder / name)
-            for key in keys:
-                records = records.get(key) or {}
-            if records:
-                return {name: spec for name, spec in records.items() if "alias_of" not in spec}
-        except (OSError, ValueError, AttributeError, TypeError):
-            continue
-    return {}
+        records = read_json(folder / "config.json")["quantization_config"]["modules"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return records if isinstance(records, dict) else {}

@@ -3,25 +3,26 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import inspect
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther._setting_names import name_hint
-from panther.cli._arguments import check_folder, note
-from panther.cli._user_function import call, current_folder_importable, explained, find, names_function, wrong_return
-from panther.errors import ConfigError, NumericalWarning, PantherError, PerformanceWarning
+from panther.cli._arguments import check_files, check_new_folder, performance_noted
+from panther.cli._options import add_old_spelling, add_settings, given_settings
+from panther.cli._user_function import call, current_folder_importable, find, model_and_batches, names_function
+from panther.errors import ConfigError, PantherError
 from panther.integrations.folders.beside import check_beside, copy_beside
 
 if TYPE_CHECKING:
     from torch import nn
 
+_CONFIG = "tuning.config:TuneConfig"
 _FUNCTIONS = ("model", "evaluate", "calibration")
 _HELP = """\
-The file is TOML or JSON. Its settings are:
+The file is TOML or JSON. Its settings are the options above, with underscores,
+and:
 
   model = "module:function"        returns an nn.Module, or a pair of one and
                                    batches; or a folder of transformers
@@ -31,10 +32,9 @@ The file is TOML or JSON. Its settings are:
                                    function does
 
 objective and constraint can be functions too, in the same form, and catch
-names exceptions in it ("torch:OutOfMemoryError"). The other settings are the
-arguments of panther.tune: trials, forms, seed, parallel, storage, ... The
-table [space] has a table of settings for each glob of names, or the text
-"auto":
+names exceptions in it ("torch:OutOfMemoryError"). sampler, pruner, storage and
+heal are arguments of panther.tune. The table [space] has a table of settings
+for each glob of names, or the text "auto":
 
   [space]
   "encoder.*" = "auto"
@@ -52,8 +52,11 @@ def add_parser(commands: Any) -> None:
     text = "module:function, or a folder of transformers, in place of the model in the file"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--out", metavar="DIR", help="folder for the best model, new or empty")
-    parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
+    parser.add_argument("--report", metavar="FILE", help="write all trials as JSON")
+    add_old_spelling(parser, "--json", "--report")
     parser.add_argument("--plot", metavar="FILE", help="draw them, to a .svg, .png or .pdf")
+    settings = parser.add_argument_group("settings, in place of the file's")
+    add_settings(settings, _CONFIG, described_in=("tuning:tune", "compression:compress"))
     parser.set_defaults(run=run)
 
 
@@ -61,15 +64,11 @@ def run(args: argparse.Namespace) -> int:
     """Search, print the table, and write the files that the options name."""
     from panther.train.config import read_settings
 
-    settings = read_settings(args.config)
+    settings = read_settings(args.config) | given_settings(args, _CONFIG)
     if args.model is not None:
-        settings = {**settings, "model": args.model}
-    out = None if args.out is None else check_folder(args.out)
-    if out is not None and out.is_dir() and any(out.iterdir()):
-        raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder")
+        settings["model"] = args.model
+    out = None if args.out is None else check_new_folder(args.out)
+    check_files(report=args.report, plot=args.plot)
     if args.plot is not None:
         from panther.tuning.result import check_plot
 
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is not None and out is not None:
         check_beside(folder, out)
     with current_folder_importable():
-        result = _search(dict(settings), args.config)
+        result = _search(settings, args.config)
         print(result)
         if out is not None:
             import panther as pr
@@ -87,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
             if folder is not None:
                 copy_beside(folder, out)
             pr.save_compressed(result.model, out)  # last, so that a folder with a model also has its tokenizer
-    if args.json is not None:
-        result.to_json(args.json)
+    if args.report is not None:
+        result.to_json(args.report)
     if args.plot is not None:
         result.plot(args.plot)
     return 0
@@ -106,10 +105,7 @@ def _search(settings: dict[str, Any], path: str) -> Any:
     model, calibration = _load(functions)
     if isinstance(settings.get("space"), Mapping):
         settings["space"] = {_key(name): setting for name, setting in settings["space"].items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", PerformanceWarning)
-        warnings.simplefilter("ignore", NumericalWarning)
-        warnings.showwarning = lambda message, *_, **__: note(message)
+    with performance_noted():
         try:
             return pr.tune(model, evaluate, calibration, **settings)
         except PantherError:
@@ -120,13 +116,12 @@ def _search(settings: dict[str, Any], path: str) -> Any:
 
 def _check(settings: Mapping[str, Any], path: str) -> None:
     """Raise for names that are not settings, and for missing functions."""
-    from panther.tuning import tune
+    from panther.tuning.config import TuneConfig
 
-    setting_names = [*_FUNCTIONS, *(name for name in inspect.signature(tune).parameters if not name.endswith("_fn"))]
+    fields = [name for name in TuneConfig.__dataclass_fields__ if not name.endswith("_fn")]
     for name in settings:
-        if name not in setting_names:
-            hint = name_hint(name, list(dict.fromkeys(setting_names)))
-            raise ConfigError(f"{name!r} in {path} is not a setting: {hint}")
+        if name not in ("model", *fields):
+            raise ConfigError(f"{name!r} in {path} is not a setting: {name_hint(name, ['model', *fields])}")
     for name in ("model", "evaluate"):
         if name not in settings:
             raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
@@ -146,24 +141,17 @@ def _functions_of(setting: Any) -> Any:
 
 def _load(functions: Mapping[str, str]) -> "tuple[nn.Module, Any]":
     """Return the model, and its calibration batches or None."""
-    from torch import nn
-
-    source = functions["model"]
-    calibration: Any = None
+    source, calibration = functions["model"], None
     if Path(source).is_dir():
         from panther.cli import _transformers
 
         model: Any = _transformers.load_model(Path(source))
     elif names_function(source):
-        returned = call(source)
-        model, calibration = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        if not isinstance(model, nn.Module):
-            raise wrong_return(source, returned, "an nn.Module, or a pair of one and a list of batches")
+        model, calibration = model_and_batches(source)
     else:
         raise PantherError(f"model = {source!r} is not a folder, and not of the form module:function: give one of them")
     if "calibration" in functions:
-        with explained(f"{functions['calibration']} failed"):
-            calibration = call(functions["calibration"])
+        calibration = call(functions["calibration"])
     return model, calibration
 
 

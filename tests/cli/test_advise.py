@@ -39,7 +39,9 @@ def models(tmp_path, monkeypatch):
 
 
 def test_the_table_and_the_reasons(models, capsys):
-    assert main(["advise", "--model", "advised_models:net", "--gpus", "4", "--memory", "80GB", "--batch", "16"]) == 0
+    assert (
+        main(["advise", "--model", "advised_models:net", "--world-size", "4", "--memory", "80GB", "--batch", "16"]) == 0
+    )
     out = capsys.readouterr().out
     assert "layout" in out.splitlines()[0]
     assert " is best: it has the shortest step of the " in out
@@ -48,7 +50,7 @@ def test_the_table_and_the_reasons(models, capsys):
 
 def test_recomputed_activations_take_less_memory(capsys):
     def memory(*more):
-        arguments = ["advise", "--model", "transformer/125m", "--sequence", "64", "--gpus", "1", "--batch", "64"]
+        arguments = ["advise", "--model", "transformer/125m", "--sequence", "64", "--world-size", "1", "--batch", "64"]
         assert main([*arguments, "--json", *more]) == 0
         plan = json.loads(capsys.readouterr().out)
         return {str(option["layout"]): option["memory_bytes"]["activations"] for option in plan["options"]}
@@ -60,7 +62,7 @@ def test_recomputed_activations_take_less_memory(capsys):
 
 def test_the_options_that_are_not_shown_can_be_had(models, capsys, monkeypatch):
     monkeypatch.setattr("panther.cli.advise._SHOWN", 2)
-    arguments = ["advise", "--model", "advised_models:net", "--gpus", "4", "--batch", "16"]
+    arguments = ["advise", "--model", "advised_models:net", "--world-size", "4", "--batch", "16"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
@@ -71,7 +73,7 @@ def test_the_options_that_are_not_shown_can_be_had(models, capsys, monkeypatch):
 
 
 def test_json_has_every_option(models, capsys):
-    args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--memory", "100", "--json"]
+    args = ["advise", "--model", "advised_models:net", "--world-size", "2", "--memory", "100", "--json"]
     assert main([*args, "--objective", "memory"]) == 1  # nothing fits
     plan = json.loads(capsys.readouterr().out)
     assert plan["objective"] == "memory"
@@ -86,7 +88,7 @@ def test_json_has_every_option(models, capsys):
 def test_a_sketched_transformer_needs_less(capsys):
     totals = []
     for extra in ([], ["--sketch", "32"]):
-        args = ["advise", "transformer/125M", "--gpus", "1", "--sequence", "16", "--json", *extra]
+        args = ["advise", "transformer/125M", "--world-size", "1", "--sequence", "16", "--json", *extra]
         assert main(args) == 0
         totals.append(json.loads(capsys.readouterr().out)["options"][0]["memory_bytes"]["total"])
     assert totals[1] < 0.8 * totals[0]
@@ -100,7 +102,7 @@ def test_a_sketched_transformer_needs_less(capsys):
             "--model transformer/9b is unknown: did you mean transformer/6.7b? Or use one of 125m, ",
         ),
         (["--model", "transformer/xl"], "--model transformer/xl is unknown: use one of 125m, "),
-        (["--model", "transformer/125m", "--budget", "9"], "--budget 9 needs --price-per-device-hour, the price"),
+        (["--model", "transformer/125m", "--max-price", "9"], "--max-price 9 needs --price-per-device-hour, the price"),
         (["--model", "net"], "--model net is not a folder, and neither transformer/SIZE nor module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
         (
@@ -110,11 +112,13 @@ def test_a_sketched_transformer_needs_less(capsys):
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
         (["--model", "advised_models:single", "--batch", "3"], "--batch 3 cannot be divided over 2 ranks"),
-        (["--model", "advised_models:net", "--efficiency", "2"], "--efficiency 2.0 is a share and must be at most 1"),
+        (["--model", "advised_models:net", "--efficiency", "2"], "--efficiency 2 is a share and must be at most 1"),
+        (["--model", "advised_models:net", "--world-size", "0"], "--world-size 0 must be at least 1"),
+        (["--model", "advised_models:net", "--objective", "money"], "--objective money is unknown: use one of 'time'"),
     ],
 )
 def test_what_cannot_be_done_is_said(models, args, message, capsys):
-    assert main(["advise", "--gpus", "2", *args]) == 2
+    assert main(["advise", "--world-size", "2", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")
     assert message in err
@@ -123,9 +127,7 @@ def test_what_cannot_be_done_is_said(models, args, message, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--gpus", "0"], "argument --gpus: 0 must be at least 1"),
-        (["--gpus", "2", "--memory", "80 potatoes"], "'80 potatoes' is not a number of bytes: write it as 80GB"),
-        (["--gpus", "2", "--objective", "money"], "invalid choice: 'money'"),
+        (["--world-size", "2", "--memory", "80 potatoes"], "'80 potatoes' is not a number of bytes: write it as 80GB"),
     ],
 )
 def test_bad_flags_exit_with_2(args, message, capsys):
@@ -149,25 +151,25 @@ def test_a_folder_of_transformers(models, capsys):
     (models / "small" / "model.safetensors").unlink()
     memory = {}
     for folder in ("dense", "small"):
-        assert main(["advise", "--model", folder, "--gpus", "2", "--sequence", "16", "--json"]) == 0
+        assert main(["advise", "--model", folder, "--world-size", "2", "--sequence", "16", "--json"]) == 0
         best = json.loads(capsys.readouterr().out)["options"][0]
         memory[folder] = best["memory_bytes"]["total"]
     assert 0 < memory["small"] < memory["dense"]
-    assert main(["advise", "--model", "dense", "--gpus", "2", "--sketch", "8"]) == 2
+    assert main(["advise", "--model", "dense", "--world-size", "2", "--sketch", "8"]) == 2
     assert "--sketch is for transformer/SIZE" in capsys.readouterr().err
     (models / "empty").mkdir()
-    assert main(["advise", "--model", "empty", "--gpus", "2"]) == 2
+    assert main(["advise", "--model", "empty", "--world-size", "2"]) == 2
     assert "empty holds no config.json" in capsys.readouterr().err
 
 
 def test_the_cost_of_a_run_and_a_budget(models, capsys):
-    args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--price-per-device-hour", "2"]
-    assert main([*args, "--samples", "1e6", "--budget", "1000"]) == 0
+    args = ["advise", "--model", "advised_models:net", "--world-size", "2", "--price-per-device-hour", "2"]
+    assert main([*args, "--samples", "1e6", "--max-price", "1000"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].endswith("device-hours  price")
     assert ": within the budget of 1,000.00." in out
     assert "are uncalibrated: " in out
-    assert main([*args, "--samples", "1e12", "--budget", "0.01", "--json"]) == 1
+    assert main([*args, "--samples", "1e12", "--max-price", "0.01", "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert plan["run"]["samples"] == 1e12
     assert not any(option["cost"]["within_budget"] for option in plan["options"])
@@ -180,12 +182,12 @@ def test_the_cost_of_a_run_and_a_budget(models, capsys):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_measure_and_plan_with_what_was_measured(models, capsys):
-    assert main(["advise", "--measure", "cluster.json", "--gpus", "1"]) == 0
+    assert main(["advise", "--measure", "cluster.json", "--world-size", "1"]) == 0
     assert "the speeds of 1 device are in cluster.json" in capsys.readouterr().err
     args = ["advise", "--model", "advised_models:net", "--cluster", "cluster.json"]
     assert main(args) == 0
     assert "uncalibrated" not in capsys.readouterr().out
-    assert main([*args, "--gpus", "4", "--memory", "1GB", "--json"]) == 0
+    assert main([*args, "--world-size", "4", "--memory", "1GB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["gpus"], plan["memory_bytes"], plan["calibrated"]) == (4, 1e9, True)
     assert main([*args, "--device", "cpu"]) == 2
@@ -195,8 +197,8 @@ def test_measure_and_plan_with_what_was_measured(models, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--gpus", "2"], "MODEL is missing"),
-        (["--model", "advised_models:net"], "--gpus is missing"),
+        (["--world-size", "2"], "MODEL is missing"),
+        (["--model", "advised_models:net"], "--world-size is missing"),
         (["--model", "advised_models:net", "--cluster", "none.json"], "none.json cannot be read"),
         (["--model", "advised_models:net", "--cluster", "advised_models.py"], "is not a file of ClusterSpec.save"),
         (["--measure", "advised_models.py/x.json"], "--measure advised_models.py cannot be written to"),
@@ -205,3 +207,20 @@ def test_measure_and_plan_with_what_was_measured(models, capsys):
 def test_missing_options_and_files_are_said(models, args, message, capsys):
     assert main(["advise", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_old_names_of_options_are_accepted_with_a_note(models, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    new = ["--world-size", "2", "--price-per-device-hour", "2", "--samples", "1e6", "--max-price", "1000"]
+    assert main(["advise", "advised_models:net", *new]) == 0
+    plan, notes = capsys.readouterr()
+    assert notes == ""
+    old = ["--gpus", "2", "--price-per-device-hour", "2", "--samples", "1e6", "--budget", "1000"]
+    assert main(["advise", "advised_models:net", *old]) == 0
+    assert capsys.readouterr() == (
+        plan,
+        "".join(
+            f"panther: note: write {name} in place of {old_name}, which the next version of Panther does not accept\n"
+            for name, old_name in (("--world-size", "--gpus"), ("--max-price", "--budget"))
+        ),
+    )

@@ -1,11 +1,16 @@
 """The panther command as a user meets it: exit codes, messages, files."""
 
+import dataclasses
+import inspect
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import typing
+from importlib import import_module
 
 import pytest
 import torch.distributed as dist
@@ -79,10 +84,15 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, sentence, caps
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["simulate", "--world-size", "4"], "--world-size 4: did you mean --world?"),
+        (["simulate", "--num-processes", "4"], "--num-processes 4: did you mean --world-size?"),
         (["simulate", "--batch-size=64"], "--batch-size=64: did you mean --batch?"),
-        (["advise", "--num-gpus", "8"], "--num-gpus: did you mean --gpus?"),
-        (["train", "--epochs", "3"], "--epochs: settings are key=value, as epochs=..."),
+        (["train", "--epoch", "3"], "--epoch: did you mean --epochs?"),
+        (["train", "epoch=3"], "--epoch=3: did you mean --epochs?"),
+        (["train", "--lr=3"], "--lr=3: did you mean --learning-rate?"),
+        (["train", "--criterion=mse_loss"], "--criterion=mse_loss: did you mean --loss-fn?"),
+        (["train", "--dataset=x:y"], "--dataset=x:y: did you mean --data?"),
+        (["train", "--metric=x:y"], "--metric=x:y: did you mean --metrics?"),
+        (["train", "--zero-stage=1"], "--zero-stage=1: use strategy='zero1' for stage 1"),
         (["simulate", "--frob", "3"], "--frob 3\n"),
     ],
 )
@@ -141,7 +151,7 @@ def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
     [
         ([], "the following arguments are required: COMMAND"),
         (["nothing"], "invalid choice: 'nothing'"),
-        (["demo", "--nproc", "0"], "argument --nproc: 0 must be at least 1"),
+        (["demo", "--nproc-per-node", "0"], "argument --nproc-per-node: 0 must be at least 1"),
         (["demo", "--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
         (["demo", "--seed", "-1"], "argument --seed: -1 must be at least 0"),
         (["demo", "--seed", str(2**32)], "argument --seed: 4294967296 must be at most 4294967295"),
@@ -158,29 +168,102 @@ def test_bad_flags_exit_with_2(args, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "settings"),
+    ("arguments", "replaced"),
     [
-        (["a=1", "--config", "f", "b=null", "--nproc", "2", "c=-3"], ["a=1", "b=null", "c=-3"]),
-        (["--config", "f", "a=1", "b=2"], ["a=1", "b=2"]),
-        (["--config", "f", "a=1", "--nproc", "2"], ["a=1"]),
-        (["--config", "f"], []),
+        (["epochs=1", "--config", "f", "num_microbatches=null", "--nproc-per-node", "2", "seed=-3"], 3),
+        (["--epochs=1", "--config", "f", "--nproc-per-node", "2", "--num-microbatches", "null", "--seed=-3"], 0),
+        (["--config", "f", "epochs=1", "--seed=-3", "--num-microbatches=null"], 1),
     ],
 )
-def test_settings_stand_on_both_sides_of_options(arguments, settings, monkeypatch):
+def test_settings_are_options_and_may_have_their_old_form(arguments, replaced, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
     seen = []
-    monkeypatch.setattr("panther.cli.train.run", lambda args: seen.append((args.config, args.settings)) or 0)
+    monkeypatch.setattr("panther.cli.train.run", lambda args: seen.append(args) or 0)
     assert main(["train", *arguments]) == 0
-    assert seen == [("f", settings)]
+    (args,) = seen
+    assert (args.config, args.epochs, args.seed, args.num_microbatches) == ("f", 1, -3, None)
+    notes = capsys.readouterr().err
+    assert notes.startswith("panther: note: write --epochs=1 ") == (replaced > 0)
+    assert len(re.findall(r"[a-z]=", notes.partition("in place of")[2])) == replaced
+
+
+def test_truth_values_are_options_without_a_value(monkeypatch):
+    seen = []
+    monkeypatch.setattr("panther.cli.train.run", lambda args: seen.append(args) or 0)
+    assert main(["train", "--no-progress", "--compile", "deterministic=true", "cpu_offload=False"]) == 0
+    (args,) = seen
+    assert (args.progress, args.compile, args.deterministic, args.cpu_offload) == (False, True, True, False)
+    assert "profile" not in args
+
+
+@pytest.mark.parametrize(
+    ("arguments", "new_name"),
+    [
+        (["demo", "--nproc", "3"], "--nproc-per-node"),
+        (["train", "--nproc", "3"], "--nproc-per-node"),
+        (["simulate", "--world", "3"], "--world-size"),
+        (["advise", "--gpus", "3"], "--world-size"),
+        (["advise", "--budget", "3"], "--max-price"),
+        (["tune", "tune.toml", "--json", "3"], "--report"),
+        (["compress", "m:f", "--budget=1", "--out=o", "--scratch", "3"], "--scratch-dir"),
+    ],
+)
+def test_the_old_name_of_an_option_sets_the_new_one(arguments, new_name, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    seen = []
+    monkeypatch.setattr(f"panther.cli.{arguments[0]}.run", lambda args: seen.append(vars(args)) or 0)
+    assert main(arguments) == 0
+    note = f"write {new_name} in place of {arguments[-2]}, which the next version of Panther does not accept"
+    assert capsys.readouterr().err == f"panther: note: {note}\n"
+    assert main([*arguments[:-2], new_name, "3"]) == 0
+    assert capsys.readouterr().err == ""
+    old, new = ({name: value for name, value in values.items() if name not in ("argv", "run")} for values in seen)
+    assert old == new
+    monkeypatch.setenv("RANK", "0")  # the command that started this rank has printed the note
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("wrong", ["word", "-e=2"])
 def test_an_unknown_setting_gets_the_usage_of_its_command(wrong, capsys):
     with pytest.raises(SystemExit) as exit:
-        main(["train", "a=1", "--config", "f", wrong])
+        main(["train", "a:b", "--seed=1", "--config", "f", wrong])
     assert exit.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith("usage: panther train ")
     assert err.endswith(f"panther train: error: unrecognized arguments: {wrong}\n")
+
+
+SETTINGS = {
+    "compress": ("compression.config", "CompressConfig"),
+    "tune": ("tuning.config", "TuneConfig"),
+    "train": ("train.config", "TrainConfig"),
+    "advise": ("distributed.advisor.training_run", "TrainingRun"),
+}
+
+
+@pytest.mark.parametrize("command", SETTINGS)
+def test_options_are_those_of_the_settings(command, capsys):
+    """Each has the name, the choices, the default and a sentence of its class, which --help reads without torch."""
+    module, name = SETTINGS[command]
+    settings = getattr(import_module(f"panther.{module}"), name)
+    types = typing.get_type_hints(settings)
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    described = " ".join(capsys.readouterr().out.split())
+    known = {"budget": "max-price"} if command == "advise" else {}
+    names = [field.name for field in dataclasses.fields(settings)]
+
+    def members(hint):
+        return [hint, *typing.get_args(hint)]
+
+    numbers = [name for name in names if {int, float} & set(filter(inspect.isclass, members(types[name])))]
+    assert len(numbers) >= 5
+    for name in numbers:
+        assert re.search(rf" --{known.get(name, name.replace('_', '-'))} N \w+ \w+", described), name
+    for name in names:
+        if typing.get_origin(types[name]) is typing.Literal:
+            assert f"--{name.replace('_', '-')} {{{','.join(typing.get_args(types[name]))}}}" in described
 
 
 def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):
@@ -191,14 +274,15 @@ def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypat
     assert main(["demo", "--out", str(file)]) == 2
     assert f"--out {file} cannot be written to (Not a directory): give another folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert main(["demo", "--out", str(tmp_path), "--nproc", "9"]) == 2
-    assert "--nproc 9 must be at most 8, four processes per core and at least 8: use fewer" in capsys.readouterr().err
+    assert main(["demo", "--out", str(tmp_path), "--nproc-per-node", "9"]) == 2
+    message = "--nproc-per-node 9 must be at most 8, four processes per core and at least 8: use fewer"
+    assert message in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["demo", "--device", "cuda"]) == 2
     assert "--device cuda needs a CUDA device and none is visible: use --device cpu" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["demo", "--device", "cuda"]) == 2
-    assert "1 are visible: use --nproc 1" in capsys.readouterr().err
+    assert "1 are visible: use --nproc-per-node 1" in capsys.readouterr().err
 
 
 def test_a_missing_extra_names_its_install_line(capsys, monkeypatch, tmp_path):

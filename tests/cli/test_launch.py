@@ -43,7 +43,7 @@ def script(tmp_path):
             rank = int(os.environ["RANK"])
             forever = threading.Event().wait
             def fail(error):
-                from panther.distributed.error_file import record_uncaught_exceptions
+                from panther.distributed.comm.ending import record_uncaught_exceptions
                 record_uncaught_exceptions()
                 raise error
         """

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from panther.cli import main
-from panther.cli.simulate import _report
-from panther.cli.simulate._training import Settings, shard
+from panther.cli.simulate import simulation
+from panther.cli.simulate.simulation import Settings, shard
 from panther.distributed import get_world_size
 
 PARAMETERS = 64 * 128 + 128 + 2 * (2 * 128 * 4 + 128) + 128 * 10 + 10  # two SKLinear(128, 128, 4) in the middle
@@ -67,7 +67,7 @@ def test_a_run_is_recorded_in_mlflow_with_its_learning_rate(capfd, tmp_path, mon
 
 @pytest.mark.distributed
 def test_three_ranks_of_dense_layers(capfd):
-    sections = simulate(capfd, "--world", "3", "--dense", "--epochs", "1")
+    sections = simulate(capfd, "--world-size", "3", "--dense", "--epochs", "1")
     assert sections[1].endswith("deals them to 3 ranks in turn.")
     assert "the weight of the second nn.Linear" in sections[3]
     assert sections[5].count("  yes  ") == 6
@@ -78,8 +78,8 @@ def test_what_does_not_hold_is_an_error(capfd, monkeypatch):
     def elsewhere(given):  # one process begins with other weights, and has other samples, than the ranks
         return train(dataclasses.replace(given, seed=5) if get_world_size() == 1 else given)
 
-    train = _report.train
-    monkeypatch.setattr(_report, "train", elsewhere)
+    train = simulation.train
+    monkeypatch.setattr(simulation, "train", elsewhere)
     assert main(["simulate", *SMALL, "--epochs", "1"]) == 1
     out, err = capfd.readouterr()
     assert out.count("  NO  ") == 2
@@ -90,8 +90,8 @@ def test_what_does_not_hold_is_an_error(capfd, monkeypatch):
 
 
 def test_a_dry_run_starts_nothing(capfd, monkeypatch):
-    monkeypatch.setattr(_report, "launch", None)
-    _, samples, counts = simulate(capfd, "--dry-run", "--world", "1024")
+    monkeypatch.setattr(simulation, "launch", None)
+    _, samples, counts = simulate(capfd, "--dry-run", "--world-size", "1024")
     assert "\n...\n1,023" in samples
     assert "repeats 701, so that each of them has 2." in samples
     assert f"{8 * PARAMETERS:,}\n" in counts
@@ -113,13 +113,16 @@ def test_shards_are_disjoint_and_leave_nothing_out():
     ("args", "told"),
     [
         (
-            ["--world", "9"],
-            "--world 9 must be from 2 to 8: use --world 8, or add --dry-run, which counts for up to 1,048,576",
+            ["--world-size", "9"],
+            "--world-size 9 must be from 2 to 8: use --world-size 8, or add --dry-run, which counts for up to",
         ),
-        (["--world", "1"], "--world 1 must be from 2 to 8"),
-        (["--world", "2000000", "--dry-run"], "--world 2000000 must be from 2 to 1048576"),
-        (["--world", "4", "--batch", "63"], "--batch 63 cannot be divided evenly by --world 4: use --batch 60 or 64"),
-        (["--world", "3", "--batch", "2"], "--batch 2 cannot be divided evenly by --world 3: use --batch 3"),
+        (["--world-size", "1"], "--world-size 1 must be from 2 to 8"),
+        (["--world-size", "2000000", "--dry-run"], "--world-size 2000000 must be from 2 to 1048576"),
+        (
+            ["--world-size", "4", "--batch", "63"],
+            "--batch 63 cannot be divided evenly by --world-size 4: use --batch 60 or 64",
+        ),
+        (["--world-size", "3", "--batch", "2"], "--batch 2 cannot be divided evenly by --world-size 3: use --batch 3"),
     ],
 )
 def test_what_cannot_be_run_is_refused(capfd, args, told):
@@ -133,18 +136,18 @@ def test_what_cannot_be_run_is_refused(capfd, args, told):
     ("args", "told"),
     [
         ([], "the tensors of 2 ranks need 4,"),
-        (["--dry-run", "--dense", "--world", "2000", "--hidden", "10000000"], "the tensors of 1 rank need 6,400,"),
+        (["--dry-run", "--dense", "--world-size", "2000", "--hidden", "10000000"], "the tensors of 1 rank need 6,400,"),
     ],
 )
 def test_ranks_without_enough_memory_are_not_started(capfd, monkeypatch, args, told):
-    monkeypatch.setattr(_report, "launch", None)
-    monkeypatch.setattr(_report, "physical_memory", lambda: 3_000_000)
+    monkeypatch.setattr(simulation, "launch", None)
+    monkeypatch.setattr(simulation, "physical_memory", lambda: 3_000_000)
     assert main(["simulate", *args]) == 1
     assert f"panther: error: {told}" in capfd.readouterr().err
 
 
 def test_bad_flags_exit_with_2(capfd):
     with pytest.raises(SystemExit) as exit:
-        main(["simulate", "--world", "two"])
+        main(["simulate", "--world-size", "two"])
     assert exit.value.code == 2
-    assert "argument --world: 'two' is not a whole number" in capfd.readouterr().err
+    assert "argument --world-size: 'two' is not a whole number" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """panther train as users type it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -82,25 +83,27 @@ def log():
 
 
 def test_a_file_and_settings_over_it(work, capsys, caplog):
-    assert main(["train", "--config", "run.toml", "epochs=3", f"metrics={work}:metrics", "log_every_n_steps=1"]) == 0
+    assert (
+        main(["train", "--config", "run.toml", "--epochs=3", f"--metrics={work}:metrics", "--log-every-n-steps=1"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("step 18  epoch 3  loss 0.")
     assert "validation_accuracy 0." in out
     assert [row["step"] for row in log() if "loss" in row] == list(range(1, 19))
     assert checkpoint.checkpoints("runs")[-1].name == "step-00000018"
-    assert main(["train", "--config", "run.toml", "epochs=3"]) == 0
+    assert main(["train", "--config", "run.toml", "--epochs", "3"]) == 0
     assert "training is finished (step 18): raise epochs or max_steps to continue" in caplog.text
     capsys.readouterr()
-    assert main(["train", "--config", "run.toml", "max_steps=3", "checkpoint_dir=short"]) == 0  # in place of epochs
+    assert main(["train", "--config", "run.toml", "--max-steps=3", "--checkpoint-dir=short"]) == 0  # in place of epochs
     assert capsys.readouterr().out.startswith("step 3  epoch 0")
 
 
 def test_without_a_file(work, capsys):
-    settings = [f"model={work}:build", f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=4"]
-    assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
+    settings = [f"{work}:build", f"--data={work}:load", "--loss-fn=cross_entropy", "--batch-size=8", "--max-steps=4"]
+    assert main(["train", *settings, f"--optimizer={work}:optimizer", "--log-every-n-steps=2"]) == 0
     assert "learning_rate 0.1" in capsys.readouterr().out
-    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null"]
-    assert main(["train", *settings, *texts, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
+    texts = ["--run-name=5", "--trackers=jsonl", "--pipeline-layers=null"]
+    assert main(["train", *settings, *texts, "--optimizer=SGD", "--learning-rate=.5", "--no-progress"]) == 0
     assert not Path("runs").exists()
 
 
@@ -110,18 +113,18 @@ def test_the_weight_of_a_batch(work):
     Path("run.toml").write_text(f"loss_weight = 1\n{TOML.format(work=work)}".replace('"runs"', '"file"'))
     for folder, arguments in {
         "file": ["--config", "run.toml"],
-        "function": ["--config", "run.toml", f"loss_weight={work}:positives", "checkpoint_dir=function"],
-        "none": ["--config", "run.toml", "loss_weight=null", "checkpoint_dir=none"],
+        "function": ["--config", "run.toml", f"--loss-weight={work}:positives", "--checkpoint-dir=function"],
+        "none": ["--config", "run.toml", "--loss-weight=null", "--checkpoint-dir=none"],
     }.items():
-        assert main(["train", *arguments, "log_every_n_steps=1", "gradient_accumulation_steps=2"]) == 0
+        assert main(["train", *arguments, "--log-every-n-steps=1", "--gradient-accumulation-steps=2"]) == 0
         rows = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_scheduler(work):
-    arguments = ["train", "--config", "run.toml", f"scheduler={work}:scheduler", "scheduler_interval=epoch"]
-    assert main([*arguments, "log_every_n_steps=1"]) == 0
+    arguments = ["train", "--config", "run.toml", f"--scheduler={work}:scheduler", "--scheduler-interval=epoch"]
+    assert main([*arguments, "--log-every-n-steps=1"]) == 0
     rows = map(json.loads, Path("runs", "log.jsonl").read_text().splitlines())
     assert {row["learning_rate"] for row in rows if "loss" in row} == {0.01, 0.005}
 
@@ -138,34 +141,30 @@ def test_export(work):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["epoch=3"], "'epoch' is not a setting of TrainConfig: did you mean 'epochs'?"),
-        (["loss=mse_loss"], "'loss' is not a setting: did you mean 'loss_fn'?"),
-        (["criterion=mse_loss"], "'criterion' is not a setting: did you mean 'loss_fn'?"),
-        (["train_loader=x:y"], "'train_loader' is not a setting: did you mean 'data'?"),
-        (["modle=x:y"], "'modle' is not a setting: did you mean 'model'?"),
-        (["epochs=many"], "epochs='many' must be a whole number, not str"),
-        (["epochs"], "'epochs' is not a setting: write key=value"),
-        (["loss_fn=cross_entropie"], "loss_fn=cross_entropie is not a function of torch.nn.functional"),
-        (["loss_weight=1.5"], "loss_weight must be a function of a batch, or the key or index of an entry of a batch"),
-        (["loss_weight=WORK:weight"], "has no function weight: it has"),
-        (["optimizer=Adamm"], "optimizer=Adamm is not an optimizer of torch.optim"),
-        (["optimizer=Muon"], "Muon only supports 2D parameters"),
-        (["optimizer=SparseAdam"], "SparseAdam does not support dense gradients"),
-        (["optimizer=Optimizer"], "missing 1 required positional argument: 'defaults' (no optimizer was made"),
-        (["optimizer=LBFGS"], "LBFGS evaluates the loss several times a step"),
-        (["model=nowhere:build"], "there is no module nowhere"),
-        (["model=WORK:bild"], "has no function bild: it has"),
-        (["model=build"], "model=build must be of the form module:function"),
-        (["model=WORK:nothing"], "returns a value of type int: it must return an nn.Module"),
-        (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
-        (["data=WORK:nothing"], "the data must be a DataLoader, a Dataset or a list of samples, not a int"),
-        (["metrics=WORK:nothing"], "returns a value of type int: it must return a mapping of names to functions"),
-        (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
-        (["max_steps=3", "epochs=2"], "epochs=2 and max_steps=3 exclude each other: give one"),
-        (["batch_size=null"], "a TensorDataset needs batch_size"),
-        (["trian=3"], "'trian' is not a setting: did you mean 'train'?"),
+        (["--epochs=many"], "--epochs many must be a whole number, not str"),
+        (["--loss-fn=cross_entropie"], "loss_fn=cross_entropie is not a function of torch.nn.functional"),
+        (
+            ["--loss-weight=1.5"],
+            "loss_weight must be a function of a batch, or the key or index of an entry",
+        ),
+        (["--loss-weight=WORK:weight"], "has no function weight: it has"),
+        (["--optimizer=Adamm"], "optimizer=Adamm is not an optimizer of torch.optim"),
+        (["--optimizer=Muon"], "Muon only supports 2D parameters"),
+        (["--optimizer=SparseAdam"], "SparseAdam does not support dense gradients"),
+        (["--optimizer=Optimizer"], "missing 1 required positional argument: 'defaults' (no optimizer was made"),
+        (["--optimizer=LBFGS"], "LBFGS evaluates the loss several times a step"),
+        (["--model=nowhere:build"], "there is no module nowhere"),
+        (["--model=WORK:bild"], "has no function bild: it has"),
+        (["--model=build"], "model=build must be of the form module:function"),
+        (["--model=WORK:nothing"], "returns a value of type int: it must return an nn.Module"),
+        (["--data=WORK:fails"], "fails failed: RuntimeError: no such file"),
+        (["--data=WORK:nothing"], "the data must be a DataLoader, a Dataset or a list of samples, not a int"),
+        (["--metrics=WORK:nothing"], "returns a value of type int: it must return a mapping of names to functions"),
+        (["--resume=Never"], "--resume Never must be 'auto', 'never' or the path of a checkpoint"),
+        (["--max-steps=3", "--epochs=2"], "--epochs 2 and --max-steps 3 exclude each other: give one"),
+        (["--batch-size=null"], "a TensorDataset needs batch_size"),
         (["--export", "run.toml"], "--export run.toml cannot be written to (Not a directory): give another folder"),
-        (["checkpoint_dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),
+        (["--checkpoint-dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_why(work, given, message, capsys):
@@ -176,16 +175,35 @@ def test_bad_input_exits_with_2_and_says_why(work, given, message, capsys):
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("epoch = 3", "'epoch' is not a setting of TrainConfig: did you mean 'epochs'?"),
+        ("loss = 'mse_loss'", "'loss' is not a setting: did you mean 'loss_fn'?"),
+        ("criterion = 'mse_loss'", "'criterion' is not a setting: did you mean 'loss_fn'?"),
+        ("train_loader = 'x:y'", "'train_loader' is not a setting: did you mean 'data'?"),
+        ("modle = 'x:y'", "'modle' is not a setting: did you mean 'model'?"),
+        ("trian = 3", "'trian' is not a setting: did you mean 'train'?"),
+        ("seed = 'x'", "seed='x' must be a whole number, not str"),
+    ],
+)
+@pytest.mark.usefixtures("work")
+def test_an_unknown_name_in_a_file_is_told(line, message, capsys):
+    Path("run.toml").write_text(f"{line}\n{Path('run.toml').read_text()}")
+    assert main(["train", "--config", "run.toml"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_several_processes_run_this_command(work, monkeypatch):
     seen = []
     monkeypatch.setattr("panther.cli.launch.start", lambda arguments, name: seen.append((arguments, name)) or 3)
-    options = ["--config", "run.toml", "--nproc", "2", "--max-restarts", "1", "--export", "model"]
-    assert main(["train", *options, "epochs=3"]) == 3
+    options = ["--config", "run.toml", "--nproc-per-node", "2", "--max-restarts", "1", "--export", "model"]
+    assert main(["train", *options, "--epochs=3"]) == 3
     ((arguments, name),) = seen
     place = arguments.index("panther")
     assert {"--nproc-per-node=2", "--max-restarts=1", "--module"} <= set(arguments[:place])
     assert any(argument.endswith("runs/logs") for argument in arguments[:place])
-    assert arguments[place:] == ["panther", "train", "--config", "run.toml", "--export", "model", "epochs=3"]
+    assert arguments[place:] == ["panther", "train", *options, "--epochs=3"]
     assert name == "train"
 
 
@@ -193,8 +211,8 @@ def test_several_processes_run_this_command(work, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.slow
 def test_processes_that_are_started_again_continue(work, capfd):
-    settings = [f"data={work}:dies", "checkpoint_every_n_steps=1", "batch_size=4"]
-    assert main(["train", "--config", "run.toml", "--nproc", "2", "--max-restarts", "1", *settings]) == 0
+    settings = [f"--data={work}:dies", "--checkpoint-every-n-steps=1", "--batch-size=4"]
+    assert main(["train", "--config", "run.toml", "--nproc-per-node", "2", "--max-restarts", "1", *settings]) == 0
     out, err = capfd.readouterr()
     assert out.startswith("step 12  epoch 2  loss 0.")
     assert "2 processes of train; logs in runs/logs" in err
@@ -204,7 +222,7 @@ def test_processes_that_are_started_again_continue(work, capfd):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_what_fails_on_several_processes_is_a_sentence_too(work, capfd):
-    assert main(["train", "--config", "run.toml", "--nproc", "2", f"model={work}:fails"]) == 1  # as torchrun
+    assert main(["train", "--config", "run.toml", "--nproc-per-node", "2", f"{work}:fails"]) == 1  # as torchrun
     assert "fails failed: RuntimeError: no such file" in capfd.readouterr().err
 
 
@@ -213,16 +231,15 @@ def test_bad_files_and_flags(capsys):
     assert main(["train", "--config", "none.toml"]) == 2
     assert "none.toml cannot be read" in capsys.readouterr().err
     assert main(["train"]) == 2
-    assert "model is missing: add model=module:function" in capsys.readouterr().err
+    assert "model is missing: add module:function" in capsys.readouterr().err
     Path("run.toml").write_text("train = 3")
     Path("run.yaml").write_text("epochs: 3")
     assert main(["train", "--config", "run.yaml"]) == 2
     assert "run.yaml must end in .toml or .json" in capsys.readouterr().err
     assert main(["train", "--config", "run.toml"]) == 2
     assert "'train' in run.toml must be a table" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        main(["train", "--nproc", "0"])
-    assert exit.value.code == 2
+    assert main(["train", "a:b", "--data", "a:c", "--nproc-per-node", "0"]) == 2
+    assert "there is no module a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -238,7 +255,7 @@ def test_bad_files_and_flags(capsys):
             "panther launch --nproc-per-node 8 --nnodes 4 --rdzv-endpoint head:10001 train.py",
         ),
         (["--script", "train.py", "--backend", "nccl"], "panther launch --nproc-per-node 1 --backend nccl train.py"),
-        (["train.py", "--nproc", "2"], "panther launch --nproc-per-node 2 train.py"),
+        (["train.py", "--nproc-per-node", "2"], "panther launch --nproc-per-node 2 train.py"),
         (
             ["--script", "train.py", "--num-gpus", "2", "--epochs", "100"],
             "panther launch --nproc-per-node 2 train.py --epochs 100",
@@ -253,13 +270,32 @@ def test_a_script_is_answered_with_the_line_that_starts_it(arguments, line, caps
 
 
 def test_options_of_launchers_are_answered_with_those_of_train(capsys):
-    assert main(["train", "model=a:b", "data=a:c", "--num-gpus", "4"]) == 2
-    assert "--num-gpus is not an option of panther train: write --nproc 4" in capsys.readouterr().err
+    assert main(["train", "a:b", "--data=a:c", "--num-gpus", "4"]) == 2
+    assert "--num-gpus is not an option of panther train: write --nproc-per-node 4" in capsys.readouterr().err
 
 
-def test_the_model_needs_no_key(work, capsys):
+def test_settings_in_their_old_form_train_the_same(work, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     settings = [f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=2", "progress=false"]
-    assert main(["train", f"{work}:build", *settings]) == 0
-    assert main(["train", f"{work}:build", f"model={work}:build", *settings]) == 0
-    assert main(["train", f"{work}:build", f"{work}:build", *settings]) == 2
-    assert f"'{work}:build' is not a setting: write key=value" in capsys.readouterr().err
+    records = []
+    for model in (f"{work}:build", f"model={work}:build"):
+        assert main(["train", model, *settings]) == 0
+        out, err = capsys.readouterr()
+        records.append(re.findall(r"(?:step|loss|learning_rate) \S+", out))
+        options = "--loss-fn=cross_entropy --batch-size=8 --max-steps=2 --no-progress"
+        assert options in err
+        assert err.endswith("which the next version of Panther does not accept\n")
+    new = [f"--data={work}:load", *options.split()]
+    assert main(["train", f"{work}:build", *new]) == 0
+    assert [re.findall(r"(?:step|loss|learning_rate) \S+", capsys.readouterr().out)] * 2 == records
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", f"{work}:build", f"{work}:build", *new])
+    assert f"unrecognized arguments: {work}:build" in capsys.readouterr().err
+
+
+def test_the_number_of_processes_is_checked_and_has_an_old_name(work, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--config", "run.toml", "--nproc", "0"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("panther: note: write --nproc-per-node in place of --nproc, ")
+    assert error == "panther: error: --nproc-per-node 0 must be at least 1 and finite"

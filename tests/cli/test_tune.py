@@ -76,7 +76,7 @@ def test_a_search_from_a_file(work, capsys, tmp_path):
         "type:Linear" = "auto"
         """.replace('"type:Linear"', '"2"')
     )
-    assert main(["tune", "tune.toml", "--out", "small", "--json", "trials.json"]) == 0
+    assert main(["tune", "tune.toml", "--out", "small", "--report", "trials.json"]) == 0
     assert "best: trial" in capsys.readouterr().out
     found = json.loads((tmp_path / "trials.json").read_text())
     assert len(found["trials"]) == 5
@@ -104,7 +104,7 @@ def test_functions_as_objective_and_constraint(work, tmp_path):
         'model = "work:net"\nevaluate = "work:accuracy"\ncalibration = "work:batches"\nobjective = "work:numbers"\n'
         'constraint = ["work:good", "size <= 80 %"]\ntrials = 3\nseed = 0\nprogress = false\n'
     )
-    assert main(["tune", "tune.toml", "--json", "trials.json"]) == 0
+    assert main(["tune", "tune.toml", "--report", "trials.json"]) == 0
     found = json.loads((tmp_path / "trials.json").read_text())
     assert found["objective"] == "numbers"
     assert found["constraints"] == ["good", "size <= 80 %"]
@@ -126,6 +126,18 @@ def test_the_command_line_names_another_model(work, capsys):
     name = work('model = "work:nowhere"\nevaluate = "work:accuracy"\nobjective = "metric"\ntrials = 2\nseed = 0')
     assert main(["tune", "tune.toml", f"{name}:net"]) == 0
     assert "trial" in capsys.readouterr().out
+
+
+def test_options_replace_settings_of_the_file(work, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    work('model = "work:net"\nevaluate = "work:accuracy"\nobjective = "metric"\ntrials = 30\nseed = 0')
+    options = ["--trials", "2", "--no-progress", "--forms", "int8", "--json", "trials.json"]
+    assert main(["tune", "tune.toml", *options]) == 0
+    note = "panther: note: write --report in place of --json, which the next version of Panther does not accept\n"
+    assert capsys.readouterr().err.startswith(note)
+    assert 1 <= len(json.loads((tmp_path / "trials.json").read_text())["trials"]) <= 2
+    assert main(["tune", "tune.toml", "--trials", "none"]) == 2
+    assert "trials must be an integer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

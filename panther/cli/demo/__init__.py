@@ -11,6 +11,7 @@ from typing import Any
 
 from panther._text import counted, format_table
 from panther.cli._arguments import add_option, check_folder, note_if_wide, positive, seed
+from panther.cli._options import add_old_spelling
 from panther.errors import FormatError, PantherError, require_extra
 
 
@@ -19,7 +20,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", description="Train dense, sketched and low-rank networks on handwritten digits, and compare them."
     )
-    add_option(parser, "--nproc", positive, "processes; with --device cuda, each has a GPU", 2)
+    add_option(parser, "--nproc-per-node", positive, "processes; with --device cuda, each has a GPU", 2)
+    add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--epochs", positive, "epochs of each network", 20)
     add_option(parser, "--hidden", positive, "width of the hidden layers", 512)
     add_option(parser, "--sketch-size", positive, "rank of sketched and low-rank layers", 8)
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, reload, print the table and plot it."""
     for module in ("sklearn.datasets", "matplotlib.figure", "tqdm"):
         require_extra(module, "demo")
-    device = _device(args.device, args.nproc)
+    device = _device(args.device, args.nproc_per_node)
     out = check_folder(args.out)
     note_if_wide(args.sketch_size, args.hidden)
     from panther.cli.demo.training import Settings, evaluate_saved, train_all
@@ -45,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     names = ("epochs", "hidden", "sketch_size", "seed", "runs")
     settings = Settings(**{name: getattr(args, name) for name in names}, device=device, out=str(out))
     networks = f"{counted(args.runs, 'seed')} of 3 networks, {counted(args.epochs, 'epoch')} each"
-    print(f"Training {networks}, on {counted(args.nproc, 'process', 'processes')} ({device}) ...", flush=True)
+    print(f"Training {networks}, on {counted(args.nproc_per_node, 'process', 'processes')} ({device}) ...", flush=True)
     # Forked processes do not import torch again, but CUDA does not survive a fork, which is unsafe on macOS as well.
     start_method = "fork" if device == "cpu" and sys.platform == "linux" else "spawn"
-    results = launch(train_all, settings, nproc=args.nproc, start_method=start_method)[0]
+    results = launch(train_all, settings, nproc=args.nproc_per_node, start_method=start_method)[0]
     folders = {result["folder"]: result["kind"] for result in results}
     reloaded = launch(evaluate_saved, folders, settings, nproc=1)[0]  # spawned, so that nothing of training is left
     columns = _summarise(results, reloaded)
@@ -146,15 +148,15 @@ def _device(choice: str, nproc: int) -> str:
 
     count = torch.cuda.device_count()
     if choice == "cuda" and nproc > count:
-        fix = f"{nproc} GPUs and {count} are visible: use --nproc {count}"
+        fix = f"{nproc} GPUs and {count} are visible: use --nproc-per-node {count}"
         if count == 0:
             fix = "a CUDA device and none is visible: use --device cpu"
-        raise PantherError(f"--nproc {nproc} with --device cuda needs {fix}")
+        raise PantherError(f"--nproc-per-node {nproc} with --device cuda needs {fix}")
     if choice != "cpu" and count >= nproc:
         return "cuda"
     limit = max(8, 4 * (os.cpu_count() or 1))
     if nproc > limit:
         raise PantherError(
-            f"--nproc {nproc} must be at most {limit}, four processes per core and at least 8: use fewer"
+            f"--nproc-per-node {nproc} must be at most {limit}, four processes per core and at least 8: use fewer"
         )
     return "cpu"

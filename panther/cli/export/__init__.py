@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted
-from panther.cli._arguments import check_folder, disk_failure
+from panther.cli._arguments import check_new_folder, disk_failure
 from panther.cli._signals import raise_if_ended
-from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
+from panther.cli._user_function import (
+    call,
+    current_folder_importable,
+    explained,
+    model_and_batches,
+    names_function,
+    wrong_return,
+)
 from panther.errors import PantherError, require_extra
 from panther.files import write_json
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -30,6 +37,7 @@ _FOREIGN_FOLDERS = {
     "*.onnx": "a model in ONNX already: export the folder that it was made of",
     "*.pt2": "a program of torch.export already: export the folder that it was made of",
 }
+_OPTIONS_OF_TARGETS = {"activations": ("onnx",), "sample": ("onnx", "torch"), "reader": ("compressed-tensors",)}
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -75,22 +83,17 @@ def run(args: argparse.Namespace) -> int:
             f"{folder} is not a folder, and not module:function: give one that holds a model (nothing is downloaded), "
             "or a function"
         )
-    out = check_folder(args.out)
-    if out.is_dir() and any(out.iterdir()):
-        raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
+    out = check_new_folder(args.out)
     if folder.is_dir() and args.to in ("onnx", "compressed-tensors"):
         check_beside(folder, out)
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
-    elif args.activations is not None:
-        raise PantherError(f"--activations is for --to onnx, not for --to {args.to}: leave it out")
-    if args.sample is not None and args.to in ("linears", "compressed-tensors"):
-        raise PantherError(f"--sample is for --to onnx and torch, not for --to {args.to}: leave it out")
-    if args.reader is not None and args.to != "compressed-tensors":
-        raise PantherError(f"--reader is for --to compressed-tensors, not for --to {args.to}: leave it out")
+    for name, targets in _OPTIONS_OF_TARGETS.items():
+        if getattr(args, name) is not None and args.to not in targets:
+            raise PantherError(f"--{name} is for --to {' and '.join(targets)}, not for --to {args.to}: leave it out")
     with _disk_errors_explained(out), current_folder_importable(), _empty_after_an_error(out):
-        model = _model_of(args.model_path) if is_function else _load(folder, args.model)
+        model = model_and_batches(args.model_path)[0] if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
@@ -163,22 +166,11 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     _write_onnx(args, model, samples, out)
 
 
-def _model_of(function: str) -> "nn.Module":
-    """Return the model that a function returns alone or with batches."""
-    import torch
-
-    returned = call(function)
-    model = returned[0] if isinstance(returned, tuple) and returned else returned
-    if not isinstance(model, torch.nn.Module):
-        raise wrong_return(function, returned, "an nn.Module, or a pair of one and a list of batches")
-    return model
-
-
 def _load(folder: Path, function: str | None) -> "nn.Module":
     import panther as pr
 
     if function is not None:
-        return pr.load_compressed(folder, _model_of(function))
+        return pr.load_compressed(folder, model_and_batches(function)[0])
     if not (folder / "config.json").is_file():
         for pattern, fix in _FOREIGN_FOLDERS.items():
             if any(folder.glob(pattern)):

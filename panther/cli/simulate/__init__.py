@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from panther.cli._arguments import add_option, note_if_wide, positive, positive_float, seed
+from panther.cli._options import add_old_spelling
 from panther.errors import DistributedError, PantherError, require_extra
 
 _MAX_RANKS = 8  # processes of a run
@@ -20,7 +21,8 @@ def add_parser(commands: Any) -> None:
         description="Train handwritten digits on several processes of this machine; show each rank's samples, the "
         "gradients before and after the all-reduce and the bytes sent, and check the result against one process.",
     )
-    add_option(parser, "--world", positive, f"ranks, 2 to {_MAX_RANKS}, or any number with --dry-run", 2)
+    add_option(parser, "--world-size", positive, f"ranks, 2 to {_MAX_RANKS}, or any number with --dry-run", 2)
+    add_old_spelling(parser, "--world", "--world-size")
     parser.add_argument("--dense", action="store_true", help="train dense layers in place of sketched ones")
     add_option(parser, "--epochs", positive, "epochs to train", 10)
     add_option(parser, "--batch", positive, f"samples per step, of all ranks together (default: about {_BATCH})")
@@ -41,30 +43,30 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the counts; unless this is a dry run, train, print what the ranks do, and check the result."""
-    max_ranks = _MAX_COUNTED_RANKS if args.dry_run else _MAX_RANKS
-    if not 2 <= args.world <= max_ranks:
+    max_ranks, world = _MAX_COUNTED_RANKS if args.dry_run else _MAX_RANKS, args.world_size
+    if not 2 <= world <= max_ranks:
         fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MAX_COUNTED_RANKS:,}"
-        raise PantherError(f"--world {args.world} must be from 2 to {max_ranks}: use --world {_MAX_RANKS}{fix}")
-    batch = args.batch or max(1, _BATCH // args.world) * args.world
-    if rest := batch % args.world:
-        fix = f"{batch - rest} or {batch - rest + args.world}" if batch > args.world else f"{args.world}"
-        raise PantherError(f"--batch {batch} cannot be divided evenly by --world {args.world}: use --batch {fix}")
+        raise PantherError(f"--world-size {world} must be from 2 to {max_ranks}: use --world-size {_MAX_RANKS}{fix}")
+    batch = args.batch or max(1, _BATCH // world) * world
+    if rest := batch % world:
+        fix = f"{batch - rest} or {batch - rest + world}" if batch > world else f"{world}"
+        raise PantherError(f"--batch {batch} cannot be divided evenly by --world-size {world}: use --batch {fix}")
     if not args.dry_run:
         require_extra("sklearn.datasets", "demo")
         if args.tracker is not None:
             require_extra("mlflow", "mlflow")
     if not args.dense:
         note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli.simulate import _report
-    from panther.cli.simulate._training import Settings
+    from panther.cli.simulate import simulation
 
-    settings = Settings(
+    settings = simulation.Settings(
         kind="dense" if args.dense else "sketched",
         batch=batch,
-        **{name: getattr(args, name) for name in ("world", "epochs", "hidden", "sketch_size", "lr", "seed")},
+        world=world,
+        **{name: getattr(args, name) for name in ("epochs", "hidden", "sketch_size", "lr", "seed")},
     )
-    _report.print_samples(settings)
-    sent_bytes = _report.print_counts(settings, processes=1 if args.dry_run else args.world)
-    if not args.dry_run and (failed := _report.print_training(settings, sent_bytes, args.tracker)):
+    simulation.print_samples(settings)
+    sent_bytes = simulation.print_counts(settings, processes=1 if args.dry_run else world)
+    if not args.dry_run and (failed := simulation.print_training(settings, sent_bytes, args.tracker)):
         raise DistributedError(f"checks failed: {'; '.join(failed)}. This is a bug: please report it")
     return 0
