@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from panther.files.writer import Draft, fcntl, remove_abandoned, sync_folder
+from panther.files.writer import Draft, release_lock, remove_abandoned, sync_folder, take_lock
 
 _LONGEST_WAIT_S = 60.0  # other processes rename their files in milliseconds
 _PAUSE_S = 0.005
@@ -104,30 +104,19 @@ def _pending_name(name: str, commit: str) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, where there are locks; without them a commit is still one rename."""
-    if fcntl is None:
+    if os.name == "nt":  # Windows cannot open folders, and has no such locks
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor, end = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LONGEST_WAIT_S
     try:
-        _wait_for_lock(descriptor, folder)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile hold the descriptor too
-        os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, folder: Path) -> None:
-    end = time.monotonic() + _LONGEST_WAIT_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not take_lock(descriptor):
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"another process has been replacing the files of {folder} for {_LONGEST_WAIT_S:g} s: end it if it "
                     "is stopped, or give another folder"
-                ) from None
+                )
             time.sleep(_PAUSE_S)
-        except OSError:  # a file system without locks
-            return None
+        yield
+    finally:
+        release_lock(descriptor)
+        os.close(descriptor)

@@ -6,7 +6,7 @@ Here one tensor at a time is in memory beside the caller's own, and a file is op
 
 __all__ = [
     "MAPPED", "OpenTensor", "StoredTensor", "bytes_of", "contents_checksum", "mapped_copy", "new_tensor",
-    "open_tensors", "read_header", "read_slice", "stored_checksum", "stored_metadata", "stored_tensors", "write_file",
+    "open_tensors", "read_slice", "stored_checksum", "stored_metadata", "stored_tensors", "write_file",
     "write_tensors",
 ]  # fmt: skip
 
@@ -155,16 +155,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return _described_tensors(file, path)
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a file without checking its entries, or raise ValueError or OSError."""
-    with _opened(path) as file:
-        return _read_header(file, path)[0]
-
-
 def stored_metadata(path: Path) -> dict[str, str] | None:
     """Return the metadata of a file; None if it is missing or damaged."""
     try:
-        metadata = read_header(path).get("__metadata__")
+        with _opened(path) as file:
+            metadata = _read_header(file, path)[0].get("__metadata__")
     except (ValueError, OSError):
         return None
     return metadata if isinstance(metadata, dict) else {}

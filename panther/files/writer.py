@@ -5,8 +5,8 @@ disk, one rename gives the draft the name of the file.
 """
 
 __all__ = [
-    "Draft", "copy_file", "hold_lock", "new_file", "remove_abandoned", "sync_folder", "take_lock", "unlocked_file",
-    "write_json", "write_text",
+    "Draft", "copy_file", "hold_lock", "new_file", "release_lock", "remove_abandoned", "sync_folder", "take_lock",
+    "unlocked_file", "write_json", "write_text",
 ]  # fmt: skip
 
 import json
@@ -217,6 +217,13 @@ def take_lock(descriptor: int) -> bool:
         except OSError:  # some network file systems have no locks
             pass
     return True
+
+
+def release_lock(descriptor: int) -> None:
+    """End the lock of an open file, which forked processes hold too."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _mode_of(target: Path) -> int | None:

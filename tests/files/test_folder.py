@@ -111,7 +111,6 @@ def test_a_failing_commit_leaves_the_old_files(tmp_path, monkeypatch):
 
 
 def test_without_locks_a_commit_is_still_one_rename(tmp_path, monkeypatch):
-    monkeypatch.setattr("panther.files.folder.fcntl", None)
     monkeypatch.setattr("panther.files.writer.fcntl", None)
     save(tmp_path, "00000000")
     save(tmp_path, "00000001")
