@@ -35,7 +35,7 @@ FORBIDDEN = {"kernels": set(LAYERS[: LAYERS.index("kernels")])}
 # other sub-package of its own level, and not the package as a whole (""), whose `__init__` may import all.
 LEVELS = {
     "distributed": {
-        "error_file": -1, "comm": 0,
+        "comm": 0,
         "launcher": 1, "preflight": 1, "sync": 1,
         "context": 2, "data": 2, "tensor": 2, "pipeline": 2,
         "checkpoint": 3, "parallelize": 3,

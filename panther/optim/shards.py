@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from panther._torch import local_offsets
-from panther.distributed.comm.ranks import transport
-from panther.distributed.comm.supervision.groups import new_group
+from panther.distributed.comm.ranks import new_group, transport
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from panther._torch import parameters_of, run_backward, tree_map
 from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
 from panther.distributed.comm.agreement import gather_objects
+from panther.distributed.comm.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
-from panther.distributed.comm.ranks import in_process_group
-from panther.distributed.comm.supervision.ending import SIGNALS, is_free, signals_counted
-from panther.distributed.comm.supervision.groups import apply_timeout
+from panther.distributed.comm.ranks import apply_timeout, in_process_group
 from panther.errors import ConfigError, TrainingError
 from panther.train.callbacks import Callback, may_stop
 from panther.train.optimization.trainable import MAX_SAMPLES, list_names

@@ -21,10 +21,10 @@ from launchers import Launcher, until
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from panther.distributed.comm.ending import record_uncaught_exceptions
 from panther.distributed.comm.handshake import RankInfo, decide, own_gpu
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
 from panther.distributed.comm.store import alone_in, find_route, interface_of
-from panther.distributed.error_file import record_uncaught_exceptions
 from panther.distributed.launcher._failures import describe, explain
 from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
@@ -245,7 +245,7 @@ def test_an_uncaught_exception_is_reported_once(tmp_path, monkeypatch):
     file, shown = tmp_path / "error.json", []
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        patch.setattr("panther.distributed.error_file._installed", False)
+        patch.setattr("panther.distributed.comm.ending._records_exceptions", False)
         patch.setattr(sys, "excepthook", lambda *args: shown.append(args))
         record_uncaught_exceptions()
         record_uncaught_exceptions()

@@ -1,6 +1,7 @@
 """Every wait of the library has the timeout that init was given, whichever group it waits in."""
 
 import ast
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from panther.distributed import checkpoint, launch, make_mesh
 from panther.distributed.checkpoint import _save
-from panther.distributed.comm.supervision.groups import apply_timeout, flatten_mesh, new_subgroup, split_axis
+from panther.distributed.comm.ranks import apply_timeout, flatten_mesh, new_subgroup, split_axis
 from panther.train import TrainConfig, Trainer
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +28,7 @@ MAKERS = {
 """Functions of torch that make process groups."""
 ALLOWED = {
     "panther/_torch.py",
-    "panther/distributed/comm/supervision/groups.py",
+    "panther/distributed/comm/ranks.py",
     "panther/distributed/advisor/statistics/fake_run.py",  # on a fake group, which waits for nobody
 }
 
@@ -46,11 +47,11 @@ def test_groups_are_made_in_one_module():
     offenders = []
     for path in sorted((ROOT / "panther").rglob("*.py")):
         name, source = str(path.relative_to(ROOT)), path.read_text()
-        imported = "supervision.groups import" in source
+        imported = re.search(r"comm\.ranks import .*\bnew_group\b", source)
         for maker, line in calls_of(source) if any(f"{maker}(" in source for maker in MAKERS) else ():
             if name not in ALLOWED and not (maker == "new_group" and imported):
                 offenders.append(f"{name}:{line}: {maker}")
-    assert not offenders, "make groups by panther.distributed.comm.supervision.groups, which sets their timeout"
+    assert not offenders, "make groups by panther.distributed.comm.ranks, which sets their timeout"
     assert list(calls_of("m = init_device_mesh('cpu', (2,)); dist.new_group([0])")) == [
         ("init_device_mesh", 1), ("new_group", 1),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed import all_reduce, checkpoint, init
-from panther.distributed.comm.supervision.ending import begin_to_end, is_free
+from panther.distributed.comm.ending import begin_to_end, is_free
 from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 from panther.train import TrainConfig, Trainer

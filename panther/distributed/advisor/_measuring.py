@@ -17,8 +17,7 @@ from panther.distributed.advisor.cost.rank import optimizer_bytes
 from panther.distributed.comm.bandwidth import median_seconds, profile_communication_overhead
 from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.mesh import physical_memory
-from panther.distributed.comm.ranks import in_process_group, transport
-from panther.distributed.comm.supervision.groups import new_subgroup
+from panther.distributed.comm.ranks import in_process_group, new_subgroup, transport
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of the messages that measure latency and bandwidth
 # Rounds of each collective over n ranks, in multiples of n - 1; None is a single round.

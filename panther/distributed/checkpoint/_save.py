@@ -25,8 +25,7 @@ from panther.distributed.checkpoint.storage import placed, write_tensors
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
-from panther.distributed.comm.ranks import Group, in_process_group, name_ranks
-from panther.distributed.comm.supervision.groups import new_group
+from panther.distributed.comm.ranks import Group, in_process_group, name_ranks, new_group
 from panther.errors import CheckpointError, check_size
 from panther.files.tensors import contents_checksum
 from panther.nn.specs import module_specs

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from panther._torch import default_store, group_timeout
+from panther.distributed.comm.positions import ANSWER_S, Position, ask, positions_of
 from panther.distributed.comm.ranks import in_process_group, is_fake, name_ranks, transport
-from panther.distributed.comm.supervision.positions import ANSWER_S, Position, ask, positions_of
 from panther.errors import DistributedError, PantherError
 
 _GRACE_S = 2.0  # all ranks that time out do so within this time

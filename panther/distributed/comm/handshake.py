@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from panther._torch import is_forked_from_cuda
+from panther.distributed.comm.ending import check_parent
 from panther.distributed.comm.ranks import name_ranks
 from panther.distributed.comm.store import Meeting
-from panther.distributed.comm.supervision.ending import check_parent
 from panther.errors import DistributedError
 
 _POLL_S = (0.002, 0.1)  # first pause and longest
@@ -258,12 +258,12 @@ class Exchange:
             MissingRanksError: On rank 0, if ranks do not answer in time.
         """
         self._step += 1
-        name, others = f"from/{self._step}", range(1, self.world_size)
+        name, other_ranks = f"from/{self._step}", range(1, self.world_size)
         if self.rank:
             self._store.set(f"{name}/{self.rank}", json.dumps(value))
             return {}
-        values = {0: value} | _values_of(self._store, name, others, time.monotonic() + self.timeout_s)
-        if absent := [rank for rank in others if rank not in values]:
+        values = {0: value} | _values_of(self._store, name, other_ranks, time.monotonic() + self.timeout_s)
+        if absent := [rank for rank in other_ranks if rank not in values]:
             within = f"within {self.timeout_s:g} s"
             reasons = "; ".join(f"rank {rank} did not answer {within}, {doing(rank)}" for rank in absent[:5])
             more = f"; and {len(absent) - 5} more" if len(absent) > 5 else ""

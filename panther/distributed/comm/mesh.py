@@ -33,11 +33,11 @@ from panther.distributed.comm.ranks import (
     in_process_group,
     is_fake,
     name_ranks,
+    new_mesh,
     ranks_of,
     require_process_group,
     transport,
 )
-from panther.distributed.comm.supervision.groups import new_mesh
 from panther.errors import DistributedError, PerformanceWarning, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")

@@ -28,7 +28,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +36,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from panther.distributed.comm.supervision.ending import check_parent
+from panther.distributed.comm.ending import check_parent
 from panther.errors import DistributedError
+from panther.files.writer import take_lock
 
 try:
     import fcntl
@@ -220,10 +221,7 @@ def alone_in(folder: Path | None) -> Iterator[None]:
         return
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + _ALONE_S
     try:
-        while time.monotonic() < deadline:
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+        while time.monotonic() < deadline and not take_lock(descriptor):
             time.sleep(_ALONE_POLL_S)
         yield
     finally:

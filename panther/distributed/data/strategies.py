@@ -27,8 +27,7 @@ from panther._setting_names import name_hint, value_hint
 from panther._torch import ignore_in_ddp, ignored_in_ddp
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of
-from panther.distributed.comm.ranks import ranks_of, transport
-from panther.distributed.comm.supervision.groups import mesh_of_group, split_axis
+from panther.distributed.comm.ranks import mesh_of_group, ranks_of, split_axis, transport
 from panther.distributed.data.comm_hooks import check_hook, register_hook, register_replica_hook
 from panther.distributed.data.sharded_blocks import fsdp_blocks, has_no_forward, own_outputs_
 from panther.distributed.sync.replicas import built, check_same_model, send_model, warn_of_pickled_shards

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from panther._process_settings import ignored_warnings
 from panther.distributed.comm.collectives import all_gather
-from panther.distributed.comm.ranks import require_process_group, transport
-from panther.distributed.comm.supervision.groups import mesh_of_group
+from panther.distributed.comm.ranks import mesh_of_group, require_process_group, transport
 from panther.distributed.pipeline.balance import balance_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._linear import ColwiseSKLinear, RowwiseSKLinear, shard_layer_

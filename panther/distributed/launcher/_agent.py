@@ -38,7 +38,7 @@ from panther._torch import (
     worker_exit_codes,
     worker_processes,
 )
-from panther.distributed.comm.supervision.ending import GRACE_PERIOD_VARIABLE, catches, is_free
+from panther.distributed.comm.ending import GRACE_PERIOD_VARIABLE, catches, is_free
 from panther.distributed.launcher._failures import Failure, RankLogs, describe, describe_early_end, explain
 from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError

@@ -23,9 +23,9 @@ from torch.distributed.run import (
 
 from panther._text import counted
 from panther._torch import is_this_host, usable_cores
+from panther.distributed.comm.ending import DEFAULT_GRACE_PERIOD_S
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.comm.store import Route, find_route, interface_of, listens
-from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
 from panther.distributed.launcher._agent import BACKEND, handled_signals
 from panther.distributed.launcher._failures import RankLogs, new_folder
 from panther.distributed.launcher.config import LOG_DIR

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,11 @@ import torch.distributed as dist
 
 from panther._torch import usable_cores
 from panther.distributed.comm.diagnostics import explain_transport_error
+from panther.distributed.comm.ending import DEFAULT_GRACE_PERIOD_S, record_failure
 from panther.distributed.comm.process_group import check_timeout, shutdown, start_group
 from panther.distributed.comm.ranks import in_process_group
-from panther.distributed.comm.supervision.ending import DEFAULT_GRACE_PERIOD_S
-from panther.distributed.error_file import record_failure
 from panther.errors import DistributedError, check_size
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from panther.files.writer import hold_lock, unlocked_file
 
 _PREFIX, _LOCK = "panther-launch-", "lock"
 
@@ -93,23 +88,19 @@ def launch(
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock in the folder, which the system removes when this process and its workers have ended."""
-    if fcntl is None:
-        yield
-        return
     with open(folder / "new", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(folder / "new", folder / _LOCK)  # the file is locked before any process can see it
+        hold_lock(file.fileno())
+        if os.name == "posix":  # Windows has no such locks, and does not rename open files
+            os.rename(folder / "new", folder / _LOCK)  # the file is locked before any process can see it
         yield
 
 
 def _remove_left_folders() -> None:
     """Remove the folders of launches of this user that were killed together with their guardians."""
-    if fcntl is None:
-        return
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), open(folder / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this fails while the launcher or a worker is alive
-            shutil.rmtree(folder, ignore_errors=True)
+        with unlocked_file(folder / _LOCK) as is_left:  # it is locked while the launcher or a worker is alive
+            if is_left:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _result_of(rank: int, folder: Path) -> Path:

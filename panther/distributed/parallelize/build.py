@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.comm.ranks import require_process_group, transport
-from panther.distributed.comm.supervision.groups import flatten_mesh, mesh_of_group
+from panther.distributed.comm.ranks import flatten_mesh, mesh_of_group, require_process_group, transport
 from panther.distributed.data.comm_hooks import register_hook, register_replica_hook
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import DATA_PARALLEL_MODELS, check_model, fully_shard_, shard_axis, wrap_in_ddp

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from panther._torch import end_with_parent, kill_loader_workers
-from panther.distributed.comm.supervision.ending import SIGNALS
+from panther.distributed.comm.ending import SIGNALS
 from panther.errors import TrainingError
 
 _MASKS_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows

@@ -4,6 +4,10 @@ A handler of Python runs only between two instructions of the main thread. The m
 collective operation, a loader or a file system reaches no next instruction, and a handler that finishes a step would
 wait for a rank that hangs. So a thread counts the signals and watches the parent. Once the grace period has begun, a
 timer in C ends the process and shows the stacks of all its threads.
+
+A process that ends by an exception records it in the error file from which torch's launcher reads it, in the format
+that ``torch.distributed.elastic.multiprocessing.errors.record`` writes. This decorator is not used, because it has to
+wrap the main function of a script, and most scripts have none.
 """
 
 __all__ = [
@@ -14,6 +18,8 @@ __all__ = [
     "check_parent",
     "grace_period",
     "is_free",
+    "record_failure",
+    "record_uncaught_exceptions",
     "signals_counted",
     "start_limited",
     "watch_parent",
@@ -24,14 +30,17 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
-from panther.distributed.error_file import record_failure
 from panther.errors import DistributedError
+from panther.files import write_json
 
 DEFAULT_GRACE_PERIOD_S = 15.0
 GRACE_PERIOD_VARIABLE = "PANTHER_GRACE_PERIOD_S"
@@ -51,6 +60,7 @@ _lock = threading.Lock()
 _parent_thread: threading.Thread | None = None
 _ends = False
 """Whether the grace period of this process has begun."""
+_records_exceptions = False
 _writer: int | None = None
 """The end of the pipe to which Python writes the numbers of signals within ``signals_counted``."""
 
@@ -230,3 +240,36 @@ def _count(reader: int, ended: threading.Event) -> None:
             first = now
         elif now - first > _SAME_REQUEST_S:
             begin_to_end(f"{signal.Signals(numbers[-1]).name} has come after an earlier signal")
+
+
+def record_failure(error: BaseException) -> None:
+    """Write the error file of this rank; do nothing in a process that was not started by a launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or Path(path).exists():  # an inner handler, such as torch's record, has written the file
+        return
+    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with suppress(OSError):  # the launcher still has the exit code
+        # Written atomically, because the launcher may end this process, and torch fails on an incomplete file.
+        write_json(path, {"message": message}, indent=None)
+
+
+def record_uncaught_exceptions(explain: Callable[[BaseException], BaseException | None] = lambda error: None) -> None:
+    """Make uncaught exceptions call :func:`record_failure` before they are shown, once in a process.
+
+    Args:
+        explain: Returns an error to record and show in the place of another one, or None.
+    """
+    global _records_exceptions
+    if _records_exceptions:
+        return
+    _records_exceptions, show = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if (explained := explain(error)) is not None:
+            explained.__cause__ = error
+            kind, error, trace = type(explained), explained, None
+        record_failure(error)
+        show(kind, error, trace)
+
+    sys.excepthook = hook
