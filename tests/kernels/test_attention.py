@@ -4,14 +4,18 @@ from functools import partial
 
 import pytest
 import torch
+from attention_kernels import (
+    assert_memory_is_linear,
+    assert_one_graph_for_every_length,
+    poison_memory,
+    second_derivatives,
+)
 from covering import half_of
 from panther.kernels import causal_linear_attention, reference
 from panther.kernels.ops import attention as planned
 from panther.kernels.ops.attention import continued_attention
 from panther.kernels.reference import attention as chunked
 from tolerances import assert_close
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.autograd import forward_ad
 
 from panther.nn import RandMultiHeadAttention
@@ -221,17 +225,7 @@ def test_strides(device, kernel):
 def test_every_number_is_written(device, scaled, monkeypatch):
     from panther.kernels._triton import attention
 
-    class Poisoned:
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-        def empty(self, *args, **kwargs):
-            return torch.full(args[0] if isinstance(args[0], tuple | torch.Size) else args, torch.nan, **kwargs)
-
-        def empty_like(self, x):
-            return torch.full_like(x, torch.nan)
-
-    monkeypatch.setattr(attention, "torch", Poisoned())
+    poison_memory(attention, monkeypatch)
     against_naive(causal_linear_attention, operands(1, n=150, D=18, E=5, scaled=scaled, device=device))
 
 
@@ -330,15 +324,8 @@ def test_second_derivatives_on_the_kernels_path(device, scaled):
     exact = [x.detach().double().requires_grad_() for x in args]
     grad = torch.randn(1, 70, 3, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def second(function, args, grad):
-        grad = grad.requires_grad_()
-        first = torch.autograd.grad(function(*args), args, grad, create_graph=True)
-        penalty = sum(g.sin().sum() for g in first)
-        return torch.autograd.grad(penalty, [*args, grad])
-
-    for ours, theirs in zip(
-        second(causal_linear_attention, args, grad.clone()), second(naive, exact, grad.double()), strict=True
-    ):
+    computed = second_derivatives(causal_linear_attention, args, grad.clone())
+    for ours, theirs in zip(computed, second_derivatives(naive, exact, grad.double()), strict=True):
         assert_close(ours, theirs, torch.float32)
 
 
@@ -393,22 +380,10 @@ def test_operators_pass_opcheck_in_torch(name):
 
 
 def check_compiled(device):
-    """One graph for every length, forward and backward, with the operators in it."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def record(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return make_boxed_func(graph.forward)
-
-    compiled = torch.compile(
-        causal_linear_attention, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=record)
-    )
-    for n in (5, 70, 66):
+    def check(compiled, n):
         against_naive(compiled, operands(2, n=n, D=4, E=3, scaled=True, device=device))
-    assert len(graphs) == 2
-    assert "panther.causal_linear_attention.default" in graphs[0]
-    assert "panther.causal_linear_attention_backward.default" in graphs[1]
+
+    assert_one_graph_for_every_length(causal_linear_attention, check)
 
 
 def test_compiled(device):
@@ -463,13 +438,7 @@ def test_bad_operands(args, error, message):
 
 
 def test_memory_is_linear_in_length():
-    """Neither path holds anything like n^2 scores: float32 of that would take 1 GiB."""
-    n = 16384
-    q, v = torch.ones(n, 1), torch.arange(float(n))[:, None]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        y = reference.causal_linear_attention(q, q, v)
-    assert_close(y[:, 0], torch.arange(n) / 2.0)
-    assert max(event.cpu_memory_usage for event in profile.key_averages()) < 64 * 2**20
+    assert_memory_is_linear(lambda q, v: reference.causal_linear_attention(q, q, v))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by numpy, which interprets

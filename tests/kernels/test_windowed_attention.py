@@ -1,16 +1,21 @@
 """Attention exact in a window and linear beyond it, in torch and in Triton, against all n^2 weights in float64."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from attention_kernels import (
+    assert_memory_is_linear,
+    assert_one_graph_for_every_length,
+    poison_memory,
+    second_derivatives,
+)
 from covering import half_of
 from panther.kernels import reference, windowed_linear_attention
 from panther.kernels.ops import windowed_attention as windowed
 from panther.kernels.reference import windowed_attention as blocked
 from tolerances import KERNEL_RMS, assert_close
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 
 from panther.errors import ShapeError
 from panther.nn.functional import windowed_linear_attention as functional
@@ -20,7 +25,6 @@ ops = torch.ops.panther
 # Triton 3.6 interprets a loop's bounds in a way that numpy 2 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 on_cpu = torch.device("cpu")
-NAMES = ("q", "k", "v", "phi_q", "phi_k", "log_q", "log_k")
 
 
 def naive(q, k, v, phi_q, phi_k, log_q=None, log_k=None, *, window, is_causal=False):
@@ -163,17 +167,7 @@ def test_kernels_in_half_precision(device, dtype):
 def test_every_number_is_written(device, is_causal, monkeypatch):
     from panther.kernels._triton import windowed_attention
 
-    class Poisoned:
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-        def empty(self, *args, **kwargs):
-            return torch.full(args[0] if isinstance(args[0], tuple | torch.Size) else args, torch.nan, **kwargs)
-
-        def empty_like(self, x):
-            return torch.full_like(x, torch.nan)
-
-    monkeypatch.setattr(windowed_attention, "torch", Poisoned())
+    poison_memory(windowed_attention, monkeypatch)
     for n in (45, 20):  # with far keys, and without
         args = operands(1, n=n, D=18, E=5, m=3, scaled=True, device=device)
         against_naive(windowed_linear_attention, args, window=16, is_causal=is_causal)
@@ -203,16 +197,10 @@ def test_second_derivatives_on_the_kernels_path(device):
     exact = [x.detach().double().requires_grad_() for x in args]
     grad = torch.randn(args[2].shape, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def second(function, args, grad):
-        grad = grad.requires_grad_()
-        first = torch.autograd.grad(function(*args, window=4), args, grad, create_graph=True)
-        penalty = sum(g.sin().sum() for g in first)
-        return torch.autograd.grad(penalty, [*args, grad])
-
-    results = zip(
-        second(windowed_linear_attention, args, grad.clone()), second(naive, exact, grad.double()), strict=True
-    )
-    assert all((ours - theirs).abs().max() < 1e-4 * theirs.abs().max().clamp_min(1) for ours, theirs in results)
+    computed = second_derivatives(partial(windowed_linear_attention, window=4), args, grad.clone())
+    expected = second_derivatives(partial(naive, window=4), exact, grad.double())
+    for ours, theirs in zip(computed, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max().clamp_min(1)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -437,22 +425,10 @@ def test_operators_pass_opcheck(name):
 
 
 def test_compiled():
-    """One graph for every length, forward and backward, with the operators in it."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def record(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return make_boxed_func(graph.forward)
-
-    compiled = torch.compile(
-        windowed_linear_attention, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=record)
-    )
-    for n in (5, 70, 66):
+    def check(compiled, n):
         against_naive(compiled, operands(2, n=n, scaled=True), window=4, is_causal=True)
-    assert len(graphs) == 2
-    assert "panther.windowed_linear_attention.default" in graphs[0]
-    assert "panther.windowed_linear_attention_backward.default" in graphs[1]
+
+    assert_one_graph_for_every_length(windowed_linear_attention, check)
 
 
 def test_autocast():
@@ -513,10 +489,5 @@ def test_bad_operands(args, settings, error, message):
 
 
 def test_memory_is_linear_in_length():
-    """Nothing like n^2 scores is held: float32 of that would take 1 GiB."""
-    n = 16384
-    q, v = torch.ones(n, 1), torch.arange(float(n))[:, None]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        y = windowed_linear_attention(0 * q, 0 * q, v, q, q, window=64, is_causal=True)
-    assert_close(y[:, 0], torch.arange(n) / 2.0)
-    assert max(event.cpu_memory_usage for event in profile.key_averages()) < 64 * 2**20
+    settings = {"window": 64, "is_causal": True}
+    assert_memory_is_linear(lambda q, v: windowed_linear_attention(0 * q, 0 * q, v, q, q, **settings))
