@@ -242,13 +242,6 @@ _MAY_BE_0 = ("overlap", "operation_seconds", "host_seconds", "measured_gpus")
 # Measured with kernels replaced by stubs (benchmarks/gpu/host.py): forward and backward of nn.Linear take 85 us of an
 # AMD EPYC for eight operations, including modules and autograd. No GPU has confirmed it.
 _HOST_SECONDS = 1e-5
-_HOPPER = {
-    "peak_flops": 989.4e12,
-    "peak_flops_fp32": 66.9e12,
-    "intra_bandwidth": 450e9,
-    "inter_bandwidth": 50e9,
-    "host_seconds": _HOST_SECONDS,
-}
 _A100 = {
     "memory_bandwidth": 2.039e12,
     "peak_flops": 312e12,
@@ -267,7 +260,8 @@ _CPU = {
 }
 _PRESETS: dict[str, dict[str, Any]] = {
     "a100-80gb": {"memory_bytes": 80e9, **_A100},
-    "h100-80gb": {"memory_bytes": 80e9, **_HOPPER},
-    "h200": {"memory_bytes": 141e9, **_HOPPER, "memory_bandwidth": 4.8e12},
+    # The defaults of the other fields are the figures of an H100.
+    "h100-80gb": {"memory_bytes": 80e9, "host_seconds": _HOST_SECONDS},
+    "h200": {"memory_bytes": 141e9, "host_seconds": _HOST_SECONDS, "memory_bandwidth": 4.8e12},
     "cpu": {"memory_bytes": 4e9, "peak_flops": 5e10, "peak_flops_fp32": 5e10, **_CPU},
 }

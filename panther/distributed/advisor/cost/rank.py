@@ -47,29 +47,28 @@ def optimizer_bytes(trained: float, states: float) -> float:
     return 3 * trained + 8 * states
 
 
+@dataclass(eq=False)
 class Rank:
     """A rank of the pp axis; without a pipeline, it stands for all ranks."""
 
-    def __init__(
-        self,
-        stats: ModelStats,
-        layout: Layout,
-        stages: list[range],
-        rank: int,
-        samples: float,
-        order: Order | None,
-        optimizer_states: OptimizerStates,
-        messages: "GradientMessages",
-    ) -> None:
-        self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
-        self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
-        self.messages = messages
-        kind = SCHEDULES[layout.schedule].order if layout.schedule else "loop"
-        self.own_stages = stages_of_rank(rank, layout.pp, len(stages), kind)
-        layers = {layer for stage in self.own_stages for layer in stages[stage]}
-        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in layers]
-        self.layers = [stats.layers[i] for i in sorted(layers)]
-        self.shards = layout.dp if layout.strategy == "fsdp" else 1
+    stats: ModelStats
+    layout: Layout
+    stages: list[range]
+    """The layers of each stage."""
+    rank: int
+    samples: float
+    """Number of samples of a microbatch."""
+    order: Order | None
+    optimizer_states: OptimizerStates
+    messages: "GradientMessages"
+
+    def __post_init__(self) -> None:
+        kind = SCHEDULES[self.layout.schedule].order if self.layout.schedule else "loop"
+        self.own_stages = stages_of_rank(self.rank, self.layout.pp, len(self.stages), kind)
+        layers = {layer for stage in self.own_stages for layer in self.stages[stage]}
+        self.tensors = [tensor for tensor in self.stats.tensors if tensor.layer in layers]
+        self.layers = [self.stats.layers[i] for i in sorted(layers)]
+        self.shards = self.layout.dp if self.layout.strategy == "fsdp" else 1
 
     def bytes_of(self, tensors: Iterable[TensorStats]) -> float:
         """Return the bytes of tensors on this rank, which holds shards of them under ``"fsdp"``."""
@@ -251,7 +250,7 @@ def _overlap_bytes(rank: Rank, trained: list[TensorStats], memory: MemoryEstimat
     earlier, after, peak = 0.0, sum(gradient_bytes), 0.0
     for i, layer in enumerate(rank.layers):
         earlier += activation_bytes[i]
-        before = earlier + layer.recomputed.at(rank.samples)
+        activations = earlier + layer.recomputed.at(rank.samples)
         workspace, buffers = 2 * layer.largest.at(rank.samples), memory.communication
         if is_sharded:
             # The next block is gathered too, and the gradients of the previous block are being reduced.
@@ -259,7 +258,7 @@ def _overlap_bytes(rank: Rank, trained: list[TensorStats], memory: MemoryEstimat
             if i == len(activation_bytes) - 1:
                 # The loss makes two tensors of the output's size, and one of them is freed before blocks are gathered.
                 buffers = max(root, buffers - workspace / 2)
-        peak = max(peak, before + after + buffers + workspace)
+        peak = max(peak, activations + after + buffers + workspace)
         after -= gradient_bytes[i]
     if is_sharded:
         peak = max(peak, sum(gradient_bytes) + root + 2 * root_summed)

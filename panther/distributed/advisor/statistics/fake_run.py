@@ -74,17 +74,14 @@ def meta_copy(model: nn.Module) -> nn.Module:
         DistributedError: If layers are sharded already.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values()):
-            if isinstance(tensor, DTensor):
-                raise DistributedError("layers of the model are already sharded: plan before sharding it")
-            # deepcopy uses the tensors in its memo, so that tied tensors stay tied and no values are copied.
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                meta_tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                trained = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = (
-                    nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if trained else meta_tensor
-                )
+    for _, _, tensor in _places_of_tensors(model):
+        if isinstance(tensor, DTensor):
+            raise DistributedError("layers of the model are already sharded: plan before sharding it")
+        # deepcopy uses the tensors in its memo, so that tied tensors stay tied and no values are copied.
+        if id(tensor) not in memo:
+            meta_tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            trained = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if trained else meta_tensor
     return copy.deepcopy(model, memo).train()
 
 
@@ -92,15 +89,21 @@ def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtyp
     """Replace a model's tensors by fake ones, in place; tied tensors stay tied, parameters get the compute dtype."""
     fakes: dict[int, Tensor] = {}
     with mode:
-        for module in model.modules():
+        for place, name, tensor in _places_of_tensors(model):
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(tensor, compute_dtype)
             # The dictionaries of the module are written directly, because setattr would run hooks and type checks.
-            places: list[dict[str, Any]] = [parameters_of(module), buffers_of(module), vars(module)]
-            for place in places:
-                for name, tensor in list(place.items()):
-                    if isinstance(tensor, Tensor):
-                        if id(tensor) not in fakes:
-                            fakes[id(tensor)] = _fake(tensor, compute_dtype)
-                        place[name] = fakes[id(tensor)]
+            place[name] = fakes[id(tensor)]
+
+
+def _places_of_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield each tensor of a model's modules with the dictionary that holds it and its key."""
+    for module in model.modules():
+        places: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), vars(module))
+        for place in places:
+            for name, value in list(place.items()):
+                if isinstance(value, Tensor):
+                    yield place, name, value
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
@@ -229,9 +232,7 @@ def run(
     nothing.
     """
     counts = Run(batch, len(layers))
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    candidates = (*model.parameters(), *model.buffers(), *attributes)
-    weights = {storage(tensor) for tensor in candidates if isinstance(tensor, Tensor)}
+    weights = {storage(tensor) for _, _, tensor in _places_of_tensors(model)}
     saved: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
     entered: list[Tensor] = []

@@ -8,6 +8,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -42,7 +43,9 @@ def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measu
     if values is None:
         values = measured_values(sizes)
         if file is not None:
-            _write(file, values)
+            with suppress(OSError):  # the statistics are measured again the next time
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, values, indent=None)
     if "refused" in values:
         raise ShapeError(values["refused"])
     tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in values["tensors"])
@@ -97,14 +100,6 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
     is_complete = isinstance(values, dict) and ("refused" in values or "layers" in values)
     return values if is_complete else None
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, values, indent=None)
-    except OSError:  # the statistics are measured again the next time
-        return
 
 
 if TYPE_CHECKING:
