@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from panther._torch import OVERRIDDEN_METHODS
 
@@ -153,31 +151,18 @@ def test_private_names_of_torch_are_in_one_file():
     # A method of SketchingOperator, which is no module of torch.
     assert uses.pop("panther/sketch/operator.py")[0].endswith(": base._apply")
     assert {path: names for path, names in uses.items() if names} == {}
+    assert sum(len(private_uses(nodes_of(path))) for path in ALLOWED) > 75
 
 
+# Forms of use that are not among those of the two files.
 @pytest.mark.parametrize(
     "source",
     [
-        "import torch._dynamo",
-        "import torch.utils._pytree as pytree",
-        "from torch.utils._pytree import tree_map",
-        "from torch.utils import _pytree",
-        "from torch.fx.graph_module import _assign_attr as assign",
         "def f():\n    from torch._C import _functorch",
-        "import torch\ntorch._int_mm(a, b)",
-        "import torch\ntorch._C.is_anything()",
         "import torch as t\nt.ops.aten._unsafe_view(y, shape)",
-        "import torch.distributed as dist\ndist._get_anything()",
-        "import torch.distributed\ntorch.distributed.distributed_c10d._world",
+        "import torch.distributed as dist\nhasattr(dist, '_anything')",
         "from torch import distributed as dist\nx = dist.distributed_c10d._world",
         "from torch.nn.parallel import DistributedDataParallel as DDP\nDDP._anything(model)",
-        "import torch\ngetattr(torch, '_int_mm')",
-        "import torch.distributed as dist\nhasattr(dist, '_anything')",
-        "module._parameters",
-        "x._version",
-        "mesh._flatten('data')",
-        "names = vars(model)['_buffers']",
-        "getattr(model, '_orig_mod_of_torch', None)",
         "x._of_a_later_torch",
         "def _apply(self, fn):\n    return self.layer._apply(fn)",
         "def to(self, fn):\n    return super()._apply(fn)",
@@ -185,21 +170,6 @@ def test_private_names_of_torch_are_in_one_file():
 )
 def test_the_scan_objects(source):
     assert len(private_uses(list(ast.walk(ast.parse(source))))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\nfrom torch import nn\ntorch.nn.Linear.__init__(self)",
-        "from panther._torch import tree_map, version_of\nversion_of(x)",
-        "from .library import define\nfrom panther.nn.base import CompressedModule",
-        "entry._asdict()",
-        "def _apply(self, fn):\n    return super()._apply(fn)",
-        "_, b = torch.linalg.qr(A)",
-    ],
-)
-def test_the_scan_allows(source):
-    assert private_uses(list(ast.walk(ast.parse(source)))) == []
 
 
 def overridden_methods(classes: list[type]) -> set[str]:
@@ -223,21 +193,6 @@ def test_private_methods_of_torch_are_overridden_where_listed():
             continue  # an adapter can be imported where its library is
         imported = importlib.import_module(name)
         classes += [value for value in vars(imported).values() if inspect.isclass(value) and value.__module__ == name]
-    assert overridden_methods(classes) <= set(OVERRIDDEN_METHODS)
+    assert set() < overridden_methods(classes) <= set(OVERRIDDEN_METHODS)
     # Some methods are those of an older torch than this one.
     assert set(OVERRIDDEN_METHODS) <= {name for cls in classes for name in vars(cls)}
-
-
-def test_the_check_of_overridden_methods_objects():
-    class Layer(nn.Module):
-        def _get_name(self):
-            return "layer"
-
-        def _own(self):
-            pass
-
-    class Agent(LocalElasticAgent, FlopCounterMode):
-        def _start_workers(self, worker_group):
-            return {}
-
-    assert overridden_methods([Layer, Agent]) == {"_get_name", "_start_workers"}

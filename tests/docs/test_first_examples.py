@@ -80,16 +80,3 @@ def test_the_first_example_takes_real_data(path):
         assert calls, "this page is real by now: remove it from ANY_INPUT"
     else:
         assert calls == [], "take digits, text or photographs, or name the page in ANY_INPUT with a reason"
-
-
-def test_what_is_refused():
-    noise = "x, y = torch.randn(8, 4), torch.randint(2, (8,))\nfit(x, y)"
-    assert invented_data(code_to_the_first_fit(["import torch", noise])) == [
-        "torch.randn(8, 4)",
-        "torch.randint(2, (8,))",
-    ]
-    printed = "layer(torch.randn(2, 3)).shape"
-    assert code_to_the_first_fit([printed]) == ""
-    assert invented_data(code_to_the_first_fit([printed, noise])) == invented_data(noise)
-    real = "p = nn.Parameter(torch.randn(3))\nstarts = torch.randint(len(text) - 5, (9,))\nloss.backward()"
-    assert invented_data(code_to_the_first_fit([real])) == []

@@ -59,9 +59,3 @@ def test_a_question_is_answered_within_two_clicks(row):
     assert absent_links == [], "links that the path needs"
     content = " ".join(re.sub(r"[*`]|^#", "", source(row["page"]), flags=re.M).split())
     assert [phrase for phrase in row["answer"].split("; ") if phrase not in content] == []
-
-
-def test_each_reader_has_eight_questions():
-    readers = [row["reader"] for row in QUESTIONS]
-    assert {reader: readers.count(reader) for reader in readers} == dict.fromkeys(readers, 8)
-    assert len(set(readers)) == 3

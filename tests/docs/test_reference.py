@@ -151,19 +151,6 @@ def test_every_argument_of_an_adapter_is_described():
     assert undescribed(public_modules()) == set()
 
 
-def test_what_counts_as_described():
-    def function(a, b, *c, **d):
-        """Do something.
-
-        Args:
-            a, b: Two numbers.
-            *c: More
-                b2: of them.
-        """
-
-    assert described(function) == {"a", "b", "c"}
-
-
 def test_every_command_has_its_help():
     page = (REFERENCE / "cli.rst").read_text()
     assert set(re.findall(r"command-help:: (\w+)$", page, re.M)) == set(_COMMANDS)

@@ -4,7 +4,6 @@ import csv
 import re
 from pathlib import Path
 
-import pytest
 import versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,15 +25,3 @@ def test_the_table_has_a_line_for_each_environment():
     # The oldest versions of the table are those that pyproject.toml allows.
     oldest = re.search(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())[1]
     assert f"torch {oldest}" in rows[0][0]
-
-
-def test_a_result_replaces_the_line_of_its_environment():
-    rows = [["oldest: torch 2.11.0", "1"], ["newest: torch 2.14.1", "2"]]
-    assert versions.with_row(rows, "newest", ["newest: torch 2.15.0", "3"]) == [rows[0], ["newest: torch 2.15.0", "3"]]
-    assert versions.with_row([], "oldest", rows[0]) == rows[:1]
-
-
-def test_counts_are_those_of_the_last_line():
-    assert versions.counts_in("7120 passed, 0 failed, 31 skipped") == [7120, 0, 31]
-    with pytest.raises(ValueError, match="without a summary, with 'Traceback'"):
-        versions.counts_in("Traceback")
