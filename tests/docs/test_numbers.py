@@ -13,8 +13,7 @@ FILES = "files-encoder-cpu-intel-xeon-2.50ghz-threads-1"
 PEERS = "files-peers-encoder-cpu-intel-xeon-2.50ghz-threads-1"
 SPEED = "frontier-speed-encoder-cpu-amd-epyc-threads-1"
 TEXT = "scratch-text-transformer-cpu-amd-epyc-threads-1"
-RETRIEVAL = "tune-retrieval-cpu-amd-epyc-threads-1"
-SMOLLM2 = "linearize-smollm2-cpu-amd-epyc-threads-1"
+ON_AMD = "frontier-encoder-cpu-amd-epyc-threads-1"
 
 
 @cache
@@ -71,174 +70,115 @@ def sent(run):
     return one("link-runs-cpu-amd-epyc-threads-1", "sent_bytes", link="100 Mbit/s", run=run)
 
 
-def predicted(name, column, **place):
+def predicted(name, column, within=0.3, **place):
     """How many predicted steps are within 30 % of the measured ones."""
-    return sum(abs(ratio - 1) <= 0.3 for ratio in values(name, column, **place))
+    return sum(abs(ratio - 1) <= within for ratio in values(name, column, **place))
 
 
-TOOLS, FIRST, README = "docs/start/which-tool.rst", "docs/index.rst", "README.md"
-ADVISOR, STEPS, STEPS_BETWEEN = (
-    "docs/benchmarks/advisor.rst",
-    "advisor-cpu-amd-epyc-threads-1",
-    "advisor-link-cpu-amd-epyc-threads-1",
-)
-QUOTED = [  # page, words with the number in braces, number, digits behind the point
-    (TOOLS, "keeps 99 % of its metric takes {} MB", lambda: one(RETRIEVAL, "size_mb", method="tuned"), 2),
-    (
-        TOOLS,
-        "of three calls of ``pr.compress`` takes {} MB",
-        lambda: one(RETRIEVAL, "size_mb", method="compress, 12.5% of the bytes"),
-        2,
-    ),
-    (
-        TOOLS,
-        "keeps a correlation of {} with the original",
-        lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"),
-        3,
-    ),
-    (TOOLS, "one width for all layers keeps {}", lambda: one(ENCODER, "correlation", method="GPTQ", size="int4"), 3),
-    (TOOLS, "Rounded to 8 bits it keeps {}", lambda: one(ENCODER, "correlation", method="nearest", size="int8"), 4),
-    (TOOLS, "to 4 bits only {}", lambda: one(ENCODER, "correlation", method="nearest", size="int4"), 3),
-    (TOOLS, "The encoder is {} to 3.7 times", lambda: min(speeds("bfloat16")), 1),
-    (TOOLS, "to {} times as fast.", lambda: max(speeds("bfloat16")), 1),
-    (TOOLS, "The encoder is {} to 2.8 times", lambda: min(speeds("int8, torch dynamic")), 1),
-    (
-        TOOLS,
-        "to {} times as fast and keeps 0.941",
-        lambda: max(speeds("int8, torch dynamic")),
-        1,
-    ),
-    (
-        TOOLS,
-        "The encoder is {} to 1.59",
-        lambda: min(values(SPEED, "x float32", form="panther, by time, 1.5 times as fast")),
-        2,
-    ),
-    (
-        TOOLS,
-        "to {} times as fast and keeps 0.940",
-        lambda: max(values(SPEED, "x float32", form="panther, by time, 1.5 times as fast")),
-        2,
-    ),
-    (
-        TOOLS,
-        "times as fast and keeps {}.",
-        lambda: one("frontier-encoder-cpu-amd-epyc-threads-1", "correlation", method="panther, by time"),
-        3,
-    ),
-    (
-        TOOLS,
-        "at 4,096 positions is {} times as fast",
-        lambda: one("linearize-smollm2-cpu-amd-epyc-threads-1", "x original", length="4096", window="128"),
-        2,
-    ),
-    (
-        TOOLS,
-        "its loss is {} % higher",
-        lambda: 100 * one("linearize-smollm2-cpu-amd-epyc-threads-1", "loss_ratio", length="4096", window="128") - 100,
-        0,
-    ),
-    (TOOLS, "at equal bytes: {}; sketched", lambda: mean_loss("dense, narrower"), 3),
-    (TOOLS, "sketched, {}", lambda: mean_loss("sketched"), 3),
-    (TOOLS, "plain low-rank layers {}", lambda: mean_loss("low rank"), 3),
-    (TOOLS, "A step sends {} times fewer", lambda: fewer_bytes("data parallel, ddp"), 1),
-    (TOOLS, "sketched pair sends {} times fewer", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
-    (
-        TOOLS,
-        "{} times as fast at 64 to 128 channels",
-        lambda: one(
-            "conv-cpu-amd-epyc-threads-1",
-            "x Conv2d",
-            **{"in": "64"},
-            out="128",
-            kernel="3",
-            size="64",
-            low_rank="8",
-            mode="forward",
-            layer="SKConv2d NCHW",
-        ),
-        1,
-    ),
-    (TOOLS, "{} times as fast at 4,096 positions; at", lambda: attention("4096")[0], 1),
-    (TOOLS, "it is slower, {} times", lambda: attention("256")[0], 2),
-    (
-        TOOLS,
-        "k = 100: {} times as fast",
-        lambda: one(
-            "randomized-svd-cpu-amd-epyc-threads-1",
-            "x svd_lowrank niter=2",
-            spectrum="i^-0.3",
-            method="panther n_iter=auto",
-        ),
-        2,
-    ),
-    (
-        TOOLS,
-        "16384 x 512: {} times",
-        lambda: one(
-            "cqrrpt-cpu-amd-epyc-threads-2",
-            "x scipy pivoted",
-            m="16384",
-            n="512",
-            dtype="float64",
-            condition="1e10",
-            method="panther gamma=1.25",
-        ),
-        2,
-    ),
-    (
-        TOOLS,
-        "200000 x 1000: {} times",
-        lambda: one(
-            "lstsq-cpu-amd-epyc-threads-2",
-            "x scipy gelsd",
-            case="200000 x 1000 float64, condition 1e+08",
-            method="panther",
-        ),
-        1,
-    ),
-    (
-        TOOLS,
-        "to 1024 rows: {} times",
-        lambda: one(
-            "sketch-cpu-amd-epyc-threads-2", "x dense product", dtype="float32", d="1024", sketch="SJLT, vec_nnz 4"
-        ),
-        1,
-    ),
-    (
-        TOOLS,
-        "measured peak in {} of 24 layouts",
-        lambda: sum(abs(r - 1) <= 0.105 for r in values(STEPS, "memory_ratio")),
-        0,
-    ),
-    (ADVISOR, "the two cores, {} of 12", lambda: predicted(STEPS, "fastest_ratio", processes="4"), 0),
-    (ADVISOR, "Over a slow link {} of 36", lambda: predicted(STEPS_BETWEEN, "fastest_ratio"), 0),
-    *(
-        (page, *quoted)
-        for page in (FIRST, README)
-        for quoted in (
-            ("keeps {} in 11.2 MB", lambda: one(FILES, "correlation", method="panther, 3.7 bits"), 3),
-            ("keeps 0.990 in {} MB", lambda: one(FILES, "file_mb", method="panther, 3.7 bits"), 1),
-            ("{} in 13.4 and", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
-            ("and {} in 23.8", lambda: one(FILES, "correlation", method="panther, 8.3 bits"), 5),
-            ("bfloat16 {} in 45.4", lambda: one(FILES, "correlation", method="bfloat16"), 5),
-            ("GPTQ {} in 29.6", lambda: one(PEERS, "correlation", method="GPTQ, 4 bits"), 3),
-            ("hqq {} in 30.2", lambda: one(PEERS, "correlation", method="hqq, 4 bits"), 3),
-            ("hqq 0.975 in {},", lambda: one(PEERS, "file_mb", method="hqq, 4 bits"), 1),
-            ("torchao int8 {} in 34.8", lambda: one(PEERS, "correlation", method="torchao, int8"), 4),
-            ("{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
-            ("trial sends {} times fewer", lambda: sent("dense, ddp") / sent("sketched, ddp"), 1),
-            ("A sentence encoder of {} MB becomes", lambda: one(FILES, "file_mb", method="float32"), 1),
-            ("becomes a file of {} MB", lambda: one(FILES, "file_mb", method="panther, 4.5 bits"), 1),
-            ("those of the original by {}.", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
-            ("over 100 Mbit/s {} dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
-            ("dense, {} sketched, 0.23", lambda: slow_link("sketched, ddp", "step_ms"), 2),
-            ("sketched, {} sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
-            ("over 1 Gbit/s {}, 0.20", lambda: slow_link("dense, ddp", "step_ms", "1 Gbit/s"), 2),
-            ("0.42, {}, 0.20 and", lambda: slow_link("sketched, ddp", "step_ms", "1 Gbit/s"), 2),
-            ("0.20 and {}", lambda: slow_link("dense, ddp, PowerSGD", "step_ms", "1 Gbit/s"), 2),
-        )
-    ),
+def correlation(method, size):
+    """The correlation of a compressed encoder with the original."""
+    return one(ENCODER, "correlation", method=method, size=size)
+
+
+def retrieval_mb(method):
+    return one("tune-retrieval-cpu-amd-epyc-threads-1", "size_mb", method=method)
+
+
+def by_time():
+    return values(SPEED, "x float32", form="panther, by time, 1.5 times as fast")
+
+
+def smollm2(column):
+    return one("linearize-smollm2-cpu-amd-epyc-threads-1", column, length="4096", window="128")
+
+
+def convolution():
+    place = {"in": "64", "out": "128", "kernel": "3", "size": "64", "low_rank": "8", "mode": "forward"}
+    return one("conv-cpu-amd-epyc-threads-1", "x Conv2d", layer="SKConv2d NCHW", **place)
+
+
+def pivoted_qr():
+    place = {"m": "16384", "n": "512", "dtype": "float64", "condition": "1e10", "method": "panther gamma=1.25"}
+    return one("cqrrpt-cpu-amd-epyc-threads-2", "x scipy pivoted", **place)
+
+
+def svd():
+    place = {"spectrum": "i^-0.3", "method": "panther n_iter=auto"}
+    return one("randomized-svd-cpu-amd-epyc-threads-1", "x svd_lowrank niter=2", **place)
+
+
+def least_squares():
+    place = {"case": "200000 x 1000 float64, condition 1e+08", "method": "panther"}
+    return one("lstsq-cpu-amd-epyc-threads-2", "x scipy gelsd", **place)
+
+
+def sparse_sketch():
+    place = {"dtype": "float32", "d": "1024", "sketch": "SJLT, vec_nnz 4"}
+    return one("sketch-cpu-amd-epyc-threads-2", "x dense product", **place)
+
+
+STEPS, STEPS_BETWEEN = "advisor-cpu-amd-epyc-threads-1", "advisor-link-cpu-amd-epyc-threads-1"
+# Words with the number in braces, the number, and digits behind the point, by page.
+WHICH_TOOL = [
+    ("keeps 99 % of its metric takes {} MB", lambda: retrieval_mb("tuned"), 2),
+    ("of three calls of ``pr.compress`` takes {} MB", lambda: retrieval_mb("compress, 12.5% of the bytes"), 2),
+    ("keeps a correlation of {} with the original", lambda: correlation("panther", "4.25 bits"), 3),
+    ("one width for all layers keeps {}", lambda: correlation("GPTQ", "int4"), 3),
+    ("Rounded to 8 bits it keeps {}", lambda: correlation("nearest", "int8"), 4),
+    ("to 4 bits only {}", lambda: correlation("nearest", "int4"), 3),
+    ("The encoder is {} to 3.7 times", lambda: min(speeds("bfloat16")), 1),
+    ("to {} times as fast.", lambda: max(speeds("bfloat16")), 1),
+    ("The encoder is {} to 2.8 times", lambda: min(speeds("int8, torch dynamic")), 1),
+    ("to {} times as fast and keeps 0.941", lambda: max(speeds("int8, torch dynamic")), 1),
+    ("The encoder is {} to 1.59", lambda: min(by_time()), 2),
+    ("to {} times as fast and keeps 0.940", lambda: max(by_time()), 2),
+    ("times as fast and keeps {}.", lambda: one(ON_AMD, "correlation", method="panther, by time"), 3),
+    ("at 4,096 positions is {} times as fast", lambda: smollm2("x original"), 2),
+    ("its loss is {} % higher", lambda: 100 * smollm2("loss_ratio") - 100, 0),
+    ("at equal bytes: {}; sketched", lambda: mean_loss("dense, narrower"), 3),
+    ("sketched, {}", lambda: mean_loss("sketched"), 3),
+    ("plain low-rank layers {}", lambda: mean_loss("low rank"), 3),
+    ("A step sends {} times fewer", lambda: fewer_bytes("data parallel, ddp"), 1),
+    ("sketched pair sends {} times fewer", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+    ("{} times as fast at 64 to 128 channels", convolution, 1),
+    ("{} times as fast at 4,096 positions; at", lambda: attention("4096")[0], 1),
+    ("it is slower, {} times", lambda: attention("256")[0], 2),
+    ("k = 100: {} times as fast", svd, 2),
+    ("16384 x 512: {} times", pivoted_qr, 2),
+    ("200000 x 1000: {} times", least_squares, 1),
+    ("to 1024 rows: {} times", sparse_sketch, 1),
+    ("measured peak in {} of 24 layouts", lambda: predicted(STEPS, "memory_ratio", within=0.105), 0),
+]
+ADVISOR = [
+    ("the two cores, {} of 12", lambda: predicted(STEPS, "fastest_ratio", processes="4"), 0),
+    ("Over a slow link {} of 36", lambda: predicted(STEPS_BETWEEN, "fastest_ratio"), 0),
+]
+FIRST_PAGES = [
+    ("keeps {} in 11.2 MB", lambda: one(FILES, "correlation", method="panther, 3.7 bits"), 3),
+    ("keeps 0.990 in {} MB", lambda: one(FILES, "file_mb", method="panther, 3.7 bits"), 1),
+    ("{} in 13.4 and", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
+    ("and {} in 23.8", lambda: one(FILES, "correlation", method="panther, 8.3 bits"), 5),
+    ("bfloat16 {} in 45.4", lambda: one(FILES, "correlation", method="bfloat16"), 5),
+    ("GPTQ {} in 29.6", lambda: one(PEERS, "correlation", method="GPTQ, 4 bits"), 3),
+    ("hqq {} in 30.2", lambda: one(PEERS, "correlation", method="hqq, 4 bits"), 3),
+    ("hqq 0.975 in {},", lambda: one(PEERS, "file_mb", method="hqq, 4 bits"), 1),
+    ("torchao int8 {} in 34.8", lambda: one(PEERS, "correlation", method="torchao, int8"), 4),
+    ("{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
+    ("trial sends {} times fewer", lambda: sent("dense, ddp") / sent("sketched, ddp"), 1),
+    ("A sentence encoder of {} MB becomes", lambda: one(FILES, "file_mb", method="float32"), 1),
+    ("becomes a file of {} MB", lambda: one(FILES, "file_mb", method="panther, 4.5 bits"), 1),
+    ("those of the original by {}.", lambda: one(FILES, "correlation", method="panther, 4.5 bits"), 3),
+    ("over 100 Mbit/s {} dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
+    ("dense, {} sketched, 0.23", lambda: slow_link("sketched, ddp", "step_ms"), 2),
+    ("sketched, {} sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
+    ("over 1 Gbit/s {}, 0.20", lambda: slow_link("dense, ddp", "step_ms", "1 Gbit/s"), 2),
+    ("0.42, {}, 0.20 and", lambda: slow_link("sketched, ddp", "step_ms", "1 Gbit/s"), 2),
+    ("0.20 and {}", lambda: slow_link("dense, ddp, PowerSGD", "step_ms", "1 Gbit/s"), 2),
+]
+QUOTED = [
+    *(("docs/start/which-tool.rst", *quoted) for quoted in WHICH_TOOL),
+    *(("docs/benchmarks/advisor.rst", *quoted) for quoted in ADVISOR),
+    *((page, *quoted) for page in ("docs/index.rst", "README.md") for quoted in FIRST_PAGES),
 ]
 
 
