@@ -15,9 +15,6 @@ from torch import nn
 
 from panther._descriptions import describe_function
 
-SCALE = 1.0
-WEIGHTS = torch.ones(3)
-
 
 class Reduction(enum.Enum):
     """How losses are combined."""

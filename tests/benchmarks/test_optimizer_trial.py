@@ -212,26 +212,27 @@ def test_the_table_has_the_losses_of_the_chosen_rate():
     assert "   Muon,2.100,0.200,2.400,0.5,,\n" in optimizers_table.method_table("characters-96", runs, [])
 
 
-def test_updates_of_low_rank_are_trained():
-    from benchmarks.train.trial_muon_ranks import METHODS
+def state_numbers(methods):
+    """How many numbers the optimizer of each method keeps, after a reduced run of all."""
     from benchmarks.train.trial_optimizers import Progress, run
 
-    methods = [replace(method, seeds=(0,), most_rates=1) for method in METHODS.values()]
+    methods = [replace(method, seeds=(0,), most_rates=1) for method in methods.values()]
     progress = Progress()
     for _ in run(["characters"], methods, progress, quick=True):
         pass
-    numbers = {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
+    return {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
+
+
+def test_updates_of_low_rank_are_trained():
+    from benchmarks.train.trial_muon_ranks import METHODS
+
+    numbers = state_numbers(METHODS)
     assert numbers["whole"] < numbers["rank 4"] < numbers["rank 16"] < numbers["rank 64"]  # whole ones keep no basis
 
 
 def test_default_optimizers_select_matrices_by_themselves():
     from benchmarks.train.trial_default_optimizers import METHODS
-    from benchmarks.train.trial_optimizers import Progress, run
 
-    methods = [replace(method, seeds=(0,), most_rates=1) for method in METHODS.values()]
-    progress = Progress()
-    for _ in run(["characters"], methods, progress, quick=True):
-        pass
-    numbers = {row["method"]: row["state_numbers"] for row in progress.rows if row["equal"] == "steps"}
+    numbers = state_numbers(METHODS)
     assert numbers["MuonAdamW"] < numbers["AdamW"]
     assert numbers["SketchedAdamW"] < numbers["AdamW"]

@@ -21,8 +21,6 @@ from tolerances import factorisation
 from panther.errors import PantherError, ShapeError
 from panther.linalg import EighResult, ErrorEstimate, NystromResult, estimate_error, nystrom, randomized_eigh
 
-SHAPES = [(1, 1), (40, 40), (187, 187), (2, 3, 90, 90), (0, 30, 30), (0, 0)]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_largest_by_magnitude_of_either_sign(dtype):
