@@ -1,5 +1,6 @@
 """Compressing a trained model by :func:`panther.compress`; CONTRIBUTING tells how a model goes through these files."""
 
+from . import weights  # noqa: F401 (registers the kinds of weights)
 from ._compress import compress, sketch_layers_
 from .calibration.targets import SkippedLayer
 from .config import HealConfig, SketchConfig

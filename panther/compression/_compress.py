@@ -13,9 +13,10 @@ from torch import nn
 from panther._keywords import explain_keywords
 from panther._settings import takes_settings
 from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Selector, select_targets
+from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig, HealConfig, SketchConfig
 from panther.compression.forms import LOW_RANK, Option, Replacement
 from panther.compression.forms.low_rank import convert_seeded

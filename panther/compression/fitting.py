@@ -12,8 +12,6 @@ from panther.compression.calibration.runner import MOMENTS, Runner, return_freed
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
-from panther.compression.forms.codes import code_bytes
-from panther.compression.forms.experts import fit_stack, stack_sensitivity
 from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.rounding import (
     JOINT_ENTRIES,
@@ -21,14 +19,10 @@ from panther.compression.forms.rounding import (
     QuantizedFit,
     RoundingTask,
     fit_quantized,
-    sensitivity,
 )
-from panther.compression.forms.tables import fit_table, table_sensitivity
 from panther.compression.memory import fit_bytes, predict_peak_bytes
 from panther.compression.moments import (
     Gathered,
-    Moments,
-    TableMoments,
     check_calibration,
     gather_moments,
     moments_bytes,
@@ -161,7 +155,7 @@ def fit_targets(
     summaries = {target: summary for part in fitted for target, summary in part.summaries.items()}
     positions = {target: summary.positions for target, summary in summaries.items()}
     constant = [target for target, summary in summaries.items() if summary.is_constant]
-    tokens = {target: summary.tokens for target, summary in summaries.items() if target.is_stacked}
+    tokens = {target: summary.tokens for target, summary in summaries.items() if summary.tokens}
     return Fits(
         fits=weights.fits,
         options=weights.options_with_losses,
@@ -208,7 +202,7 @@ class _GatheredPart:
 
     inputs: Sequence[Sequence[Target]]
     summaries: Mapping[Target, _Summary]
-    moments: dict[Target, Moments | TableMoments]
+    moments: dict[Target, Any]
     energy: float
     state: Mapping[str, Any]
 
@@ -216,12 +210,7 @@ class _GatheredPart:
     def of(cls, gathered: Gathered, runner: Runner) -> "_GatheredPart":
         """Return the part of this rank."""
         moments = gathered.moments
-        summaries = {
-            target: _Summary(each.positions, each.constant, each.tokens)
-            if isinstance(each, Moments)
-            else _Summary(each.positions, False, ())
-            for target, each in moments.items()
-        }
+        summaries = {target: _Summary(each.positions, each.constant, each.tokens) for target, each in moments.items()}
         moments_here = {target: moments[target] for target in runner.divide(list(moments))}
         return cls(gathered.inputs, summaries, moments_here, gathered.energy, gathered.state)
 
@@ -290,7 +279,7 @@ class _Weights:
     ridge: float
     fits: dict[Target, TargetFit] = field(default_factory=dict)
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
-    kept_moments: dict[Target, Moments | TableMoments] = field(default_factory=dict)
+    kept_moments: dict[Target, Any] = field(default_factory=dict)
     losses_per_bit: dict[Target, float] = field(default_factory=dict)
     planned_widths: dict[Target, tuple[int, ...]] = field(default_factory=dict)
 
@@ -338,9 +327,7 @@ class _Weights:
             if loss_per_bit is not None:
                 self.losses_per_bit[target] = loss_per_bit
 
-    def fit(
-        self, moments: dict[Target, Moments | TableMoments | None], energy: float, targets: Iterable[Target]
-    ) -> None:
+    def fit(self, moments: dict[Target, Any], energy: float, targets: Iterable[Target]) -> None:
         """Fit the weights of one pass, and empty ``moments``; ``energy`` is the squared norm of the output.
 
         ``targets`` are the keys of ``moments``, which may show the progress.
@@ -356,7 +343,7 @@ class _Weights:
         ordered_targets = list(moments)
         for target in targets:
             widths = planned_widths.get(target, ())
-            if target.is_table or target.is_stacked:
+            if not target.kind.has_metric:
                 self._fit_alone(target, moments.pop(target), energy, widths)
                 continue
             fitted = self._fit_components(target, moments.pop(target), energy, widths)
@@ -376,33 +363,19 @@ class _Weights:
             self.fits[target] = self.fits.pop(target)
             self.options_with_losses[target] = self.options_with_losses.pop(target)
 
-    def _fit_alone(
-        self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
-    ) -> None:
-        """Fit a weight that waits for no other weight: of embeddings with their heads, large layers, and experts."""
-        scale, group_size, symmetric = (
-            self._scale_of(target_moments, energy), self.settings.group_size, self.settings.symmetric,
-        )  # fmt: skip
-        if target.is_stacked:
-            assert not isinstance(target_moments, TableMoments)
-            fit = fit_stack(target, target_moments, widths, group_size, symmetric=symmetric, ridge=self.ridge)
-        else:
-            assert not isinstance(target_moments, Moments)
-            fit = fit_table(target, target_moments, widths, group_size, symmetric=symmetric)
-        self.fits[target] = self.stored(target, fit)
-        self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
+    def _fit_alone(self, target: Target, target_moments: Any, energy: float, widths: Sequence[int]) -> None:
+        """Fit a weight that has no metric, and waits for no other weight."""
+        fit = target.kind.fit(target, target_moments, widths, self.settings, self.ridge)
+        self._keep(target, fit, self._scale_of(target_moments, energy))
 
-    def _scale_of(self, target_moments: Moments | TableMoments | None, energy: float) -> float:
+    def _scale_of(self, target_moments: Any, energy: float) -> float:
         """Return the factor from losses for each position to shares of the output's squared norm."""
         if target_moments is None or not self.survey.gradients:
             return 0.0
         return target_moments.positions / (energy if energy > 0 and self.is_comparable else 1.0)
 
-    def _fit_components(
-        self, target: Target, target_moments: Moments | TableMoments | None, energy: float, widths: Sequence[int]
-    ) -> "_Fitted":
+    def _fit_components(self, target: Target, target_moments: Any, energy: float, widths: Sequence[int]) -> "_Fitted":
         """Return everything about a weight except for its codes."""
-        assert not isinstance(target_moments, TableMoments)
         metric, seed = metric_of(target, target_moments, ridge=self.ridge), self.seeds[target]
         scale = self._scale_of(target_moments, energy)
         if self.keep and target_moments is not None:
@@ -423,9 +396,11 @@ class _Weights:
     def _add(self, group: Sequence["_Fitted"], codes: Sequence[Mapping[int, QuantizedFit]]) -> None:
         for fitted, target_codes in zip(group, codes, strict=True):
             target = fitted.target
-            fit = TargetFit(fitted.components, target_codes, fitted.special)
-            self.fits[target] = self.stored(target, fit)
-            self.options_with_losses[target] = _with_losses(self.options[target], fit, fitted.scale)
+            self._keep(target, TargetFit(fitted.components, target_codes, fitted.special), fitted.scale)
+
+    def _keep(self, target: Target, fit: TargetFit, scale: float) -> None:
+        self.fits[target] = self.stored(target, fit)
+        self.options_with_losses[target] = _with_losses(self.options[target], fit, scale)
 
     def finish(self, targets: Sequence[Target]) -> None:
         """Put the results in the order of ``targets``, and drop the options of widths that are not needed."""
@@ -441,16 +416,9 @@ class _Weights:
                 if not (option.bits and form_named(option.form).uses_rounding) or option.bits in planned
             ]
 
-    def _estimated_loss(self, target: Target, target_moments: Moments | TableMoments | None) -> float:
+    def _estimated_loss(self, target: Target, target_moments: Any) -> float:
         """Return the estimated loss of a weight's codes, up to a factor that depends on their width alone."""
-        if target.is_stacked:
-            assert not isinstance(target_moments, TableMoments)
-            loss = stack_sensitivity(target, target_moments, self.ridge)
-        elif isinstance(target_moments, TableMoments) or target.is_table:
-            assert not isinstance(target_moments, Moments)
-            loss = table_sensitivity(target, target_moments)
-        else:
-            loss = sensitivity(metric_of(target, target_moments, ridge=self.ridge))
+        loss = target.kind.sensitivity(target, target_moments, self.ridge)
         if target_moments is not None and target_moments.positions and self.survey.gradients:
             loss *= target_moments.positions
         return loss
@@ -478,7 +446,8 @@ class _Weights:
 
     def _estimate(self, target: Target, loss: float) -> list[Option]:
         """Return the options of codes with estimated losses, and the dense option."""
-        sizes = {bits: code_bytes(target, bits, 0, self.settings) for bits in self.widths[target]}
+        group_size = self.settings.group_size
+        sizes = {bits: target.kind.code_bytes(target, bits, 0, group_size) for bits in self.widths[target]}
         options = [Option(f"int{bits}", size, None, bits, loss * LOSS_PER_BIT**-bits) for bits, size in sizes.items()]
         smaller = [option for option in options if option.bytes < target.dense_bytes]
         return [*smaller, Option(DENSE, target.dense_bytes)]

@@ -22,18 +22,14 @@ from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import FormSettings
-from panther.compression.forms.experts import num_joint_experts
 from panther.compression.forms.metric import wide_dtype
-from panther.compression.forms.tables import BLOCK_ENTRIES
-from panther.compression.moments.batch import Call, run_step
+from panther.compression.moments.batch import run_step
 from panther.compression.moments.gather import moments_bytes
-from panther.compression.moments.sums import ShiftedSum, input_rows
+from panther.compression.moments.sums import Call, ShiftedSum
 
 KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at least twice as many bytes are free
 _DOUBLE = torch.float64.itemsize
-# glibc's heap, over the tensors in it at their peak, while factors of many sizes are made and freed. Larger blocks than
-# the second number, of bytes, are not on the heap.
-_HEAP, _LARGEST_BLOCK = 1.5, 2**25
+_HEAP = 1.5  # glibc's heap, over the tensors in it at their peak, while factors of many sizes are made and freed
 _PLANNED = 3  # largest number of widths of a weight that are usually fitted
 _TRAINED = 5  # tensors per trained parameter: value, gradient, two moments and best value
 
@@ -110,7 +106,7 @@ def predict_peak_bytes(
     kept_bytes = keep * sum(
         _DOUBLE * target.groups * (target.inner**2 + target.outer**2)
         for target in num_components
-        if not (target.is_table or target.is_stacked)
+        if target.kind.has_metric
     )
     backward = grown = forward = hidden = outputs = 0
     stated: dict[str, int] = {}
@@ -149,18 +145,6 @@ def fit_bytes(target: Target, num_components: int, num_widths: int, settings: Fo
     return components + num_widths * (target.dense_numbers + 3 * num_scales)
 
 
-def _work_bytes(target: Target, num_widths: int, heap: float) -> int:
-    """Return the bytes of the metric of a weight, and of the products and factors that are computed from it."""
-    n, m = target.inner, target.outer
-    if target.is_table:  # the moments, and twelve tensors of a block of rows
-        return _DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
-    # The number of matrices of each moment's size. Six products and factors have the weight's size.
-    squares = 4 if num_widths else 3
-    groups = num_joint_experts(target, num_widths) if target.is_stacked else target.groups
-    is_on_heap = target.weight.device.type == "cpu" and _DOUBLE * groups * max(n, m) ** 2 < _LARGEST_BLOCK
-    return int((heap if is_on_heap else 1.0) * _DOUBLE * groups * (squares * (n**2 + m**2) + 6 * n * m))
-
-
 def _fitting_bytes(
     inputs: Sequence[Sequence[Target]],
     stored: Mapping[Target, int],
@@ -181,7 +165,7 @@ def _fitting_bytes(
     largest = 0
     for targets in inputs:
         for target in targets:
-            work = _work_bytes(target, len(widths[target]), heap) + unwritten[target]
+            work = target.kind.work_bytes(target, len(widths[target]), heap) + unwritten[target]
             largest = max(largest, before + left + work)
             if not in_files:
                 left -= moments_bytes([target], gradients) if gradients or target is targets[-1] else 0
@@ -197,9 +181,9 @@ def _backward_bytes(runner: Runner, inputs: Sequence[Sequence[Target]], *, gradi
     """
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
-        if target.is_table or target.is_stacked:
+        if not target.kind.has_metric:
             return
-        for rows in input_rows(call.module, call.x, target.groups):
+        for rows in target.kind.input_rows(call.module, call.x, target.groups):
             roots = None if slope is None else rows.new_ones(rows.shape[:2])
             ShiftedSum(target.groups, target.inner, rows.device).add(rows, roots)
 

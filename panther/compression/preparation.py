@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
-from panther.compression.calibration.targets import Survey, Target, replace_modules, select_targets
+from panther.compression.calibration.targets import Survey, Target, replace_modules
 from panther.compression.config import CompressConfig
 from panther.compression.fitting import fit_targets
 from panther.compression.forms import (
@@ -208,8 +209,7 @@ def survey_model(runner: Runner, config: CompressConfig) -> Survey:
         config.exclude,
         seeded=config.method == "random",
         smallest=settings.smallest_bytes if has_small_forms else None,
-        tables=settings.stores_tables,
-        experts=settings.stores_experts,
+        has_codes=settings.has_codes,
         refuse=lambda target: settings.why_not_read(target, runner.model, is_head=head in target.modules),
     ).check()
     if not config.is_calibrated:

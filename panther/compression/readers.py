@@ -56,6 +56,10 @@ class Reader:
         """Return whether all layers get one width, so that fused layers have the same."""
         return bool(self.fused)
 
+    def holds(self, layers: Sequence[nn.Module]) -> bool:
+        """Return whether the reader holds codes in the place of layers of these classes."""
+        return all(isinstance(layer, nn.Linear) for layer in layers)
+
     def why_no_group(self, columns: int, group_size: int | None) -> str | None:
         """Return why the reader does not hold groups of ``group_size`` columns in rows of ``columns``; None if it does.
 

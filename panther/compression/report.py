@@ -97,7 +97,7 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
     return tuple(
         LayerReport(
             names=target.names,
-            kind=target.kind,
+            kind=target.class_name,
             shape=tuple(target.weight.shape),
             form=option.form,
             bits=8 * option.bytes / target.dense_numbers,

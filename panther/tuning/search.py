@@ -10,8 +10,9 @@ from torch import nn
 
 from panther._random_state import preserved_generators
 from panther.compression.calibration.checks import check_adapters, check_model
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Selector, select_targets
+from panther.compression.calibration.targets import Selector
 from panther.compression.preparation import make_runner
 from panther.errors import ConfigError, TuningError
 from panther.tuning.compressed_models import CompressedModels, prepare_models

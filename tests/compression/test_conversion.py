@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.calibration.targets import select_targets
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.forms import inherit_flags
 from panther.compression.forms.low_rank import convert_low_rank
 from panther.compression.forms.metric import factor, leading_components, metric_of, wide_dtype
@@ -76,7 +76,7 @@ def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
     G, _, _ = moment(target.outer, 500, 2, groups)
     found = fit_weight(target, Moments(A, mean, G, 500), 4)
     layer = next(iter(convert_low_rank(target, found, 4, 0).values()))
-    W = target.matrices()
+    W = target.kind.matrices(target)
     D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
     assert isinstance(layer, LowRankConv2d)
     assert loss(D, A, G) == pytest.approx(loss(best(W, A, G, 4) - W, A, G), rel=2e-3)

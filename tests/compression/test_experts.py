@@ -9,7 +9,7 @@ from expert_models import Experts, mixtures, sequences
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.targets import select_targets
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.forms import default_forms, form_named
 from panther.compression.forms.metric import metric_of
 from panther.compression.forms.rounding import RoundingTask, fit_quantized
@@ -74,7 +74,7 @@ def test_codes_equal_those_of_linear_layers_with_the_same_moments():
     A, G = roots[0, :, :24, :24], roots[1]
     A, G = A @ A.mT + 0.1 * torch.eye(24), G @ G.mT + 0.1 * torch.eye(40)
     (stack, _), separate = (
-        select_targets(module, smallest=lambda target: 1, experts=True).targets
+        select_targets(module, smallest=lambda target: 1, has_codes=True).targets
         for module in (nn.Sequential(experts), linears)
     )
 

@@ -8,7 +8,7 @@ from compressing import batches_of, error, quick
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.targets import select_targets
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.forms import FormSettings
 from panther.compression.forms.interpolative import convert_interpolative
 from panther.compression.forms.metric import factor, metric_of

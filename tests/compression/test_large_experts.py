@@ -10,13 +10,11 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration import targets
-from panther.compression.calibration.targets import select_targets
-from panther.compression.forms import experts as expert_fits
-from panther.compression.forms.experts import fit_stack, stack_sensitivity
-from panther.compression.forms.tables import fit_table
-from panther.compression.moments import Moments, TableMoments, moments_bytes
-from panther.compression.moments.experts import ExpertSums
-from panther.compression.moments.tables import Use
+from panther.compression.calibration.eligibility import select_targets
+from panther.compression.moments import Moments, moments_bytes
+from panther.compression.weights import experts as expert_fits
+from panther.compression.weights.experts import ExpertSums, fit_stack, stack_sensitivity
+from panther.compression.weights.table import TableMoments, Use, fit_table
 
 OPTIONS = {**quick, "calibration": sequences(), "group_size": 24}
 
@@ -29,7 +27,7 @@ def stack_and_linears(transposed=False):
     for weight, linear in zip(experts.gate_up_proj, linears, strict=True):
         linear.weight = nn.Parameter((weight.mT if transposed else weight).detach().clone())
     (stack, _), separate = (
-        select_targets(module, smallest=lambda target: 1, tables=True, experts=True).targets
+        select_targets(module, smallest=lambda target: 1, has_codes=True).targets
         for module in (nn.Sequential(experts), linears)
     )
     return stack, separate
@@ -103,7 +101,7 @@ def test_large_experts_are_compressed(method, limit, monkeypatch):
         sizes.append(groups * n * n)
         return original(groups, n, n, dtype=torch.float64, device=device)
 
-    monkeypatch.setattr("panther.compression.moments.experts.square_zeros", square_zeros)
+    monkeypatch.setattr("panther.compression.weights.experts.square_zeros", square_zeros)
     model = mixtures(unused=(1,))
     x = torch.cat(sequences(4, seed=2))
     exact = copy.deepcopy(model)(x).detach()

@@ -58,8 +58,8 @@ def test_no_matrix_of_all_outputs_or_inputs_is_allocated(method, monkeypatch):
         sizes.append(n * n)
         return original(groups, n, n, dtype=torch.float64, device=device)
 
-    for module in ("sums", "tables"):
-        monkeypatch.setattr(f"panther.compression.moments.{module}.square_zeros", square_zeros)
+    for module in ("moments.sums", "weights.table"):
+        monkeypatch.setattr(f"panther.compression.{module}.square_zeros", square_zeros)
     monkeypatch.setattr(torch, "zeros", zeros)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(400, 32), nn.Tanh(), nn.Linear(32, 500))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner, free_bytes, main_output
 from panther.compression.calibration.survey import survey_targets
-from panther.compression.calibration.targets import replace_modules, select_targets
+from panther.compression.calibration.targets import replace_modules
 from panther.compression.moments import Moments, gather_drift, gather_moments, moments_bytes, split_passes
 from panther.errors import CompressionError
 
@@ -116,7 +117,7 @@ def test_what_a_convolution_multiplies(options):
     batches = list(torch.randn(12, 16, 9, 8, dtype=torch.float64).split(2))
     runner, (target,), _, moments, energy = run(model, batches)
     own = moments["0"]
-    W = target.matrices()
+    W = target.kind.matrices(target)
     out = torch.cat([model(batch).detach() for batch in runner.batches])
     rows = out.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)  # (g, places, out)
     places = rows.shape[1]

@@ -8,14 +8,12 @@ from panther.kernels.ops.quantized_operands import spread
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.targets import select_targets
+from panther.compression.calibration.eligibility import select_targets
 from panther.compression.forms import Option
 from panther.compression.forms.nearest_plane import round_entries
 from panther.compression.forms.rounding import add_ridge_, feedback
-from panther.compression.forms.tables import fit_table
-from panther.compression.moments import TableMoments
-from panther.compression.moments.tables import Use, smoothed
 from panther.compression.selection.timing import Times, Timing
+from panther.compression.weights.table import TableMoments, Use, fit_table, smoothed
 from panther.nn import QuantizedEmbedding, QuantizedLinear
 from panther.nn.sketch_record import plain_state
 from tests.support.language_models import (
@@ -83,8 +81,8 @@ def test_the_metric_is_better_than_rounding_to_nearest():
 @pytest.mark.parametrize("group_size", [None, 7])
 def test_rows_are_rounded_as_those_of_linear_weights(group_size, monkeypatch):
     """Blocks of rows of a table have the codes that the rounding of linear layers gives for the same moment."""
-    monkeypatch.setattr("panther.compression.forms.tables.BLOCK_ENTRIES", 40 * WIDTH)
-    target = select_targets(Language(tied=False), smallest=lambda target: 0, tables=True).targets[0]
+    monkeypatch.setattr("panther.compression.weights.table.BLOCK_ENTRIES", 40 * WIDTH)
+    target = select_targets(Language(tied=False), smallest=lambda target: 0, has_codes=True).targets[0]
     inputs = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     moment = inputs.mT @ inputs / 200
     use = Use(200.0, torch.ones(ROWS, dtype=torch.float64), moment, None, None)
@@ -141,13 +139,13 @@ def test_other_ways_to_a_size(options):
 
 def test_slow_lookups():
     """Slower forms of embeddings do not make other layers take fast forms, unless slower forms are forbidden."""
-    survey = select_targets(Language(tied=False), smallest=lambda target: 0, tables=True)
+    survey = select_targets(Language(tied=False), smallest=lambda target: 0, has_codes=True)
     option = Option("int4", 100, time_s=2.0)
     times = {target: Times(1.0, {}) for target in survey.targets}
     slow = {target.name for target in survey.targets if Timing(times).is_slower(target, option)}
     assert slow == {"up", "down", "head"}
     assert all(Timing(times, allow_slower=False).is_slower(target, option) for target in survey.targets)
-    tied = select_targets(Language(), smallest=lambda target: 0, tables=True).targets[0]
+    tied = select_targets(Language(), smallest=lambda target: 0, has_codes=True).targets[0]
     assert tied.names == ("words", "head")
     assert Timing({tied: Times(1.0, {})}).is_slower(tied, option)
 

@@ -8,7 +8,8 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration.targets import Target
-from panther.compression.moments.tables import TableSums
+from panther.compression.moments.sums import Call
+from panther.compression.weights.table import TableSums
 from panther.nn import QuantizedEmbeddingBag
 from tests.support.language_models import (
     QUIET,
@@ -77,9 +78,11 @@ def test_bags_leave_their_padding_out():
     moments = []
     for padding in ([], [2, 2, 2]):
         bag = nn.EmbeddingBag(6, 4, mode="sum", padding_idx=2)
-        sums = TableSums(Target(("bag",), (bag,), 1, 4, 6), True, torch.device("cpu"))
-        assert sums.add(bag, torch.tensor([0, 1, 5, *padding]), torch.ones(1, 2, 4), lambda slope: slope[..., 0])
-        moments.append(sums.moments(lambda tensors: None).uses[0])
+        target = Target(("bag",), (bag,), 1, 4, 6)
+        sums = TableSums(target, True, torch.device("cpu"))
+        call = Call((0, 0), bag, torch.tensor([0, 1, 5, *padding]))
+        assert sums.add(target, call, torch.ones(1, 2, 4), lambda slope: slope[..., 0])
+        moments.append(sums.moments(lambda tensors: None, (1,)).uses[0])
     assert torch.equal(moments[0].rows, moments[1].rows)
     torch.manual_seed(0)
     original = nn.Sequential(nn.EmbeddingBag(ROWS, WIDTH, padding_idx=0), nn.Linear(WIDTH, 24))

@@ -5,7 +5,7 @@ from torch import nn
 
 from panther.compression.forms import Form, register
 from panther.compression.forms.replacement import replace_layers
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 
 # Quantiles of a normal distribution that contain zero, scaled to [-1, 1].
 _PROBABILITIES = torch.cat((torch.linspace(0.03, 0.5, 8)[:-1], torch.linspace(0.5, 0.97, 9)))

@@ -34,7 +34,7 @@ from panther.compression.calibration.attribute_state import (
     restore_classes,
 )
 from panther.errors import CompressionError
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
 # torch derives from the parameters. Calibration changes them on purpose from one forward to the next, as it does with

@@ -1,8 +1,6 @@
 """Survey the layers: which are called, which share an input, and which affect the output."""
 
-__all__ = [
-    "Further", "blocks_of", "hooked", "input_key", "survey_targets", "watched",
-]  # fmt: skip
+__all__ = ["blocks_of", "hooked", "input_key", "survey_targets", "watched"]
 
 import warnings
 from collections import Counter
@@ -15,13 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._torch import children_of, is_transformed, parameters_of, version_of
-from panther.compression.calibration.experts import routed_experts
 from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.steps import SKIPPED_CALL, Receive, Step, Tap, Watch, ignore
-from panther.compression.calibration.targets import TABLES, SkippedLayer, Survey, Target, geometry_of
+from panther.compression.calibration.targets import (
+    Further,
+    SkippedLayer,
+    Survey,
+    Target,
+    holder_of,
+    kind_of_layer,
+)
 from panther.errors import CompressionError, NumericalWarning
-from panther.nn.quantized.stacked import StackedExperts
 
 
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
@@ -65,13 +68,12 @@ def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey
                 "no_grad, detach, zeros or reentrant checkpointing"
             )
         else:
-            # Moments of a table are not those of its input, so that no target shares them.
-            is_shared = not (target.is_table or target.is_stacked)
-            inputs.setdefault(group if is_shared else (group, target), []).append(target)
+            # Without a metric, the moments are not those of the input, so that no target shares them.
+            inputs.setdefault(group if target.kind.has_metric else (group, target), []).append(target)
     return Survey(
         # `inputs` is in the order in which the layers run; layers that only other ranks call come last.
         targets=tuple(target for target in survey.targets if target not in reasons),
-        skipped=(*survey.skipped, *(SkippedLayer(t.name, t.kind, reason) for t, reason in reasons.items())),
+        skipped=(*survey.skipped, *(SkippedLayer(t.name, t.class_name, reason) for t, reason in reasons.items())),
         inputs=tuple(map(tuple, inputs.values())),
         gradients=gradients,
         notes=tuple(notes),
@@ -102,7 +104,7 @@ def _survey_batch(
             target: Target, module: nn.Module, x: Tensor, _: Further, step: Step = step, keys: dict[Target, Any] = keys
         ) -> Receive:
             alive.append(x)
-            keys.setdefault(target, []).append((step.part, *input_key(module, x)))
+            keys.setdefault(target, []).append((step.part, *input_key(target, module, x)))
             return lambda gradient: reached.update([target] if gradient.any() else [])
 
         with watched(step.targets, note, runner.model, unreadable) as watch, torch.set_grad_enabled(gradients):
@@ -154,10 +156,6 @@ def _agreed_groups(
     return agreed
 
 
-Further = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the named arguments of a call after its input, such as the offsets of nn.EmbeddingBag."""
-
-
 @contextmanager
 def watched(
     targets: Sequence[Target],
@@ -168,9 +166,9 @@ def watched(
 ) -> Iterator[Watch]:
     """Call ``note`` with the arguments of every call of the targets, and its result with the gradient at the output.
 
-    With ``model``, the outputs of its embeddings require gradients, as in training. Parameters do not require gradients
-    here, and reentrant checkpointing computes no gradients for a block whose input does not require one. For
-    ``unreadable`` and ``masks_of`` see :func:`hooked`.
+    With ``model``, the outputs of its layers that look up rows require gradients, as in training. Parameters do not
+    require gradients here, and reentrant checkpointing computes no gradients for a block whose input does not require
+    one. For ``unreadable`` and ``masks_of`` see :func:`hooked`.
     """
     watch = Watch()
 
@@ -193,7 +191,8 @@ def watched(
         tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
         return Tap.apply(output, watch.anchor, ignore) if tracked else None
 
-    embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, TABLES)]
+    modules = [] if model is None else [*model.modules()]
+    embeddings = [m for m in modules if (kind := kind_of_layer(m)) is not None and not kind.multiplies(m)]
     with hooked(targets, hook, unreadable, masks_of), ExitStack() as hooks:
         for embedding in embeddings:
             hooks.callback(embedding.register_forward_hook(start).remove)
@@ -216,7 +215,9 @@ def hooked(
     read.
     """
     with ExitStack() as hooks:
-        hooks.enter_context(routed_experts(targets, masks_of, unreadable))
+        for kind in dict.fromkeys(target.kind for target in targets):
+            of_kind = [target for target in targets if target.kind is kind]
+            hooks.enter_context(kind.routed(of_kind, masks_of, unreadable))
         for target in targets:
             for module in target.modules:
                 weight = parameters_of(module).get("weight")
@@ -237,8 +238,8 @@ def hooked(
                         kind = type(x if isinstance(output, Tensor) else output).__name__
                         verb = "takes" if isinstance(output, Tensor) else "returns"
                         raise CompressionError(
-                            f"layer {target.name!r} ({target.kind}) {verb} a {kind}, and a new layer takes and returns "
-                            "one tensor: exclude the layer"
+                            f"layer {target.name!r} ({target.class_name}) {verb} a {kind}, and a new layer takes and "
+                            "returns one tensor: exclude the layer"
                         )
                     if reason := _unreadable_reason(module, x, weight):
                         if unreadable is None:
@@ -263,12 +264,12 @@ def _unreadable_reason(module: nn.Module, x: Tensor, weight: Tensor | None) -> s
     return ""
 
 
-def input_key(module: nn.Module, x: Tensor) -> Any:
+def input_key(target: Target, module: nn.Module, x: Tensor) -> Any:
     """Return a key that is equal for two inputs, while both are alive, if and only if their moments are equal."""
     # The version distinguishes the values before and after a write. Tensors of inference mode count no writes.
     version = 0 if x.is_inference() else version_of(x)
     # Two convolutions of one input can unfold it differently.
-    return x.data_ptr(), x.shape, x.stride(), version, *geometry_of(module)
+    return x.data_ptr(), x.shape, x.stride(), version, *target.kind.geometry(module)
 
 
 def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module, str]]:
@@ -278,7 +279,7 @@ def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module,
     wraps a stack, as in a Sequential of an encoder and a head, the stack's elements are blocks instead. A stack is a
     ModuleList or Sequential with at least two elements of one class that contain some of the layers.
     """
-    layers = layers | {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
+    layers = layers | set(map(holder_of, layers))
     inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
     places: list[tuple[nn.Module, str]] = []
 

@@ -19,7 +19,6 @@ from torch import nn
 from panther.compression.calibration.targets import LEAST_RANK, Target
 from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
-from panther.compression.moments import Moments, TableMoments
 from panther.compression.readers import Reader, why_weight_is_read
 from panther.errors import CompressionError
 from panther.nn.protocol import CompressedModule, allow_saving
@@ -118,8 +117,7 @@ class FormSettings:
 
     def forms_of(self, target: Target) -> tuple["Form", ...]:
         """Return the forms that a weight can take, whatever its size."""
-        forms = (form for form in self.forms if form.stores_tables or not target.is_table)
-        forms = (form for form in forms if form.stores_experts or not target.is_stacked)
+        forms = (form for form in self.forms if form.fits_every_kind or target.kind.takes_every_form)
         if self.reader is not None:
             widths = self.reader.widths_of(target.inner, self.group_size, [form.bits for form in self.forms])
             forms = (form for form in forms if form.bits is None or form.bits in widths)
@@ -130,22 +128,17 @@ class FormSettings:
         if self.reader is None:
             return None
         name = self.reader.name
-        if target.is_looked_up or target.is_stacked or not isinstance(target.modules[0], nn.Linear):
-            return f"is of class {target.kind}, and reader={name!r} holds codes of nn.Linear only"
+        if not self.reader.holds(target.modules):
+            return f"is of class {target.class_name}, and reader={name!r} holds codes of nn.Linear only"
         if is_head and not self.reader.packs_heads:
             return f"computes the logits, and reader={name!r} does not hold such a layer in codes"
         reasons = (why_weight_is_read(model, name) for name in target.names)
         return next(filter(None, reasons), None) or self.reader.why_no_group(target.inner, self.group_size)
 
     @property
-    def stores_tables(self) -> bool:
-        """Return whether embeddings can have one of the forms except for dense."""
-        return any(form.stores_tables for form in self.forms if form.name != DENSE)
-
-    @property
-    def stores_experts(self) -> bool:
-        """Return whether stacked weights of experts can have one of the forms except for dense."""
-        return any(form.stores_experts for form in self.forms if form.name != DENSE)
+    def has_codes(self) -> bool:
+        """Return whether weights of every kind can have one of the forms except for dense."""
+        return any(form.fits_every_kind for form in self.forms if form.name != DENSE)
 
     def options(self, target: Target) -> list[Option]:
         """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
@@ -157,8 +150,8 @@ class FormSettings:
         if not forms:
             groups = "" if target.groups == 1 else f" in {target.groups} groups"
             raise CompressionError(
-                f"layer {target.name!r} is a {target.kind}{groups}, which none of forms={self.names} can be: add "
-                f"'low_rank' or 'int8', or pass exclude=nn.{target.kind}"
+                f"layer {target.name!r} is a {target.class_name}{groups}, which none of forms={self.names} can be: add "
+                f"'low_rank' or 'int8', or pass exclude=nn.{target.class_name}"
             )
         options = [option for form in forms for option in form.options(target, self)]
         return sorted(options, key=lambda option: option.bytes)
@@ -188,9 +181,8 @@ class Form:
         is_default: Whether :func:`panther.compress` considers the form unless ``forms`` is given.
         has_rank: Whether its options have ranks.
         is_quantized: Whether its layers can round their inputs (``activations``).
-        stores_tables: Whether embeddings can have it, and heads that share their weight. Its codes are then those of
-            :mod:`.tables`, and its layers have to share their buffers.
-        stores_experts: Whether stacked weights of experts can have it.
+        fits_every_kind: Whether weights of every kind can have it, such as embeddings and stacked experts. The kind
+            then fits its codes and makes its layers, which have to share their buffers.
     """
 
     name: str
@@ -200,8 +192,7 @@ class Form:
     is_default = False
     has_rank = False
     is_quantized = False
-    stores_tables = False
-    stores_experts = False
+    fits_every_kind = False
 
     def accepts(self, target: Target) -> bool:
         """Return whether a weight can take the form, whatever its size."""
@@ -306,7 +297,7 @@ class Fits:
     fits: Mapping[Target, TargetFit] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     settings: FormSettings = field(default_factory=lambda: FormSettings(default_forms()))
-    moments: Mapping[Target, Moments | TableMoments] = field(default_factory=dict)
+    moments: Mapping[Target, Any] = field(default_factory=dict)
     passes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     comparable: bool = False

@@ -1,19 +1,17 @@
 """The quantized forms: codes of 2 to 8 bits with a scale and a zero for each group of a row's columns."""
 
-__all__ = ["WIDTHS", "Codes", "code_bytes", "convert_quantized", "quantized_layer"]
+__all__ = ["WIDTHS", "Codes", "convert_quantized"]
 
 from torch import Tensor, nn
 
-from panther.compression.calibration.targets import TABLES, Target
+from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
 from panther.compression.forms.metric import Fit
 from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.compression.forms.rounding import QuantizedWeight
 from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
-from panther.nn.quantized import stored_bytes
 from panther.nn.quantized.grid import round_factors
 from panther.nn.quantized.matrix import QuantizedMatrix
-from panther.nn.quantized.stacked import StackedExperts
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 
@@ -26,8 +24,7 @@ class Codes(Form):
     uses_rounding = True
     is_default = True
     is_quantized = True
-    stores_tables = True
-    stores_experts = True
+    fits_every_kind = True
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits."""
@@ -35,7 +32,7 @@ class Codes(Form):
 
     def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
         """Return the bytes of codes, scales and zeros."""
-        return code_bytes(target, self.bits, rank, settings)
+        return target.kind.code_bytes(target, self.bits, rank, settings.group_size)
 
     def loss(self, fit: TargetFit, option: Option) -> tuple[float, float] | None:
         """Return the losses of the codes, and of a correction of rank ``option.rank`` in 8 bits."""
@@ -50,18 +47,11 @@ class Codes(Form):
 
     def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
         """Return a new layer, with the random codes of its constructor."""
-        return quantized_layer(target, module, option, settings)
+        layer: nn.Module = target.kind.quantized_layer(target, module, option.bits, option.rank or 0, settings)
+        return layer
 
 
 register(*map(Codes, WIDTHS))
-
-
-def code_bytes(target: Target, width: int | None, rank: int, settings: FormSettings) -> int:
-    """Return the bytes of a quantized weight on disk; without a width, only of its correction of rank ``rank``."""
-    return stored_bytes(
-        target.inner, target.groups * target.outer, width, group_size=settings.group_size, low_rank=rank,
-        conv=isinstance(target.modules[0], nn.Conv2d),
-    )  # fmt: skip
 
 
 def convert_quantized(
@@ -83,7 +73,7 @@ def convert_quantized(
             change = change - left @ (scales * (right @ mean[0]))
 
     def make(module: nn.Module) -> QuantizedMatrix:
-        layer = quantized_layer(target, module, option, settings)
+        layer: QuantizedMatrix = target.kind.quantized_layer(target, module, option.bits, rank, settings)
         if weight is not None:
             layer.set_codes_(weight.codes, weight.scales, weight.zeros)
         if factors is not None:
@@ -91,21 +81,3 @@ def convert_quantized(
         return layer
 
     return replace_layers(target, make, change, share_buffers=True)
-
-
-def quantized_layer(target: Target, module: nn.Module, option: Option, settings: FormSettings) -> QuantizedMatrix:
-    """Return a new layer in the place of ``module``, whose codes and factors are not set."""
-    rank = option.rank or 0
-    if isinstance(module, TABLES):
-        kind = QuantizedEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingBag
-        return kind.in_place_of(module, bits=option.bits, group_size=settings.group_size)
-    if isinstance(module, StackedExperts):
-        return QuantizedExperts.in_place_of(module, bits=option.bits, group_size=settings.group_size)
-    if isinstance(module, nn.Conv2d):
-        return QuantizedConv2d.in_place_of(module, bits=option.bits, group_size=settings.group_size, low_rank=rank)
-    layer = QuantizedLinear(
-        target.inner, target.outer, option.bits, group_size=settings.group_size, low_rank=rank,
-        bias=getattr(module, "bias", None) is not None, device=target.weight.device, dtype=target.weight.dtype,
-    )  # fmt: skip
-    layer.activations = settings.activations
-    return layer

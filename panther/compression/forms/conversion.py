@@ -11,7 +11,7 @@ from panther.compression.forms import DENSE, Choice, Fits, Option, Replacement, 
 from panther.compression.forms.low_rank import convert_seeded
 from panther.compression.forms.metric import Metric, factor, metric_of, wide_dtype
 from panther.compression.forms.rounding import RoundingTask, fit_quantized
-from panther.compression.moments import Moments, gather_drift
+from panther.compression.moments import gather_drift
 
 
 def convert_all(
@@ -41,22 +41,21 @@ def convert_target(target: Target, fits: Fits, option: Option, seed: int) -> Rep
 def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
     """Make the new layers one after another, each fitted to its input in the model with the earlier new layers."""
     seeds = survey.seeds(seed)
-    moments = {target: each for target, each in fits.moments.items() if isinstance(each, Moments)}
     new: Replacement = {}
     for number, targets in enumerate(fits.inputs):
         choices = [(target, option) for target in targets if (option := choice[target]).form != DENSE]
         if not choices:
             continue
         # Indices do not change as layers are compressed, and a router may send tokens to different experts.
-        if targets[0].is_table or targets[0].is_stacked:
+        if not targets[0].kind.has_metric:
             for target, option in choices:
                 new |= convert_target(target, fits, option, seeds[target])
             continue
         compressed = partial(replace_modules, runner.model, dict(new))
         description = f"sequential {number + 1}/{len(fits.inputs)}"
-        drift = gather_drift(runner, targets, moments, compressed, description)
+        drift = gather_drift(runner, targets, fits.moments, compressed, description)
         for target, option in choices:
-            metric = metric_of(target, moments[target], drift[target] if drift else None, fits.ridge)
+            metric = metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge)
             fit = _fit_option(target, option, metric, fits, seeds[target])
             new |= form_named(option.form).convert(target, option, fit, fits.settings, seeds[target])
     return new

@@ -6,7 +6,7 @@ from torch import nn
 
 from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
-from panther.compression.forms.codes import WIDTHS, Codes, code_bytes, convert_quantized, quantized_layer
+from panther.compression.forms.codes import WIDTHS, Codes, convert_quantized
 from panther.compression.forms.metric import leading_components
 from panther.compression.forms.replacement import Replacement
 from panther.nn import QuantizedConv2d, QuantizedLinear
@@ -29,8 +29,7 @@ class CorrectedCodes(Codes):
 
     is_default = False
     has_rank = True
-    stores_tables = False
-    stores_experts = False
+    fits_every_kind = False
 
     def __init__(self, bits: int) -> None:
         """Make the form of codes with this number of bits, and a correction."""
@@ -75,7 +74,7 @@ class Int8LowRank(Form):
 
     def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
         """Return the bytes of factors and scales."""
-        return code_bytes(target, None, rank, settings)
+        return target.kind.code_bytes(target, None, rank, settings.group_size)
 
     def num_components(self, target: Target, settings: FormSettings, share: float) -> int:
         """Return as many components as a global choice may need."""
@@ -93,7 +92,8 @@ class Int8LowRank(Form):
 
     def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
         """Return a new layer, with the random factors of its constructor."""
-        return quantized_layer(target, module, option, settings)
+        layer: nn.Module = target.kind.quantized_layer(target, module, None, option.rank or 0, settings)
+        return layer
 
 
 register(Int8LowRank(), *map(CorrectedCodes, WIDTHS))

@@ -12,8 +12,7 @@ class Dense(Form):
 
     name = DENSE
     is_default = True
-    stores_tables = True
-    stores_experts = True
+    fits_every_kind = True
 
     def options(self, target: Target, settings: FormSettings) -> list[Option]:
         """Return the dense weight."""

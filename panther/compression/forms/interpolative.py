@@ -24,7 +24,7 @@ class Interpolative(Form):
 
     def accepts(self, target: Target) -> bool:
         """Return whether the weight belongs to linear layers."""
-        return not isinstance(target.modules[0], nn.Conv2d)
+        return target.kind.is_linear
 
     def largest_rank(self, target: Target) -> int:
         """Return the smaller dimension of the weight."""

@@ -5,9 +5,6 @@ Also seeded sketches, which :func:`panther.sketch_layers_` and ``method="random"
 
 __all__ = ["convert_low_rank", "convert_seeded"]
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +12,8 @@ from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import LOW_RANK, Form, FormSettings, Option, TargetFit, register
 from panther.compression.forms.metric import Fit, leading_components, wide_dtype
 from panther.compression.forms.replacement import Replacement, replace_layers
-from panther.nn import LowRankConv2d, LowRankLinear, SKConv2d, SKLinear
-from panther.nn.conv.product import take_format_
-from panther.nn.factors import overrides_forward
+from panther.nn import LowRankConv2d, LowRankLinear
+from panther.nn.protocol import CompressedModule
 
 
 class LowRank(Form):
@@ -54,7 +50,7 @@ class LowRank(Form):
         like, rank, dtype = target.weight, option.rank or 0, wide_dtype(target)
         left = torch.randn(target.groups, target.outer, rank, dtype=dtype, device=like.device) / rank**0.5
         right = torch.randn(target.groups, rank, target.inner, dtype=dtype, device=like.device) / target.inner**0.5
-        return _layer(module, left, right, 0)
+        return _layer(target, module, left, right, 0)
 
 
 register(LowRank())
@@ -68,40 +64,12 @@ def convert_low_rank(target: Target, fit: Fit, rank: int, seed: int) -> Replacem
         mean, exact = fit.means
         # In float64, and from the rounded factors, so that the bias also corrects for their rounding.
         change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
-    return replace_layers(target, lambda module: _layer(module, left, right, seed), change)
+    return replace_layers(target, lambda module: _layer(target, module, left, right, seed), change)
 
 
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:
-    """Make a new layer for each layer of the target, by ``from_linear`` or ``from_conv``.
-
-    ``low_rank`` is the rank in every group of a convolution. The truncated SVD has twice the rank of a sketch.
-    """
-
-    def make(module: nn.Module) -> SKLinear | SKConv2d | LowRankLinear | LowRankConv2d:
-        rank = 2 * num_terms * low_rank
-        kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Linear
-        if isinstance(module, kind) and overrides_forward(module, kind):  # `include` names its type
-            module = copy.copy(module)
-            module.__class__ = kind
-        if init == "svd" and isinstance(module, nn.Conv2d):
-            return LowRankConv2d.from_conv(module, rank * target.groups, seed=seed)
-        if init == "svd":
-            return LowRankLinear.from_linear(_as_linear(module), rank, seed=seed)
-        if isinstance(module, nn.Conv2d):
-            return SKConv2d.from_conv(module, num_terms, low_rank * target.groups, init=init, seed=seed)
-        return SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
-
-    return replace_layers(target, make)
-
-
-def _as_linear(module: nn.Module) -> nn.Linear:
-    """Return the module itself, or an nn.Linear with the weight and bias of transformers' Conv1D."""
-    if isinstance(module, nn.Linear):
-        return module
-    weight, bias = module.get_parameter("weight").detach(), module.get_parameter("bias").detach()
-    linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")  # takes no memory
-    linear.weight, linear.bias = nn.Parameter(weight.mT), nn.Parameter(bias)
-    return linear.train(module.training)
+    """Make a new layer for each layer of the target from a seed; see :meth:`WeightKind.seeded_layer`."""
+    return replace_layers(target, lambda module: target.kind.seeded_layer(module, num_terms, low_rank, init, seed))
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,23 +81,9 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return Q @ (U * root[..., None, :]), (root[..., :, None] * Vt) @ P.mT
 
 
-def _layer(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> LowRankLinear | LowRankConv2d:
-    """Return a layer with the factors (groups, outer, rank) and (groups, rank, inner) in the place of ``module``."""
-    weight, rank = module.get_parameter("weight"), left.shape[2]
-    has_bias = getattr(module, "bias", None) is not None
-    # On the meta device, because values would be drawn only to be replaced below.
-    options: Any = {"bias": has_bias, "device": "meta", "dtype": weight.dtype}
-    if isinstance(module, nn.Conv2d):
-        conv = LowRankConv2d(
-            module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding,
-            module.dilation, module.groups, padding_mode=module.padding_mode, rank=rank * module.groups, **options,
-        ).to_empty(device=weight.device)  # fmt: skip
-        conv.set_factors_(left, right, seed)
-        take_format_(conv, weight)
-        layer: LowRankLinear | LowRankConv2d = conv
-    else:
-        linear = LowRankLinear(right.shape[2], left.shape[1], rank, **options).to_empty(device=weight.device)
-        layer = linear.set_factors_(left[0], right[0], seed)
+def _layer(target: Target, module: nn.Module, left: Tensor, right: Tensor, seed: int) -> CompressedModule:
+    """Return a layer with the factors (groups, outer, rank) and (groups, rank, inner), and a bias of zeros."""
+    layer: CompressedModule = target.kind.low_rank_layer(module, left, right, seed)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer

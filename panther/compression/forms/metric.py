@@ -103,7 +103,7 @@ def metric_of(target: Target, moments: Moments | None, drift: Moments | None = N
     metric is then the weight that best maps this input to the mean of two outputs: that weight's output on the input,
     and the original layer's output. ``ridge`` is added to the diagonals, relative to their mean.
     """
-    W = target.matrices()
+    W = target.kind.matrices(target)
     if moments is None:
         return Metric(W, None, None, None)
     input_moments = moments if drift is None else drift
@@ -111,8 +111,7 @@ def metric_of(target: Target, moments: Moments | None, drift: Moments | None = N
     if cross is not None:
         cross, target_mean = cross.lerp(A, _ANCHOR), target_mean.lerp(mean, _ANCHOR)
     # Only a bias in every layer that shares the weight can take up a change of the mean.
-    biased = all(getattr(module, "bias", None) is not None for module in target.modules)
-    if biased:
+    if target.has_bias:
         A = A - _outer(mean, mean)
         cross = None if cross is None else cross - _outer(target_mean, mean)
     # Any root gives the same fit. Cholesky factors make the solves triangular, which is cheap and accurate.
@@ -120,7 +119,7 @@ def metric_of(target: Target, moments: Moments | None, drift: Moments | None = N
     if cross is not None:  # the regression of the original's output on the new input: W C A^-1
         source = torch.cholesky_solve((W @ cross).mT, L).mT
     R = None if moments.G is None else _root(moments.G, ridge).mT
-    return Metric(source, L, R, (mean, (W @ target_mean[..., None])[..., 0]) if biased else None)
+    return Metric(source, L, R, (mean, (W @ target_mean[..., None])[..., 0]) if target.has_bias else None)
 
 
 def factor(

@@ -11,8 +11,8 @@ from panther._process_settings import ignored_warnings
 from panther._torch import buffers_of, parameters_of
 from panther.compression.calibration.targets import Target
 from panther.errors import PerformanceWarning
-from panther.nn.base import CompressedModule
 from panther.nn.factors import inherit_settings
+from panther.nn.protocol import CompressedModule
 
 Replacement = dict[nn.Module, nn.Module]
 """The new layer of each old layer."""

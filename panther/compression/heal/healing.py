@@ -39,7 +39,7 @@ from panther.distributed import get_world_size
 from panther.distributed.comm.agreement import agree, describe_settings, gather_objects, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.files import read_json, write_json
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimization.optimizer import learning_rate_factor

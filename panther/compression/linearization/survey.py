@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from panther._torch import children_of
-from panther.compression.calibration.targets import Selector, SkippedLayer, is_selected, selectors_of
+from panther.compression.calibration.eligibility import is_selected, selectors_of
+from panther.compression.calibration.targets import Selector, SkippedLayer
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD

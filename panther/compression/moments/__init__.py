@@ -2,16 +2,14 @@
 
 from panther.compression.moments.gather import (
     Gathered,
-    Moments,
     check_calibration,
     gather_drift,
     gather_moments,
     moments_bytes,
     split_passes,
 )
-from panther.compression.moments.tables import TableMoments
+from panther.compression.moments.sums import Moments
 
 __all__ = [
-    "Gathered", "Moments", "TableMoments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes",
-    "split_passes",
+    "Gathered", "Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
 ]  # fmt: skip

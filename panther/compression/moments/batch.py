@@ -4,41 +4,24 @@ Each gradient is used as soon as backward computes it, and then freed together w
 therefore used by the model's own forward and by one copy of each input.
 """
 
-__all__ = ["Call", "gradient_rows", "run_step"]
+__all__ = ["gradient_rows", "run_step"]
 
 from collections.abc import Callable, Collection
 from itertools import count
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.experts import expert_of
 from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import Runner, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Receive, Step
-from panther.compression.calibration.survey import Further, input_key, watched
-from panther.compression.calibration.targets import Target
-from panther.compression.moments.sums import is_finite
+from panther.compression.calibration.survey import input_key, watched
+from panther.compression.calibration.targets import Further, Target
+from panther.compression.moments.sums import Call, is_finite
 from panther.errors import CompressionError
-
-
-class Call(NamedTuple):
-    """One call of a layer in a batch.
-
-    Attributes:
-        place: The number of the batch, and the number of earlier calls in this batch.
-        module: The layer.
-        x: The input of the layer; for a linear layer or an embedding, only the rows that count.
-        expert: The expert whose weight multiplies the input; 0 for layers without experts.
-    """
-
-    place: tuple[int, int]
-    module: nn.Module
-    x: Tensor
-    expert: int = 0
 
 
 def run_step(
@@ -62,13 +45,9 @@ def run_step(
     waiting: dict[int, tuple[Target, Call]] = {}
     indices = count()
 
-    def hold(target: Target, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, nn.EmbeddingBag):
-            return x.clone()
-        if isinstance(module, nn.Embedding):  # the indices of the positions that count
-            return counted(x[..., None], masks, module)[:, 0].clone()
-        rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
-        if not is_finite(rows):
+    def kept_input(target: Target, module: nn.Module, x: Tensor) -> Tensor:
+        rows = target.kind.counted_input(module, x, masks)
+        if rows.is_floating_point() and not is_finite(rows):
             raise CompressionError(
                 f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
                 "batch and the model, or exclude the layer"
@@ -78,16 +57,16 @@ def run_step(
 
     def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive | None:
         index = next(indices)
-        held = None
+        rows = None
         if target in compared:
             alive.append(x)
-            input_keys.setdefault(target, []).append(key := input_key(module, x))
-            held = copies.get(key)
-        if held is None:
-            held = hold(target, module, x)
+            input_keys.setdefault(target, []).append(key := input_key(target, module, x))
+            rows = copies.get(key)
+        if rows is None:
+            rows = kept_input(target, module, x)
             if gradients and target in compared:
-                copies[key] = held
-        call = Call((number, index), module, held, expert_of(further) if target.is_stacked else 0)
+                copies[key] = rows
+        call = Call((number, index), module, rows, target.kind.group_of(further))
         if not gradients:
             add(target, call, None)
             return None
@@ -121,8 +100,5 @@ def run_step(
 
 def gradient_rows(module: nn.Module, gradient: Tensor, masks: Masks, target: Target) -> Tensor:
     """Return the gradients at a layer's output, (groups, rows, outer) in float32 or wider."""
-    if isinstance(module, nn.Conv2d):
-        rows = gradient.movedim(-3, -1).reshape(-1, target.groups, target.outer).movedim(1, 0)
-    else:
-        rows = counted(gradient, masks, module)[None]
+    rows = target.kind.gradient_rows(target, module, gradient, masks)
     return rows.to(torch.promote_types(rows.dtype, torch.float32))

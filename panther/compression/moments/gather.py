@@ -15,9 +15,7 @@ from the identity towards the product nearest to :math:`\operatorname{E} x x^T \
 Pitsianis, "Approximation with Kronecker products", 1993); c prevents that few positions dominate the mean.
 """
 
-__all__ = [
-    "Gathered", "Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
-]  # fmt: skip
+__all__ = ["Gathered", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,57 +26,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, row_blocks, squares
 from panther.compression.calibration.steps import Receive
-from panther.compression.calibration.survey import Further, watched
-from panther.compression.calibration.targets import TABLES, Target
-from panther.compression.moments.batch import Call, gradient_rows, run_step
-from panther.compression.moments.experts import ExpertSums, stack_bytes
-from panther.compression.moments.sums import ShiftedSum, Sums, add_products, add_squares, input_rows, square_zeros
-from panther.compression.moments.tables import TableMoments, TableSums
+from panther.compression.calibration.survey import watched
+from panther.compression.calibration.targets import Further, Target
+from panther.compression.moments.batch import gradient_rows, run_step
+from panther.compression.moments.sums import (
+    Call,
+    Moments,
+    RootsOf,
+    ShiftedSum,
+    Sums,
+    add_products,
+    add_squares,
+    square_zeros,
+)
 from panther.errors import CompressionError
 
-_DOUBLE = torch.float64.itemsize
-_CONSTANT = 1e-11  # an input is constant, up to rounding, if its variance is at most this share of its mean square
 _EVEN = 0.25  # the constant c above
 _MAX_WEIGHT = 2.0**40  # largest weight of a position over the mean; its root is far within the range of float32
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Moments of one target, in float64.
-
-    Attributes:
-        A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients. Large stacks of
-            experts have one for all experts, (1, inner, inner), or the diagonals alone, (groups, inner).
-        mean: Mean of its inputs, (groups, inner), with the same weights.
-        G: Second moment of the gradients at its outputs, (groups, outer, outer), or None; for experts as A.
-        positions: How often the layer was applied, over all batches.
-        cross: If the inputs are inputs in the compressed model: the cross moment of the original's inputs (rows) and
-            these inputs (columns), (groups, inner, inner).
-        roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
-            weights are equal.
-        calls: How often the layer is called in each batch.
-        tokens: Number of tokens of each expert; empty for layers without experts.
-        shares: Share with which the error of each expert counts, (experts,); None for layers without experts.
-    """
-
-    A: Tensor
-    mean: Tensor
-    G: Tensor | None
-    positions: float
-    cross: Tensor | None = None
-    roots: Tensor | None = None
-    calls: tuple[int, ...] = ()
-    tokens: tuple[float, ...] = ()
-    shares: Tensor | None = None
-
-    @property
-    def constant(self) -> bool:
-        """Return whether every row of the inputs was the same, to rounding."""
-        squares = self.A.diagonal(dim1=-2, dim2=-1) if self.A.dim() > 2 else self.A
-        return bool((squares - self.mean.square() <= _CONSTANT * squares).all())
 
 
 def check_calibration(
@@ -94,7 +60,7 @@ def check_calibration(
     Raises:
         CompressionError: If the inputs of all layers never varied.
     """
-    positions = {target: count for target, count in positions.items() if not target.is_table}
+    positions = {target: count for target, count in positions.items() if target.kind.needs_positions(target)}
     if positions and len(constant) == len(positions):
         raise CompressionError(
             f"every layer reads the same input at all {max(positions.values()):.0f} positions of the calibration "
@@ -132,16 +98,7 @@ def check_calibration(
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
     """Return the bytes of the moments of targets that share one input; with gradients, they do not share A."""
-    if targets[0].is_stacked:  # which share nothing
-        return sum(stack_bytes(target, gradients) for target in targets)
-    if targets[0].is_table:
-        entries = 0
-        for target in targets:
-            inputs = target.inner if target.is_wide else target.inner**2
-            entries += gradients * target.is_looked_up * target.inner**2 + target.is_multiplied * inputs
-        return _DOUBLE * (entries + 3 * sum(target.outer for target in targets))
-    A = targets[0].groups * targets[0].inner ** 2 * (len(targets) if gradients else 1)
-    return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
+    return targets[0].kind.moments_bytes(targets, gradients)
 
 
 def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int) -> list[list[Sequence[Target]]]:
@@ -167,13 +124,13 @@ class Gathered:
     """The moments of some targets, as soon as they are complete.
 
     Attributes:
-        moments: The moments of each target.
+        moments: The moments of each target, as its kind has them.
         energy: The sum of the output's squares over all batches.
         inputs: The targets, in sets that share an input.
         state: What :func:`gather_moments` needs to continue after this in another process.
     """
 
-    moments: dict[Target, Moments | TableMoments]
+    moments: dict[Target, Any]
     energy: float
     inputs: Sequence[Sequence[Target]]
     state: Mapping[str, Any]
@@ -225,9 +182,7 @@ class _Gathering:
     ) -> None:
         self.runner, self.inputs, self.gradients, self.seed, self.keep = runner, inputs, gradients, seed, keep
         self.separate: list[Sequence[Target]] = []
-        self._sums: dict[Target, Sums] = state.get("sums", {})
-        self._tables: dict[Target, TableSums] = state.get("tables", {})
-        self._stacks: dict[Target, ExpertSums] = state.get("stacks", {})
+        self._sums: dict[Target, Any] = state.get("sums", {})  # as the kinds of the weights have them
         self._calls: dict[Target, list[int]] = state.get("calls", {})
         self._levels: dict[Target, float] = state.get("levels", {})
         self._energy = state.get("energy", torch.zeros(1, dtype=torch.float64))
@@ -235,8 +190,8 @@ class _Gathering:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "sums": self._sums, "tables": self._tables, "stacks": self._stacks, "calls": self._calls,
-            "levels": self._levels, "energy": self._energy, "part": self._part,
+            "sums": self._sums, "calls": self._calls, "levels": self._levels, "energy": self._energy,
+            "part": self._part,
         }  # fmt: skip
 
     def run(self, description: str) -> Iterator[Gathered]:
@@ -247,7 +202,7 @@ class _Gathering:
         compared = {target for group in self.inputs if len(group) > 1 for target in group}
         is_separate = torch.zeros(len(self.inputs), dtype=torch.float64)
         if not self._levels:
-            leveled = [target for target in targets if not target.is_table or target.is_multiplied]
+            leveled = [target for target in targets if target.is_multiplied]
             self._levels = _gradient_levels(runner, leveled, self.seed, self.gradients)
         passes = [(batch, self.seed + number) for number, batch in enumerate(runner.batches, runner.first_number)]
         for step in runner.steps(passes, targets, gradients=self.gradients, description=description, after=self._part):
@@ -275,71 +230,39 @@ class _Gathering:
             if new.isdisjoint(group):
                 continue
             self._calls |= {target: [0] * len(runner.batches) for target in group}
-            if group[0].is_stacked:
-                self._stacks |= {target: ExpertSums(target, self.gradients, runner.device) for target in group}
-            elif group[0].is_table:
-                self._tables |= {target: TableSums(target, self.gradients, runner.device) for target in group}
-            else:
-                for shared in [[target] for target in group] if self.gradients else [group]:
-                    self._sums |= dict.fromkeys(shared, Sums(shared, self.gradients, runner.device, keep=self.keep))
+            # Without gradients, targets that share an input share its moments.
+            for shared in [[target] for target in group] if self.gradients else [group]:
+                sums = group[0].kind.sums(shared, self.gradients, runner.device, keep=self.keep)
+                self._sums |= dict.fromkeys(shared, sums)
 
     def _add(self, target: Target, call: Call, slope: Tensor | None) -> None:
         self._calls[target][call.place[0]] += 1
-        roots: Tensor | float | None = _EVEN**0.5 if self.gradients else None
-        if target in self._stacks:
-            even = _EVEN**0.5 if self.gradients else 1.0
-            level = self._levels.get(target, 1.0)
-            is_sound = self._stacks[target].add(call.expert, call.x, slope, lambda slope: _roots(slope, level), even)
-        elif target in self._tables:
-            level = self._levels.get(target, 1.0)
-            is_sound = self._tables[target].add(call.module, call.x, slope, lambda slope: _roots(slope, level))
-        else:
-            is_sound = slope is None or add_squares(self._sums[target].G[target], slope)
-        if not is_sound:
+        if not self._sums[target].add(target, call, slope, self._roots_of(target)):
             raise CompressionError(
                 f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
                 "use method='activation', or a model in float32"
             )
-        if target in self._tables or target in self._stacks:
-            return
-        if slope is not None:
-            roots = _roots(slope, self._levels[target])
-        if self.gradients or self._sums[target].leader is target:
-            self._sums[target].add(call.module, call.x, roots, call.place)
 
-    def _moments(self, groups: Sequence[Sequence[Target]]) -> dict[Target, Moments | TableMoments]:
+    def _roots_of(self, target: Target) -> RootsOf:
+        """Return the function that returns the roots of the weights of positions, from the gradients there."""
+        level = self._levels.get(target, 1.0)
+
+        def roots_of(slope: Tensor | None) -> Tensor | float | None:
+            if slope is None:
+                return _EVEN**0.5 if self.gradients else None
+            return _roots(slope, level)
+
+        return roots_of
+
+    def _moments(self, groups: Sequence[Sequence[Target]]) -> dict[Target, Any]:
         """Return the moments of sets of targets, and forget their sums."""
-        runner = self.runner
-        result: dict[Target, Moments | TableMoments] = {}
+        result: dict[Target, Any] = {}
         for target in (target for group in groups for target in group):
-            if (table := self._tables.pop(target, None)) is not None:
-                result[target] = table.moments(runner.sum_)
-                continue
-            if (stack_sums := self._stacks.pop(target, None)) is not None:
-                stack = stack_sums.moments(runner.sum_)
-                positions = max(sum(stack.tokens), 1.0)
-                result[target] = Moments(
-                    stack.A, stack.mean, stack.G, positions, tokens=stack.tokens, shares=stack.shares
-                )
-                continue
             sums = self._sums.pop(target)
-            if sums.leader is not target:
+            if sums.leader is target:
+                result[target] = sums.moments(self.runner.sum_, tuple(self._calls[target]))
+            else:
                 result[target] = result[sums.leader]
-                continue
-            sums.finish_()
-            weight, mean = sums.inputs.weight, sums.inputs.total()
-            runner.sum_([sums.A, mean, *sums.G.values(), weight, sums.positions])
-            positions = max(sums.positions.item(), 1.0)
-            weight = torch.where(weight > 0, weight, 1.0)
-            sums.A /= weight[..., None]
-            mean /= weight
-            for G in sums.G.values():
-                G /= positions
-            # Gradients arrive in the order of backward; the drift reads the calls in the order of the forward.
-            sums.roots.sort(key=lambda entry: entry[0])
-            roots = torch.cat([roots for _, roots in sums.roots], 1) if sums.roots else None
-            calls = tuple(self._calls[target])
-            result[target] = Moments(sums.A, mean, sums.G.get(target), positions, roots=roots, calls=calls)
         return result
 
 
@@ -371,7 +294,7 @@ def _add_gradient_levels(
     masks = runner.mask(batch)
 
     def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> Receive | None:
-        if isinstance(module, TABLES):
+        if not target.kind.multiplies(module):
             return None
 
         def receive(gradient: Tensor) -> None:
@@ -420,8 +343,7 @@ def gather_drift(
 
         def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> None:
             nonlocal left
-            rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
-            rows_read.extend(input_rows(module, rows, target.groups))
+            rows_read.extend(target.kind.input_rows(module, target.kind.counted_input(module, x, masks), target.groups))
             left -= 1
             if left == 0:
                 raise _Stop

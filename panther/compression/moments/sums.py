@@ -4,21 +4,24 @@ Rows are multiplied in blocks, in float32 (in float64 for float64 models), and t
 mean of the first rows is subtracted from the inputs, because a large mean would cancel the covariance in float32.
 """
 
-__all__ = ["ShiftedSum", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "mirror_", "square_zeros"]
+__all__ = [
+    "Call", "Moments", "RootsOf", "ShiftedSum", "Sums", "add_products", "add_squares", "is_finite", "mirror_",
+    "square_zeros",
+]  # fmt: skip
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import frexp, isfinite, ldexp
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
 from panther.linalg.operand import driver
-from panther.nn.conv.padding import pad_input
 
-_CHUNK = 2**22  # entries of unfolded input at a time
+_CONSTANT = 1e-11  # an input is constant, up to rounding, if its variance is at most this share of its mean square
 # Rows of a block. In float32, the rounding error of a sum of this many squares is below the one of the products.
 _ROWS = 2048
 # Rows of a strip. Each strip is computed from the diagonal to the right only, which takes 0.61 of the time of the full
@@ -70,6 +73,65 @@ class ShiftedSum:
         products.baddbmm_(self.shift.mT, other.total()[:, None, :])
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Moments of one target, in float64.
+
+    Attributes:
+        A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients. Large stacks of
+            experts have one for all experts, (1, inner, inner), or the diagonals alone, (groups, inner).
+        mean: Mean of its inputs, (groups, inner), with the same weights.
+        G: Second moment of the gradients at its outputs, (groups, outer, outer), or None; for experts as A.
+        positions: How often the layer was applied, over all batches.
+        cross: If the inputs are inputs in the compressed model: the cross moment of the original's inputs (rows) and
+            these inputs (columns), (groups, inner, inner).
+        roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
+            weights are equal.
+        calls: How often the layer is called in each batch.
+        tokens: Number of tokens of each expert; empty for layers without experts.
+        shares: Share with which the error of each expert counts, (experts,); None for layers without experts.
+    """
+
+    A: Tensor
+    mean: Tensor
+    G: Tensor | None
+    positions: float
+    cross: Tensor | None = None
+    roots: Tensor | None = None
+    calls: tuple[int, ...] = ()
+    tokens: tuple[float, ...] = ()
+    shares: Tensor | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Return whether every row of the inputs was the same, to rounding."""
+        squares = self.A.diagonal(dim1=-2, dim2=-1) if self.A.dim() > 2 else self.A
+        return bool((squares - self.mean.square() <= _CONSTANT * squares).all())
+
+
+class Call(NamedTuple):
+    """One call of a layer in a batch.
+
+    Attributes:
+        place: The number of the batch, and the number of earlier calls in this batch.
+        module: The layer.
+        x: What the moments need of the input, see :meth:`WeightKind.counted_input`.
+        group: The group whose matrix multiplies the input, where each call multiplies by one.
+    """
+
+    place: tuple[int, int]
+    module: nn.Module
+    x: Tensor
+    group: int = 0
+
+
+RootsOf = Callable[[Tensor | None], Tensor | float | None]
+"""Returns the roots of the weights of a call's rows from the gradients there, (groups, rows, outer).
+
+They are (groups, rows), one number for all rows if the call has no gradients, or None if all weights are 1.
+"""
+
+
 class Sums:
     """Sums over the rows of an input, and over the gradients of the targets that read it.
 
@@ -84,21 +146,25 @@ class Sums:
         self.positions = torch.zeros(1, dtype=torch.float64, device=device)
         self.roots: list[tuple[tuple[int, int], Tensor]] = []  # (batch, call), and roots of the weights
 
-    def add(self, module: nn.Module, x: Tensor, roots: Tensor | float | None, place: tuple[int, int]) -> None:
-        """Add a finite input of the layer (only the rows that count, for a linear layer), with roots of the weights.
+    def add(self, target: Target, call: Call, slope: Tensor | None, roots_of: RootsOf) -> bool:
+        """Add a call of a target, with the gradients at its output; return whether the gradients are finite."""
+        if slope is not None and not add_squares(self.G[target], slope):
+            return False
+        if target is self.leader:
+            self._add_input(call, roots_of(slope))
+        return True
 
-        ``roots`` are (groups, rows), or one number for all rows. ``place`` is the batch and the call, by which calls
-        are sorted.
-        """
+    def _add_input(self, call: Call, roots: Tensor | float | None) -> None:
+        """Add the finite input of a call; by the place of the call, the roots are sorted."""
         start = 0
-        for rows in input_rows(module, x, self.leader.groups):
+        for rows in self.leader.kind.input_rows(call.module, call.x, self.leader.groups):
             end = start + rows.shape[1]
             chunk_roots = roots[:, start:end] if isinstance(roots, Tensor) else roots
             if isinstance(chunk_roots, float):
                 chunk_roots = torch.full(rows.shape[:2], chunk_roots, dtype=rows.dtype, device=rows.device)
             add_squares(self.A, self.inputs.add(rows, chunk_roots))
             if chunk_roots is not None and self.keep:
-                self.roots.append((place, chunk_roots))
+                self.roots.append((call.place, chunk_roots))
             start = end
         self.positions += start
 
@@ -107,6 +173,27 @@ class Sums:
         self.inputs.undo_shift_(self.A, self.inputs)
         for moment in (self.A, *self.G.values()):
             mirror_(moment)
+
+    def moments(self, sum_: Callable[[Sequence[Tensor]], Any], calls: tuple[int, ...]) -> Moments:
+        """Return the moments of the leader.
+
+        Args:
+            sum_: Adds tensors over the ranks of a group, in place.
+            calls: How often the leader was called in each batch.
+        """
+        self.finish_()
+        weight, mean = self.inputs.weight, self.inputs.total()
+        sum_([self.A, mean, *self.G.values(), weight, self.positions])
+        positions = max(self.positions.item(), 1.0)
+        weight = torch.where(weight > 0, weight, 1.0)
+        self.A /= weight[..., None]
+        mean /= weight
+        for G in self.G.values():
+            G /= positions
+        # Gradients arrive in the order of backward; the drift reads the calls in the order of the forward.
+        self.roots.sort(key=lambda entry: entry[0])
+        roots = torch.cat([roots for _, roots in self.roots], 1) if self.roots else None
+        return Moments(self.A, mean, self.G.get(self.leader), positions, roots=roots, calls=calls)
 
 
 def mirror_(moment: Tensor) -> None:  # (groups, n, n)
@@ -168,23 +255,3 @@ def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:
     if abs(power) <= _SAFE_POWER or rows.dtype is torch.float64:
         return rows, 0
     return rows * ldexp(1.0, -power), power
-
-
-def input_rows(module: nn.Module, x: Tensor, groups: int) -> Iterator[Tensor]:
-    """Yield the rows that a layer multiplies its weight with, (groups, rows, inner), in float32 or wider, in chunks.
-
-    ``x`` is the input of a convolution, or the rows that count of a linear layer's input.
-    """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not isinstance(module, nn.Conv2d):
-        yield x[None]
-        return
-    x = x if x.dim() == 4 else x[None]  # Conv2d also takes a single image without a batch dimension
-    x, padding = pad_input(x, module.kernel_size, module.stride, module.padding, module.dilation, module.padding_mode)
-    per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
-    for part in x.split(max(1, _CHUNK // per_sample)):
-        columns = F.unfold(
-            part, module.kernel_size, module.dilation, padding, module.stride
-        )  # (N, in * kernel, places)
-        rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
-        yield rows

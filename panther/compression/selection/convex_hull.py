@@ -68,7 +68,7 @@ def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice
     forms = [
         {option.form for option in target_options} - {DENSE}
         for target, target_options in options.items()
-        if not (target.is_table or target.is_stacked)
+        if target.kind.has_metric
     ] or [{option.form for option in target_options} - {DENSE} for target_options in options.values()]
     # A form is shared if all weights have it, apart from weights (small or grouped ones) that can only be low rank, and
     # from embeddings, large layers and experts, which can only be codes.

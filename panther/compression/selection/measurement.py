@@ -15,8 +15,8 @@ from panther._torch import tree_leaves
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, relative_error, squares
-from panther.compression.calibration.survey import Further, hooked
-from panther.compression.calibration.targets import Target, replace_modules
+from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.targets import Further, Target, replace_modules
 from panther.compression.forms import Replacement
 from panther.compression.selection.timing import compare_speed
 from panther.errors import CompressionError
@@ -93,7 +93,7 @@ def _measure_layers(
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> None:
         new, (args, kwargs) = replacement[module], further
-        of = masks if not isinstance(module, nn.Conv2d) else None  # masks apply to sequences, not to images
+        of = masks if target.kind.reads_positions else None
         sums_of[target][0] += squares(counted(new(x, *args, **kwargs) - output, of, module))
         sums_of[target][1] += squares(counted(output, of, module))
         if speed and target not in timings:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.survey import Further, hooked
-from panther.compression.calibration.targets import Target, geometry_of
+from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.targets import Further, Target
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
 from panther.compression.selection.convex_hull import Cost
 
@@ -152,7 +152,7 @@ def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
     weight = target.weight
     if target.is_stacked:  # one sample for all experts, whose rows are different in number
         return type(module), weight.shape, weight.stride(), weight.dtype, x.dtype
-    bias, geometry = getattr(module, "bias", None) is not None, geometry_of(module)
+    bias, geometry = getattr(module, "bias", None) is not None, target.kind.geometry(module)
     return type(module), weight.shape, weight.stride(), weight.dtype, bias, geometry, x.shape, x.stride(), x.dtype
 
 

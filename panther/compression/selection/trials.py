@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.experts import tokens_of
 from panther.compression.calibration.masks import counted
 from panther.compression.calibration.runner import Runner, return_freed_memory, row_blocks, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Receive, Step
-from panther.compression.calibration.survey import Further, watched
-from panther.compression.calibration.targets import Survey, Target, replace_modules
+from panther.compression.calibration.survey import watched
+from panther.compression.calibration.targets import Further, Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Options, Replacement
 from panther.compression.forms.conversion import convert_target
 
@@ -162,7 +161,7 @@ class Trials:
                 if is_reached.any():
                     undivided.add(target)
 
-            return None if target.is_stacked else receive  # the calls of experts name the tokens
+            return receive if target.kind.tokens_of(further) is None else None
 
         for step in self._runner.steps([(self._runner.batches[0], self._seed)], targets, gradients=True):
             with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
@@ -200,26 +199,25 @@ class Trials:
         """Add to each target's products, (passes, samples), and its number of calls, and to the output's squares."""
         num_samples = self._runner.num_samples(step.batch)
 
-        def samples_of(further: Further) -> Tensor:
-            tokens, count = tokens_of(further)
-            return tokens // (count // num_samples)
-
         def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive:
             x, (args, kwargs) = x.clone(), further  # a clone, because the model may write to its inputs
 
             def receive(gradient: Tensor) -> None:
-                axis = 0 if target.is_stacked else _sample_axis(gradient, num_samples)
-                if axis is None or (target.is_stacked and tokens_of(further)[1] % max(num_samples, 1)):
+                # The calls of experts name the tokens that their rows are.
+                tokens, num_tokens = target.kind.tokens_of(further) or (None, 0)
+                axis = _sample_axis(gradient, num_samples) if tokens is None else 0
+                if axis is None or num_tokens % max(num_samples, 1):
                     return
-                num_rows = len(gradient) if target.is_stacked else num_samples
+                num_rows = num_samples if tokens is None else len(gradient)
                 with torch.no_grad():
                     # `forward`, because calling the module would call this hook again.
                     change = new[module](x, *args, **kwargs) - module.forward(x, *args, **kwargs)
                     product = (change.to(torch.float32) * gradient).movedim(axis, 0).reshape(1, num_rows, -1)
                     del change
                     sums = torch.cat([block[0].sum(1, dtype=torch.float64) for block in row_blocks(product)])
-                    if target.is_stacked:
-                        sums = sums.new_zeros(num_samples).index_add_(0, samples_of(further), sums)
+                    if tokens is not None:
+                        samples = tokens // (num_tokens // num_samples)
+                        sums = sums.new_zeros(num_samples).index_add_(0, samples, sums)
                 products, sums_and_calls = rows[target]
                 products[step.number, :num_samples] += sums.cpu()
                 sums_and_calls[1] += 1

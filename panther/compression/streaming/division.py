@@ -13,11 +13,10 @@ from panther.compression.calibration.masks import Masks, counted
 from panther.compression.calibration.runner import relative_error, squares
 from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import blocks_of
-from panther.compression.calibration.targets import Selector, Target
+from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.streaming.parts import Parts, dispatched, named_blocks
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
-from panther.nn.quantized.stacked import StackedExperts
 
 SAME_OUTPUT = 1e-3  # largest relative difference of outputs of the whole model and of its parts, also in 16 bits
 
@@ -45,15 +44,13 @@ def checked_part_modules(
             one where the parts run one by one.
     """
     names = {module: name for name, module in model.named_modules()}
-    layers = {module for target in targets for module in target.modules}
-    holders = {layer.place[0] for layer in layers if isinstance(layer, StackedExperts) and layer.place}
-    plain = {layer for layer in layers if not isinstance(layer, StackedExperts)}
+    layers = {holder_of(module) for target in targets for module in target.modules}
     if blocks is None:
         block_modules = [parent.get_submodule(name) for parent, name in blocks_of(model, layers)]
     else:
         block_modules = named_blocks(model, blocks)
     inside = {module for block in block_modules for module in block.modules()}
-    units = [*dict.fromkeys(block_modules), *(layer for layer in (*plain, *holders) if layer not in inside)]
+    units = [*dict.fromkeys(block_modules), *(layer for layer in layers if layer not in inside)]
     calls, output = _called(units, forward)
     if blocks is not None and (uncalled := [block for block in block_modules if block not in calls]):
         raise CompressionError(

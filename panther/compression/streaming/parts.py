@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import Alias, tree_flatten, tree_unflatten, version_of
+from panther.compression.calibration.eligibility import is_selected, selectors_of
 from panther.compression.calibration.steps import SKIPPED_CALL
-from panther.compression.calibration.targets import Selector, is_selected, selectors_of
+from panther.compression.calibration.targets import Selector
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 

@@ -16,7 +16,7 @@ from panther._text import format_bytes
 from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
-from panther.compression.calibration.targets import Selector, Target
+from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.streaming.disk import DiskPlan, Sections, TargetBytes, predict_disk_bytes
 from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
 from panther.compression.streaming.gradients import ResultGradients
@@ -25,7 +25,6 @@ from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
-from panther.nn.quantized.stacked import StackedExperts
 
 _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -452,5 +451,5 @@ class StreamingRunner(Runner):
 
     def _places_of(self, parts: Parts, target: Target) -> list[int]:
         """Return the places of the parts that contain a target."""
-        modules = {m.place[0] if isinstance(m, StackedExperts) and m.place else m for m in target.modules}
+        modules = set(map(holder_of, target.modules))
         return [place for place, unit in enumerate(parts.calls) if not modules.isdisjoint(unit.modules())]
