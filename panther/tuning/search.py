@@ -95,8 +95,7 @@ class Task:
             include,
             config.exclude,
             smallest=forms.smallest_bytes,
-            tables=forms.stores_tables,
-            experts=forms.stores_experts,
+            has_codes=forms.has_codes,
         )
         return describe_search(
             config, model, space,

@@ -269,7 +269,7 @@ def test_linear_experts_that_the_first_batch_does_not_reach():
 
 
 def test_only_code_forms_store_experts():
-    stored = {name for name in default_forms() if form_named(name).stores_experts}
+    stored = {name for name in default_forms() if form_named(name).fits_every_kind}
     assert stored == {"dense", "int8", "int6", "int5", "int4", "int3", "int2"}
 
 
