@@ -99,8 +99,9 @@ def attend(D: int, E: int, scaled: bool = False) -> Launch:
     def launch(t: torch.dtype) -> None:
         q, v = meta(16, 4096, D, dtype=t), meta(16, 4096, E, dtype=t)
         c = meta(16, 4096, dtype=F32) if scaled else None
-        y, den = attention.attention_forward(q, q, v, c)
-        attention.attention_backward(v, q, q, v, c, y, den)
+        operands = (q, q, v, c)
+        y, den = attention.forward_plan(*operands)(*operands)
+        attention.backward_plan(v, *operands, y, den)(v, *operands, y, den)
 
     return launch
 
@@ -123,8 +124,8 @@ def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: 
         q, v, phi = (meta(16, 4096, width, dtype=t) for width in (D, E, m))
         a = meta(16, 4096, dtype=F32) if scaled else None
         operands = (q, q, v, phi, phi, a, a)
-        y, log_den = windowed_attention.windowed_forward(*operands, window, causal)
-        windowed_attention.windowed_backward(v, *operands, y, log_den, window, causal)
+        y, log_den = windowed_attention.forward_plan(*operands, window, causal)(*operands)
+        windowed_attention.backward_plan(v, *operands, y, log_den, window, causal)(v, *operands, y, log_den)
 
     return launch
 

@@ -12,7 +12,7 @@ and :math:`dc_j = k_j \cdot dk_j`. All four are one kernel, ``_attend_kernel``: 
 values, within a chunk; other chunks enter through a state, D x E and D more for the denominator.
 """
 
-__all__ = ["attention_backward", "attention_forward", "backward_plan", "forward_plan", "step_plan"]
+__all__ = ["backward_plan", "forward_plan", "step_plan"]
 
 import functools
 import math
@@ -329,31 +329,11 @@ Backward = Callable[
 ]
 
 
-def attention_forward(
-    q: Tensor,  # (*batch, n, D)
-    k: Tensor,  # (*batch, n, D)
-    v: Tensor,  # (*batch, n, E)
-    c: Tensor | None,  # (*batch, n)
-) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
-    """Return output and denominator (in units of e to the running maximum of c). D and E are at most 256."""
-    return forward_plan(q, k, v, c)(q, k, v, c)
-
-
-def attention_backward(
-    grad: Tensor,  # (*batch, n, E)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c: Tensor | None,
-    y: Tensor,  # (*batch, n, E)
-    den: Tensor,  # (*batch, n)
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients of q, k, v and c. States are recomputed: saving them would take as much memory as the inputs."""
-    return backward_plan(grad, q, k, v, c, y, den)(grad, q, k, v, c, y, den)
-
-
 def forward_plan(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Forward:
-    """Return :func:`attention_forward` for operands of these shapes, strides and dtypes."""
+    """Return the function that computes the output and the denominator, in units of e to the running maximum of c.
+
+    It takes operands of these shapes, strides and dtypes. D and E are at most 256.
+    """
     (*batch, n, D), E = q.shape, v.shape[-1]
     entries = math.prod(batch)
     y_shape, den_shape = v.shape, q.shape[:-1]
@@ -376,7 +356,10 @@ def forward_plan(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Forward:
 
 
 def backward_plan(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, den: Tensor) -> Backward:
-    """Return :func:`attention_backward` for operands of these shapes, strides and dtypes."""
+    """Return the function of operands of these shapes, strides and dtypes that computes the gradients of q, k, v and c.
+
+    States are recomputed: saving them would take as much memory as the inputs.
+    """
     (*batch, n, D), E = q.shape, v.shape[-1]
     entries = math.prod(batch)
     q_shape, v_shape, rows_shape, nu_dtype = q.shape, v.shape, q.shape[:-1], _inner(v)
@@ -502,7 +485,7 @@ def _attend_plan(
     return Launch(
         _attend_kernel, (batch * cdiv(n, tile.rows), cdiv(outer, tile.columns)), n, cdiv(n, chunk),
         D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=scaled,
-        INNER=tl.float32 if _inner(like) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(like.dtype),
+        INNER=_dtype(like), PRECISION=dot_precision(like.dtype),
         CHUNK=chunk, ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -559,3 +542,8 @@ def _padded(size: int) -> int:
 def _inner(x: Tensor) -> torch.dtype:
     """Return the dtype of sums between two products: float32, or bfloat16, because float16 has too small a range."""
     return torch.float32 if x.dtype is torch.float32 or INTERPRETED.value else torch.bfloat16
+
+
+def _dtype(x: Tensor) -> Any:
+    """Return the dtype of sums between two products as Triton names it."""
+    return tl.float32 if _inner(x) is torch.float32 else tl.bfloat16

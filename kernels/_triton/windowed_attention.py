@@ -13,7 +13,7 @@ blocks as flash attention does. Before, all keys outside of the window count as 
 States are (M, E) and M more for the denominator, and each block's state has an exponent.
 """
 
-__all__ = ["backward_plan", "forward_plan", "windowed_backward", "windowed_forward"]
+__all__ = ["backward_plan", "forward_plan"]
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from torch import Tensor
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision
 from ._launch import Launch
 from ._runtime import current_target
-from .attention import _are_ready, _exponents, _inner, _padded, _state_tiles, _subtrahend, _Tile, _tiles
+from .attention import _are_ready, _dtype, _exponents, _padded, _state_tiles, _subtrahend, _Tile, _tiles
 
 _SCAN_BLOCK = 256
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -424,40 +424,6 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def windowed_forward(
-    q: Tensor,  # (*batch, n, D)
-    k: Tensor,  # (*batch, n, D)
-    v: Tensor,  # (*batch, n, E)
-    phi_q: Tensor,  # (*batch, n, M)
-    phi_k: Tensor,  # (*batch, n, M)
-    a: Tensor | None,  # (*batch, n)
-    b: Tensor | None,  # (*batch, n)
-    window: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
-    """Return output and logarithm of the denominator. D, E and M are at most 256."""
-    return forward_plan(q, k, v, phi_q, phi_k, a, b, window, causal)(q, k, v, phi_q, phi_k, a, b)
-
-
-def windowed_backward(
-    grad: Tensor,  # (*batch, n, E)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    y: Tensor,  # (*batch, n, E)
-    log_den: Tensor,  # (*batch, n)
-    window: int,
-    causal: bool,
-) -> tuple[Tensor | None, ...]:
-    """Return gradients of the seven operands; recompute states and scores."""
-    operands = grad, q, k, v, phi_q, phi_k, a, b, y, log_den
-    return backward_plan(*operands, window, causal)(*operands)
-
-
 class _Sizes(NamedTuple):
     """The sizes of a call: entries of the batch, positions, widths, positions in a block, and blocks."""
 
@@ -480,7 +446,10 @@ def forward_plan(
     q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None, b: Tensor | None,
     window: int, causal: bool,
 ) -> Forward:  # fmt: skip
-    """Return :func:`windowed_forward` for operands of these shapes, strides and dtypes."""
+    """Return the function that computes the output and the logarithm of the denominator. D, E and M are at most 256.
+
+    It takes the operands, which have these shapes, strides and dtypes.
+    """
     sizes, y_shape, rows_shape = _Sizes.of(q, v, phi_q, window), v.shape, q.shape[:-1]
     ready = _are_ready(q, k, v, phi_q, phi_k) and _are_ready(*_present(a, b), dtype=torch.float32)
     far = attend = None
@@ -513,7 +482,7 @@ def backward_plan(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor, a: Tensor | None, b: Tensor | None,
     y: Tensor, log_den: Tensor, window: int, causal: bool,
 ) -> Backward:  # fmt: skip
-    """Return :func:`windowed_backward` for operands of these shapes, strides and dtypes."""
+    """Return the function of such operands that computes their gradients; it computes states and scores again."""
     sizes = _Sizes.of(q, v, phi_q, window)
     if not sizes.batch or not sizes.n:
         return lambda grad, *operands: tuple(None if x is None else torch.empty_like(x) for x in operands[:7])
@@ -717,7 +686,3 @@ def _near_settings(like: Tensor, sizes: _Sizes, causal: bool, b: Tensor | None, 
 
 def _options(tile: _Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def _dtype(x: Tensor) -> Any:
-    return tl.float32 if _inner(x) is torch.float32 else tl.bfloat16

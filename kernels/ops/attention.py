@@ -14,10 +14,18 @@ from ..reference.attention import attention_backward, attention_forward, attenti
 from ..reference.attention import continued_attention as continued_by_torch
 from ..selection import runs_kernels, use_triton
 from ._plans import Plans, plan_key
-from .library import autocast, check_one_device, define, is_autocasting, needs_torch, on_its_device
+from .attention_operator import check_rows, define_attention
+from .library import (
+    KERNEL_DTYPES,
+    autocast,
+    check_one_device,
+    is_autocasting,
+    needs_torch,
+    on_its_device,
+    refused_dtype,
+)
 
 _NAME = "causal_linear_attention"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 256
 _WIDTHS = range(1, _WIDEST + 1)
 
@@ -79,7 +87,7 @@ def causal_linear_attention(
     # If torch differentiates the loop, it keeps the scores, which the operator would compute again.
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_scale))
     if not torch.compiler.is_compiling() and (
-        needs_torch() or (not _uses_triton(q, v) and (differentiated or not q.is_cpu))
+        needs_torch() or (not _uses_triton(q, k, v) and (differentiated or not q.is_cpu))
     ):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
@@ -155,8 +163,8 @@ def _fits_kernel(
         and state.shape == (*batch, D, E + 1)
         and all(x.shape == (*batch, 1) and x.dtype is torch.float32 for x in exponents)
         and state.dtype is torch.float32
-        and k.dtype in _DTYPES
-        and v.dtype in _DTYPES
+        and k.dtype in KERNEL_DTYPES
+        and v.dtype in KERNEL_DTYPES
         and len({x.device for x in (q, k, v, state, *exponents)}) == 1
     )
 
@@ -171,7 +179,7 @@ def _reaches_kernel(q: Tensor, *operands: Tensor) -> bool:
     for x in (q, *operands):
         if x.dim() < 2 or x.shape[-1] not in _WIDTHS:
             return False
-    return q.dtype in _DTYPES
+    return q.dtype in KERNEL_DTYPES
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
@@ -184,132 +192,44 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
         raise TypeError(
             f"q, k and v of {_NAME} must have one floating dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them"
         )
-    check_one_device(_NAME, {"q": q, "k": k, "v": v} | ({} if log_scale is None else {"log_scale": log_scale}))
-    if log_scale is None:
-        return
-    if log_scale.shape != q.shape[:-1]:
-        raise ValueError(
-            f"log_scale of {_NAME} must have shape (*batch, n) = {tuple(q.shape[:-1])}, not {tuple(log_scale.shape)}: "
-            "expand it"
-        )
-    if not log_scale.is_floating_point():
-        raise TypeError(f"log_scale of {_NAME} must be floating, not {log_scale.dtype}: cast it to float32")
+    rows = {} if log_scale is None else {"log_scale": log_scale}
+    check_one_device(_NAME, {"q": q, "k": k, "v": v} | rows)
+    check_rows(_NAME, rows, q.shape[:-1])
 
 
-def _uses_triton(q: Tensor, v: Tensor) -> bool:
+def _uses_triton(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> bool:
     """Return whether the Triton kernels take the operands."""
     D, E = q.shape[-1], v.shape[-1]
-    refusal = None
-    if q.dtype not in _DTYPES:
-        refusal = f"takes float32, float16 and bfloat16, not {q.dtype}"
-    elif not (1 <= D <= _WIDEST and 1 <= E <= _WIDEST):
+    refusal = refused_dtype(q.dtype)
+    if refusal is None and not (1 <= D <= _WIDEST and 1 <= E <= _WIDEST):
         refusal = f"takes 1 to {_WIDEST} features and as many values, not D={D} and E={E}"
     return use_triton(_NAME, q.device, refusal)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if log_scale is None and q.is_cpu and q.numel():
+        return attention_inference(q, k, v)
+    return attention_forward(q, k, v, log_scale)
+
+
+def _make_plans() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from .._triton.attention import backward_plan, forward_plan
+
+    return forward_plan, backward_plan
 
 
 # The plans of the Triton kernels.
 _forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
 _backward_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]] = Plans()
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    key = plan_key(None, q, k, v, log_scale) if runs_kernels(q) else None
-    if key is not None and (plan := _forward_plans.get(key)) is not None:
-        return plan(q, k, v, log_scale)
-    _check(q, k, v, log_scale)
-    if not _uses_triton(q, v):
-        if log_scale is None and q.is_cpu and q.numel():
-            return attention_inference(q, k, v)
-        y, den = attention_forward(q, k, v, log_scale)
-        return y.contiguous(), den.contiguous()
-    from .._triton.attention import forward_plan
-
-    plan = forward_plan(q, k, v, log_scale)
-    return (plan if key is None else _forward_plans.add(key, plan))(q, k, v, log_scale)
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    operands = grad, q, k, v, log_scale, y, den
-    key = plan_key(None, *operands) if runs_kernels(q) else None
-    plan = None if key is None else _backward_plans.get(key)
-    if plan is None and _uses_triton(q, v):
-        from .._triton.attention import backward_plan
-
-        plan = backward_plan(*operands)
-        if key is not None:
-            _backward_plans.add(key, plan)
-    if plan is not None:
-        dq, dk, dv, dc = plan(*operands)
-    else:
-        dq, dk, dv, dc = attention_backward(*operands)
-        dq, dk, dv = (part.reshape(like.shape).contiguous() for part, like in ((dq, q), (dk, k), (dv, v)))
-    if log_scale is None or dc is None:
-        return dq, dk, dv, q.new_empty(0)
-    return dq, dk, dv, dc.reshape(log_scale.shape).to(log_scale.dtype).contiguous()
-
-
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, log_scale)
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
-
-
-def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dc = q.new_empty(0) if log_scale is None else log_scale.new_empty(log_scale.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dc
-
-
-def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, log_scale, y, den = ctx.saved_tensors
-    dq, dk, dv, dc = _causal_linear_attention_backward(grad, q, k, v, log_scale, y, den)
-    return dq, dk, dv, None if log_scale is None else dc
-
-
-def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute second derivatives by torch; y and den get no gradient, because they are functions of q, k and v."""
-    grad, q, k, v, log_scale = ctx.saved_tensors
-    operands = (q, k, v) if log_scale is None else (q, k, v, log_scale)
-
-    def gradients(grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        products: tuple[Tensor, ...] = torch.func.vjp(reference.causal_linear_attention, *operands)[1](grad)
-        return products
-
-    seconds = torch.func.vjp(gradients, grad, *operands)[1](grads[: len(operands)])
-    return *seconds, *(None,) * (7 - len(seconds))
-
-
-def _batched(function: Any) -> Any:
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
-        """Treat the mapped dimension as one more batch dimension."""
-        moved = [
-            arg if arg is None else arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        results = function()(*moved)
-        # Without a log_scale its gradient is an empty tensor, which has no dimension to map over.
-        return results, tuple(None if result.shape == (0,) else 0 for result in results)
-
-    return rule
-
-
-_causal_linear_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = define(
-    f"{_NAME}_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? log_scale, Tensor y, Tensor den) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:5]),
-    backward=_differentiate_backward,
-    vmap=_batched(lambda: _causal_linear_attention_backward),
-)
-_causal_linear_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] = define(
-    f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? log_scale) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-    backward=_differentiate_forward,
-    vmap=_batched(lambda: _causal_linear_attention),
+_causal_linear_attention = define_attention(
+    _NAME,
+    "Tensor q, Tensor k, Tensor v, Tensor? log_scale",
+    "",
+    "den",
+    check=_check,
+    uses_triton=_uses_triton,
+    by_torch=(_by_torch, attention_backward),
+    reference=reference.causal_linear_attention,
+    make_plans=_make_plans,
+    plans=(_forward_plans, _backward_plans),
 )

@@ -1,6 +1,7 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
 __all__ = [
+    "KERNEL_DTYPES",
     "are_transforms_active",
     "autocast",
     "can_autocast",
@@ -10,6 +11,7 @@ __all__ = [
     "is_exporting",
     "needs_torch",
     "on_its_device",
+    "refused_dtype",
     "runs_eagerly_on_gpu",
 ]
 
@@ -27,6 +29,7 @@ from .._torch import (
 )
 from ..selection import runs_kernels
 
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LIBRARY = torch.library.Library("panther", "DEF")
 
 _Arguments = ParamSpec("_Arguments")
@@ -120,6 +123,11 @@ def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
 def is_autocasting(device: torch.device) -> bool:
     """Return whether products on a device are computed in autocast's dtype."""
     return can_autocast(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def refused_dtype(dtype: torch.dtype) -> str | None:
+    """Return the rule of the Triton kernels that a dtype breaks, as ``use_triton`` takes it, or None."""
+    return None if dtype in KERNEL_DTYPES else f"takes float32, float16 and bfloat16, not {dtype}"
 
 
 def check_one_device(name: str, operands: dict[str, torch.Tensor]) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference.windowed_attention import windowed_backward, windowed_forward
-from ..selection import runs_kernels, use_triton
-from ._plans import Plans, plan_key
-from .attention import _DTYPES, _WIDEST, _reaches_kernel
-from .library import autocast, check_one_device, define, needs_torch
+from ..reference.windowed_attention import WindowedOperands, windowed_backward, windowed_forward
+from ..selection import use_triton
+from ._plans import Plans
+from .attention import _WIDEST, _reaches_kernel
+from .attention_operator import check_rows, define_attention
+from .library import autocast, check_one_device, needs_torch, refused_dtype
 
 _NAME = "windowed_linear_attention"
 
@@ -93,7 +94,7 @@ def windowed_linear_attention(
     """
     if key_mask is None and _reaches_kernel(q, v, phi_q):
         return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
-    _check(q, k, v, phi_q, phi_k, log_q, log_k, key_mask, window)
+    _check(WindowedOperands(q, k, v, phi_q, phi_k, log_q, log_k), key_mask, window)
     if key_mask is not None:
         keys = torch.zeros(key_mask.shape, device=q.device) if log_k is None else log_k
         log_k = keys.masked_fill(~key_mask, -torch.inf)
@@ -103,18 +104,9 @@ def windowed_linear_attention(
     return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    key_mask: Tensor | None,
-    window: int,
-) -> None:
-    operands: dict[str, Tensor] = {"q": q, "k": k, "v": v, "phi_q": phi_q, "phi_k": phi_k}
+def _check(all_operands: WindowedOperands, key_mask: Tensor | None, window: int) -> None:
+    q, k, v, phi_q, phi_k, log_q, log_k = all_operands
+    operands = {"q": q, "k": k, "v": v, "phi_q": phi_q, "phi_k": phi_k}
     fit = q.shape == k.shape and phi_q.shape == phi_k.shape and q.shape[:-1] == v.shape[:-1] == phi_q.shape[:-1]
     if min(x.ndim for x in operands.values()) < 2 or not fit:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
@@ -128,177 +120,41 @@ def _check(
     optional_rows = (("log_q", log_q), ("log_k", log_k), ("key_mask", key_mask))
     rows = {name: x for name, x in optional_rows if x is not None}
     check_one_device(_NAME, operands | rows)
-    for name, x in rows.items():
-        if x.shape != q.shape[:-1]:
-            raise ValueError(
-                f"{name} of {_NAME} must have shape (*batch, n) = {tuple(q.shape[:-1])}, not {tuple(x.shape)}: "
-                "expand it"
-            )
-        if name == "key_mask":
-            if x.dtype is not torch.bool:
-                raise TypeError(f"key_mask of {_NAME} must be boolean, True where a key takes part, not {x.dtype}")
-        elif not x.is_floating_point():
-            raise TypeError(f"{name} of {_NAME} must be floating, not {x.dtype}: cast it to float32")
+    check_rows(_NAME, rows, q.shape[:-1])
     if window < 1:
         raise ValueError(f"window of {_NAME} must be at least 1, not {window}: 64 is usual")
 
 
-def _uses_triton(q: Tensor, v: Tensor, phi_q: Tensor) -> bool:
+def _uses_triton(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, *_: Tensor | None) -> bool:
     """Return whether the Triton kernels take the operands."""
     D, E, m = q.shape[-1], v.shape[-1], phi_q.shape[-1]
-    refusal = None
-    if q.dtype not in _DTYPES:
-        refusal = f"takes float32, float16 and bfloat16, not {q.dtype}"
-    elif not all(1 <= width <= _WIDEST for width in (D, E, m)):
+    refusal = refused_dtype(q.dtype)
+    if refusal is None and not all(1 <= width <= _WIDEST for width in (D, E, m)):
         refusal = f"takes widths from 1 to {_WIDEST}, not D={D}, E={E} and m={m}"
     return use_triton(_NAME, q.device, refusal)
+
+
+def _make_plans() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from .._triton.windowed_attention import backward_plan, forward_plan
+
+    return forward_plan, backward_plan
 
 
 # The plans of the Triton kernels.
 _forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
 _backward_plans: Plans[Callable[..., tuple[Tensor | None, ...]]] = Plans()
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    window: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    operands = q, k, v, phi_q, phi_k, log_q, log_k
-    key = plan_key((window, causal), *operands) if runs_kernels(q) else None
-    if key is not None and (plan := _forward_plans.get(key)) is not None:
-        return plan(*operands)
-    _check(*operands, None, window)
-    if not _uses_triton(q, v, phi_q):
-        y, log_den = windowed_forward(*operands, window, causal)
-        return y.contiguous(), log_den.contiguous()
-    from .._triton.windowed_attention import forward_plan
-
-    plan = forward_plan(*operands, window, causal)
-    return (plan if key is None else _forward_plans.add(key, plan))(*operands)
-
-
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    y: Tensor,
-    log_den: Tensor,
-    window: int,
-    causal: bool,
-) -> tuple[Tensor, ...]:
-    operands = grad, q, k, v, phi_q, phi_k, log_q, log_k, y, log_den
-    key = plan_key((window, causal), *operands) if runs_kernels(q) else None
-    plan = None if key is None else _backward_plans.get(key)
-    if plan is None and _uses_triton(q, v, phi_q):
-        from .._triton.windowed_attention import backward_plan
-
-        plan = backward_plan(*operands, window, causal)
-        if key is not None:
-            _backward_plans.add(key, plan)
-    grads = windowed_backward(*operands, window, causal) if plan is None else plan(*operands)
-    return tuple(
-        [
-            q.new_empty(0) if x is None or part is None else part.reshape(x.shape).to(x.dtype).contiguous()
-            for x, part in zip(operands[1:8], grads, strict=True)
-        ]
-    )
-
-
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    phi_q, phi_k, log_q, log_k, window, _ = args
-    _check(q, k, v, phi_q, phi_k, log_q, log_k, None, window)
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
-
-
-def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[:7])
-
-
-def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.settings = inputs[7:]
-
-
-def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    grads = _windowed_linear_attention_backward(grad, *saved, *ctx.settings)
-    return *(None if x is None else part for x, part in zip(saved[:7], grads, strict=True)), None, None
-
-
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.settings = inputs[10:]
-
-
-def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute second derivatives by torch; y and log_den get no gradient, because they depend on the operands."""
-    grad, *operands = ctx.saved_tensors
-    present_indices = [i for i, x in enumerate(operands) if x is not None]
-
-    def attention(*present: Tensor) -> Tensor:
-        full: list[Tensor | None] = [None] * 7
-        for i, x in zip(present_indices, present, strict=True):
-            full[i] = x
-        return reference.windowed_linear_attention(*full, *ctx.settings)  # type: ignore[arg-type]
-
-    def gradients(grad: Tensor, *present: Tensor) -> tuple[Tensor, ...]:
-        products: tuple[Tensor, ...] = torch.func.vjp(attention, *present)[1](grad)
-        return products
-
-    present = [operands[i] for i in present_indices]
-    seconds = torch.func.vjp(gradients, grad, *present)[1](tuple(grads[i] for i in present_indices))
-    results: list[Tensor | None] = [None] * 12
-    for i, second in zip([0, *(i + 1 for i in present_indices)], seconds, strict=True):
-        results[i] = second
-    return tuple(results)
-
-
-def _batched(function: Any) -> Any:
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        """Treat the mapped dimension as one more batch dimension."""
-        moved = [
-            arg
-            if not isinstance(arg, Tensor)
-            else arg.expand(info.batch_size, *arg.shape)
-            if dim is None
-            else arg.movedim(dim, 0)
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        results = function()(*moved)
-        # A missing exponent has an empty gradient, which has no dimension to map over.
-        return results, tuple(None if result.shape == (0,) else 0 for result in results)
-
-    return rule
-
-
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor phi_q, Tensor phi_k, Tensor? log_q, Tensor? log_k"
-_windowed_linear_attention_backward: Callable[..., tuple[Tensor, ...]] = define(
-    f"{_NAME}_backward(Tensor grad, {_OPERANDS}, Tensor y, Tensor log_den, int window, bool causal) "
-    f"-> ({', '.join(['Tensor'] * 7)})",
-    _backward,
-    _fake_backward,
-    setup_context=_setup_backward,
-    backward=_differentiate_backward,
-    vmap=_batched(lambda: _windowed_linear_attention_backward),
-)
-_windowed_linear_attention: Callable[..., tuple[Tensor, Tensor]] = define(
-    f"{_NAME}({_OPERANDS}, int window, bool causal) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-    setup_context=_setup_forward,
-    backward=_differentiate_forward,
-    vmap=_batched(lambda: _windowed_linear_attention),
+_windowed_linear_attention = define_attention(
+    _NAME,
+    "Tensor q, Tensor k, Tensor v, Tensor phi_q, Tensor phi_k, Tensor? log_q, Tensor? log_k",
+    ", int window, bool causal",
+    "log_den",
+    check=lambda *args: _check(WindowedOperands(*args[:7]), None, args[7]),
+    uses_triton=_uses_triton,
+    by_torch=(
+        lambda *args: windowed_forward(WindowedOperands(*args[:7]), *args[7:]),
+        lambda grad, *args: windowed_backward(grad, WindowedOperands(*args[:7]), *args[7:]),
+    ),
+    reference=reference.windowed_linear_attention,
+    make_plans=_make_plans,
+    plans=(_forward_plans, _backward_plans),
 )

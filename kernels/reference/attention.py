@@ -64,11 +64,9 @@ def continued_attention(
     state: Tensor,  # (*batch, D, E + 1), float32 or float64
     units: Tensor | None,  # (*batch, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (*batch, n, E), (*batch, D, E + 1), (*batch, 1)
-    r"""Return causal attention to earlier keys and to these, and the state after them.
+    """Compute ``continued_attention`` of the operators in torch, differentiable any number of times.
 
-    The state is :math:`\sum_j e^{c_j - R} k_j [v_j \mid 1]` over all keys so far, and ``units`` is R, the largest
-    exponent so far. Without exponents both R and ``log_scale`` are None, and with R ``log_scale`` must be given.
-    Differentiable any number of times. A single row takes one product with the state.
+    A single row takes one product with the state.
     """
     n = q.shape[-2]
     if n == 0:
@@ -119,8 +117,8 @@ def _forward(
     with no_autocast(q.device):
         for Q, K, V, scales in _segments((q, k, v), log_scale, units):
             K, V1 = _keys(K, V, scales)
-            before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
-            across = Q @ before
+            earlier_sums, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
+            across = Q @ earlier_sums
             # A score of 0 times a value that is not finite would be NaN. A separate sum adds such values to later rows.
             spoil = V1 * 0
             sums = _masked(Q @ K.mT, scales) @ V1.masked_fill(spoil != 0, 0) + spoil.cumsum(-2)
@@ -169,11 +167,15 @@ def attention_inference(
                 V1.masked_fill_(V1 * 0 != 0, 0)
             Q, K, V1 = (x.to(dtype).flatten(0, 1) for x in (Q, K, V1))
             sums = torch.bmm(K.mT, V1).unflatten(0, shape[:2])
-            before = torch.empty_like(sums)
-            for at, here in zip(before.unbind(1), sums.unbind(1), strict=True):
+            earlier_sums = torch.empty_like(sums)
+            for at, here in zip(earlier_sums.unbind(1), sums.unbind(1), strict=True):
                 at.copy_(state)
                 state = state + here
-            total = torch.bmm(Q, before.flatten(0, 1)).baddbmm_(torch.bmm(Q, K.mT).tril_(), V1).unflatten(0, shape[:2])
+            total = (
+                torch.bmm(Q, earlier_sums.flatten(0, 1))
+                .baddbmm_(torch.bmm(Q, K.mT).tril_(), V1)
+                .unflatten(0, shape[:2])
+            )
             if spoil is not None:
                 total += spoil_sums.view_as(total)
             den.copy_(total[..., -1:])
@@ -216,8 +218,8 @@ def attention_backward(
         for _, K, V, dY, Y, den, scales in segments:
             K, V1 = _keys(K, V, scales)
             dV1 = _adjoint(dY, Y, den)
-            before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
-            across = dV1 @ before.mT
+            earlier_sums, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
+            across = dV1 @ earlier_sums.mT
             dq.append(_masked(dV1 @ V1.mT, scales) @ K + (across if scales is None else across * scales.row))
         state = _no_state(q, k, v)
         for Q, K, V, dY, Y, den, scales in reversed(segments):
@@ -249,11 +251,11 @@ class _Scales(NamedTuple):
 
 
 def _segments(
-    tensors: Sequence[Tensor], log_scale: Tensor | None, before: Tensor | None = None
+    tensors: Sequence[Tensor], log_scale: Tensor | None, earlier_maximum: Tensor | None = None
 ) -> Iterator[tuple[Any, ...]]:
     """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales.
 
-    ``before`` (*batch, 1) is the largest exponent before the first row.
+    ``earlier_maximum`` (*batch, 1) is the largest exponent before the first row.
     """
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)
@@ -268,22 +270,22 @@ def _segments(
         scales = None
         if exponents is not None:
             c = F.pad(exponents[index].to(dtype), (0, pad), value=-torch.inf)
-            scales, before = _scales(c.unflatten(-1, (chunks, chunk)), before)
+            scales, earlier_maximum = _scales(c.unflatten(-1, (chunks, chunk)), earlier_maximum)
         yield *cut, scales
 
 
-def _scales(c: Tensor, before: Tensor | None) -> tuple[_Scales, Tensor]:
-    """Return the scales of c (*batch, N, C) after the maximum ``before`` (*batch, 1), and the maximum at its end.
+def _scales(c: Tensor, earlier_maximum: Tensor | None) -> tuple[_Scales, Tensor]:
+    """Return the scales of c (*batch, N, C) after ``earlier_maximum`` (*batch, 1), and the maximum at its end.
 
     The output does not depend on the subtracted maximum, so it needs no gradient. The subtrahend has 0 instead of -inf,
     so that no difference is -inf - (-inf).
     """
     fixed = c.detach()
-    if before is None:
-        before = torch.full_like(fixed[..., 0, :1], -torch.inf)
-    running = torch.maximum(fixed.flatten(-2).cummax(-1).values, before).unflatten(-1, c.shape[-2:])
+    if earlier_maximum is None:
+        earlier_maximum = torch.full_like(fixed[..., 0, :1], -torch.inf)
+    running = torch.maximum(fixed.flatten(-2).cummax(-1).values, earlier_maximum).unflatten(-1, c.shape[-2:])
     ends = running[..., -1]
-    starts = torch.cat((before, ends[..., :-1]), -1)  # (*batch, N)
+    starts = torch.cat((earlier_maximum, ends[..., :-1]), -1)  # (*batch, N)
     finite = running.masked_fill(running == -torch.inf, 0)
     later = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).triu(1)
     scales = _Scales(

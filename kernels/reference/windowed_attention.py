@@ -9,11 +9,11 @@ All weights of a row have a common maximum. For this maximum, all keys outside o
 the exponent :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)` of their denominator.
 """
 
-__all__ = ["windowed_backward", "windowed_forward", "windowed_linear_attention"]
+__all__ = ["WindowedOperands", "windowed_backward", "windowed_forward", "windowed_linear_attention"]
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,39 +26,37 @@ from .attention import _accumulation_dtype, no_autocast
 _POSITIONS = 64 * 64
 
 
-def windowed_linear_attention(
-    q: Tensor,  # (*batch, n, D)
-    k: Tensor,  # (*batch, n, D)
-    v: Tensor,  # (*batch, n, E)
-    phi_q: Tensor,  # (*batch, n, m)
-    phi_k: Tensor,  # (*batch, n, m)
-    log_q: Tensor | None,  # (*batch, n)
-    log_k: Tensor | None,  # (*batch, n)
-    window: int,
-    causal: bool,
-) -> Tensor:  # (*batch, n, E)
-    """Compute :func:`panther.kernels.windowed_linear_attention` in torch, differentiable any number of times."""
-    return windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)[0]
+class WindowedOperands(NamedTuple):
+    """The operands of attention that is exact in a window, see :func:`panther.kernels.windowed_linear_attention`."""
+
+    q: Tensor  # (*batch, n, D)
+    k: Tensor  # (*batch, n, D)
+    v: Tensor  # (*batch, n, E)
+    phi_q: Tensor  # (*batch, n, m)
+    phi_k: Tensor  # (*batch, n, m)
+    log_q: Tensor | None  # (*batch, n)
+    log_k: Tensor | None  # (*batch, n)
+
+
+def windowed_linear_attention(*args: Any) -> Tensor:  # (*batch, n, E)
+    """Compute :func:`panther.kernels.windowed_linear_attention` in torch, differentiable any number of times.
+
+    The arguments are the operands, the window and whether attention is causal, by position.
+    """
+    return windowed_forward(WindowedOperands(*args[:-2]), *args[-2:])[0]
 
 
 def windowed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    window: int,
-    causal: bool,
+    operands: WindowedOperands, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
     """Return the output, and the logarithm of the denominator (float32 or float64), -inf in rows without keys."""
+    q, k, v, phi_q, phi_k, *_ = operands
     if q.shape[:-1].numel() == 0:  # An empty result must depend on all operands for autograd.
         y = v * (q * k).sum(-1, keepdim=True) * (phi_q * phi_k).sum(-1, keepdim=True)
         return y, q.sum(-1).to(_accumulation_dtype(q))
     outputs, logs = [], []
     with no_autocast(q.device):
-        blocks = _blocks(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
+        blocks = _blocks(operands, window, causal)
         far = _far(blocks)
         for here in blocks.segments():
             near = [_near(blocks, here, offset) for offset in blocks.offsets]
@@ -86,24 +84,18 @@ def windowed_forward(
 
 def windowed_backward(
     grad: Tensor,  # (*batch, n, E)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
+    operands: WindowedOperands,
     y: Tensor,  # (*batch, n, E)
     log_den: Tensor,  # (*batch, n)
     window: int,
     causal: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of the seven operands from the result of :func:`windowed_forward`; recompute scores."""
-    operands = (q, k, v, phi_q, phi_k, log_q, log_k)
+    q, *_, log_q, log_k = operands
     if q.shape[:-1].numel() == 0:
         return tuple(None if x is None else torch.zeros_like(x) for x in operands)
     with no_autocast(q.device):
-        blocks = _blocks(*operands, window, causal)
+        blocks = _blocks(operands, window, causal)
         far = _far(blocks)
         parts = (blocks.q, blocks.k, blocks.v, blocks.phi_q, blocks.phi_k, blocks.log_q, blocks.log_k)
         dq, dk, dv, dphi_q, dphi_k, da, db = (torch.zeros_like(x, dtype=blocks.dtype) for x in parts)
@@ -197,17 +189,8 @@ class _Near(NamedTuple):
     spoil: Tensor | None  # (N, C, E), causal: NaN in the rows that values which are not finite reach
 
 
-def _blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi_q: Tensor,
-    phi_k: Tensor,
-    log_q: Tensor | None,
-    log_k: Tensor | None,
-    window: int,
-    causal: bool,
-) -> _Blocks:
+def _blocks(operands: WindowedOperands, window: int, causal: bool) -> _Blocks:
+    q, k, v, phi_q, phi_k, log_q, log_k = operands
     n, dtype = q.shape[-2], _accumulation_dtype(q)
     zero = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
     a = zero if log_q is None else log_q.to(dtype)[..., None]
@@ -333,11 +316,15 @@ def _gather(
         states = _scan(parts[::-1] if reverse else parts, running, None)
         states, both = (states[::-1], running.flip(-1)) if reverse else (states, running)
     else:
-        before, after = _running(units), _running(units.flip(-1))
-        both = torch.maximum(before, after.flip(-1))
-        left, right = _ratio(before, both).unbind(-1), _ratio(after.flip(-1), both).unbind(-1)
+        earlier_units, later_units = _running(units), _running(units.flip(-1))
+        both = torch.maximum(earlier_units, later_units.flip(-1))
+        left, right = _ratio(earlier_units, both).unbind(-1), _ratio(later_units.flip(-1), both).unbind(-1)
         pairs = zip(
-            _scan(parts, before, units), left, _scan(parts[::-1], after, units.flip(-1))[::-1], right, strict=True
+            _scan(parts, earlier_units, units),
+            left,
+            _scan(parts[::-1], later_units, units.flip(-1))[::-1],
+            right,
+            strict=True,
         )
         states = [torch.addcmul(a * x[:, None, None], b, y[:, None, None]) for a, x, b, y in pairs]
     return torch.stack(states, 1).flatten(0, 1), both.reshape(-1, 1, 1)
