@@ -372,15 +372,16 @@ def test_what_a_pipeline_cannot_split():
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     assert stages(tied, tokens)[0]
     tied[3].weight = tied[0].weight
-    found, notes = stages(tied, tokens)
+    found, reasons = stages(tied, tokens)
     assert not found
     assert (
-        "pp=2 was not considered with some schedules: '0.weight' would be trained by more than one of 2 stages" in notes
+        "pp=2 was not considered with some schedules: '0.weight' would be trained by more than one of 2 stages"
+        in reasons
     )
     pairs = nn.Sequential(nn.Linear(16, 16), Twice(), Sum(), nn.Linear(16, 16))
-    found, notes = stages(pairs, torch.ones(2, 16))
+    found, reasons = stages(pairs, torch.ones(2, 16))
     assert not found
-    assert "pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor" in notes
+    assert "pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor" in reasons
 
 
 def test_ranking_explanations_and_memory():
@@ -403,8 +404,8 @@ def test_ranking_explanations_and_memory():
     for option in plan.options[1:]:
         assert option.reason.startswith(str(option.layout))
     make, _, loss = MODELS["perceptron"]
-    least = min(option.estimate.memory.total for option in plan.options)
-    room = 1.2 * least
+    smallest_bytes = min(option.estimate.memory.total for option in plan.options)
+    room = 1.2 * smallest_bytes
     tight = ClusterSpec.preset("cpu", 4, gpus_per_node=2, memory_bytes=room, usable=1.0)
     x, _ = batch_of("perceptron", 2)
     small = plan_parallelism(make(), tight, batch=BATCH, sample_input=x, loss_fn=loss, schedules=("gpipe", "1f1b"))
@@ -451,9 +452,9 @@ def test_a_layout_must_fit_at_the_start():
 
 def test_the_model_is_left_alone_and_a_live_group_too():
     model = Branches()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ModelStats.of(model, torch.ones(4, 64)).shard(2)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(first_state[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not dist.is_initialized()
 
@@ -633,16 +634,16 @@ def test_the_states_and_the_messages_of_an_optimizer_are_predicted(name):
         with CommunicationCounter() as counter:
             optimizer.step()
         values = [value for state in optimizer.state.values() for value in state.values()]
-        held = storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
+        state_bytes = storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
         n = dist.get_world_size() // predicted.layout.replicate
         shares = {"allreduce_": 2 * (n - 1) / n, "alltoall_base_": 1.0}
-        return held, sum(shares[name] * count for name, count in counter.bytes_by_operation.items())
+        return state_bytes, sum(shares[name] * count for name, count in counter.bytes_by_operation.items())
 
     for layout in layouts:
         cluster = ClusterSpec.preset("cpu", layout.world)
         predicted = estimate(stats, cluster, layout, 8, optimizer_states=states)
-        held, sent = zip(*on_ranks(lambda predicted=predicted: run(predicted), layout.world), strict=True)
-        assert max(held) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
+        state_bytes, sent = zip(*on_ranks(lambda predicted=predicted: run(predicted), layout.world), strict=True)
+        assert max(state_bytes) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
         exchanged = sum(traffic.sent_bytes for traffic in predicted.traffic if traffic.axis == "optimizer")
         # Ranks also compare which gradients there are.
         assert sum(sent) / len(sent) == pytest.approx(exchanged, rel=0.1, abs=64), (name, layout)

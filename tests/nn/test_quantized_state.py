@@ -54,12 +54,12 @@ def test_scales_that_a_file_would_change_are_not_saved(kind, tmp_path):
 )
 def test_checkpoints_of_another_form_are_refused_in_one_line(kind, form, assign):
     layer, state = kind.layer(), kind.make(*kind.sizes, **form).state_dict()
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=r"was saved with bits=.*here has .*build the layer with those") as error:
             layer.load_state_dict(state, strict=strict, assign=assign)
         assert str(error.value).count("\n\t") == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(torch.equal(tensor, first_state[name]) for name, tensor in layer.state_dict().items())
 
 
 @both_kinds
@@ -72,13 +72,13 @@ def test_a_layer_that_leaves_the_meta_device_has_its_record(kind):
 @both_kinds
 def test_casts_change_the_bias_and_its_gradient_alone(kind):
     layer = kind.layer()
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    first_state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.train_scales_()(kind.x(3)).sum().backward()
     layer.double()
     assert layer.dtype is layer.bias.dtype is layer.bias.grad.dtype is torch.float64
     assert layer.scale_logs.dtype is layer.scale_logs.grad.dtype is torch.float32
     layer.train_scales_(False).bias = None
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(torch.equal(tensor, first_state[name]) for name, tensor in layer.state_dict().items())
 
 
 def trained(kind):
@@ -101,12 +101,14 @@ def test_no_parameter_is_in_another_dtype_than_the_layer(kind):
 def test_casts_of_parameters_by_other_libraries_lose_nothing(kind):
     """As PEFT's prepare_model_for_kbit_training and transformers' _keep_in_fp32_modules cast them."""
     layer = kind.layer().half()
-    before = {name: tensor.clone() for name, tensor in layer.named_buffers()}
+    first_buffers = {name: tensor.clone() for name, tensor in layer.named_buffers()}
     for parameter in layer.parameters():
         parameter.data = parameter.data.float()
     layer.bfloat16().float().half().double()
-    assert {name: tensor.dtype for name, tensor in layer.named_buffers()} == {n: t.dtype for n, t in before.items()}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.named_buffers())
+    assert {name: tensor.dtype for name, tensor in layer.named_buffers()} == {
+        n: t.dtype for n, t in first_buffers.items()
+    }
+    assert all(torch.equal(tensor, first_buffers[name]) for name, tensor in layer.named_buffers())
 
 
 @both_kinds
