@@ -55,14 +55,8 @@ def launch(
 ) -> None:
     """Launch a kernel as ``kernel[grid](*tensors, *scalars, **constants)`` does, in a third of its time on the host.
 
-    The :class:`Launch` is kept for later calls that differ only in addresses. At most 2048 of them are kept.
-
-    Args:
-        kernel: A function decorated with ``triton.jit`` whose parameters are tensors, then scalars, then constants.
-        grid: The numbers of programs.
-        tensors: The tensors; None stands for a tensor that the kernel does not read.
-        *scalars: The arguments between the tensors and the constants.
-        **constants: The constants of the kernel, and options of the compiler.
+    The :class:`Launch`, which describes the other arguments, is kept for later calls that differ only in addresses. At
+    most 2048 of them are kept. None in ``tensors`` stands for a tensor that the kernel does not read.
     """
     kinds = [None if x is None else (x.dtype, x.get_device(), x.data_ptr() & 15 == 0) for x in tensors]
     # The hash of a kernel takes two microseconds. A Launch holds its kernel, so that no other one gets the same id.

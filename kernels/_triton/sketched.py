@@ -9,7 +9,9 @@ Operands are x (rows, in), S1 (in, R), S2 (R, out) and a contiguous bias (out,).
 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then contiguous.
 """
 
-__all__ = ["SketchedProduct", "fused_plan", "is_addressable", "pair_plan"]
+__all__ = [
+    "SketchedProduct", "fused_plan", "inner_launch", "is_addressable", "outer_launch", "pair_plan", "reduce_launch",
+]  # fmt: skip
 
 import math
 from collections.abc import Callable
@@ -277,54 +279,17 @@ def pair_plan(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> SketchedProduct:
     """Return the product of these operands, of any rank, in two kernels, or three for many partial sums."""
-    (M, K), (R, N) = x.shape, S2.shape
+    M, (R, N) = len(x), S2.shape
     half = x.element_size() == 2
-    RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
-    rank_tiles = cdiv(R, RP)
     is_tall = half and M >= _TALL_ROWS
-    BK, BN = (64, 64 if is_tall else 128) if half else (32, 32)
-    programs = multiprocessors(x.device)
-    signs = {"PACKED": _is_packed(U1), "PRECISION": dot_precision(x.dtype)}
-
     # The factors are read once for each tile of rows. For thousands of rows this takes longer than reading x, unless
     # tiles are tall, and then the input features are divided to have enough programs.
     most_rows = 128 if is_tall else 64 if half else 32
-    BM = _row_tile(M, most_rows)
-    row_tiles = cdiv(M, BM)
-    # A partial sum covers two tiles of input features or more. There are at most 32, because the next kernel reads them
-    # many times.
-    splits = max(1, min(32, programs // (row_tiles * rank_tiles), cdiv(K, 2 * BK)))
-    split_k = cdiv(cdiv(K, splits), BK) * BK
-    splits = cdiv(K, split_k)
-    part_stride = 2 * M * R
-    launch_inner = Launch(
-        _pair_inner_kernel, (row_tiles, rank_tiles, splits), M, K, R, split_k, part_stride,
-        *x.stride(), *S1.stride(), *_strides(U2),
-        RP=RP, BM=BM, BK=BK, num_warps=8 if BM >= 64 else 4, num_stages=pipeline_stages(3) if half else 2, **signs,
-    )  # fmt: skip
-    n_tiles = cdiv(N, BN)
-    reduce = 8 * R * M * splits * min(n_tiles, programs) <= _REDUCED_BYTES
-    launch_reduce = None
-    if not reduce:
-        launch_reduce = Launch(
-            _pair_reduce_kernel, (cdiv(part_stride, _BLOCK),), scale, part_stride, splits, part_stride, BLOCK=_BLOCK
-        )
-
-    # Every tile of rows reads the factors, and every program reads the partial sums of its rows, both through the L2
-    # cache. This height of a tile minimizes the bytes read.
-    parts = splits if reduce else 1
-    BM = _row_tile(M, most_rows, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
-    row_tiles = cdiv(M, BM)
-    tiles = min(n_tiles, cdiv(n_tiles * row_tiles, programs))
-    # Packed signs with float32 as three TF32 products, and reducing several tiles of ranks, need more registers than
-    # four warps have.
-    outer_warps = 8 if BM >= 64 or (signs["PACKED"] and not half) or (reduce and rank_tiles > 1) else 4
-    launch_outer = Launch(
-        _pair_outer_kernel, (row_tiles, cdiv(n_tiles, tiles)), scale, M, N, R, splits, part_stride, tiles,
-        *_strides(U1), *S2.stride(),
-        RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
-        num_warps=outer_warps, num_stages=2, **signs,
-    )  # fmt: skip
+    BN = (64 if is_tall else 128) if half else 32
+    launch_inner, splits = inner_launch(x, S1, U2, most_rows)
+    reduce = 8 * R * M * splits * min(cdiv(N, BN), multiprocessors(x.device)) <= _REDUCED_BYTES
+    launch_reduce = None if reduce else reduce_launch(M, R, splits, scale)
+    launch_outer = outer_launch(x, U1, S2, bias, scale, most_rows, BN, splits, 2 * M * R, reduce=reduce)
 
     def product(
         x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None
@@ -338,6 +303,72 @@ def pair_plan(
         return out, inner
 
     return product
+
+
+def inner_launch(x: Tensor, S1: Tensor, U2: Tensor, most_rows: int) -> tuple[Launch, int]:
+    """Return the launch on x, S1, U2 and the partial sums (splits, rows, 2R) of ``x [S1 | U2]``, and the splits."""
+    (M, K), R = x.shape, S1.shape[1]
+    half = x.element_size() == 2
+    RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
+    rank_tiles, BK = cdiv(R, RP), 64 if half else 32
+    BM = _row_tile(M, most_rows)
+    row_tiles = cdiv(M, BM)
+    # A partial sum covers two tiles of input features or more. There are at most 32, because the next kernel reads them
+    # many times.
+    splits = max(1, min(32, multiprocessors(x.device) // (row_tiles * rank_tiles), cdiv(K, 2 * BK)))
+    split_k = cdiv(cdiv(K, splits), BK) * BK
+    splits = cdiv(K, split_k)
+    launch = Launch(
+        _pair_inner_kernel, (row_tiles, rank_tiles, splits), M, K, R, split_k, 2 * M * R,
+        *x.stride(), *S1.stride(), *_strides(U2),
+        RP=RP, BM=BM, BK=BK, num_warps=8 if BM >= 64 else 4, num_stages=pipeline_stages(3) if half else 2,
+        PACKED=_is_packed(U2), PRECISION=dot_precision(x.dtype),
+    )  # fmt: skip
+    return launch, splits
+
+
+def reduce_launch(M: int, R: int, splits: int, scale: float) -> Launch:
+    """Return the launch on the partial sums and the inner product, which adds them in a fixed order."""
+    size = 2 * M * R
+    return Launch(_pair_reduce_kernel, (cdiv(size, _BLOCK),), scale, size, splits, size, BLOCK=_BLOCK)
+
+
+def outer_launch(
+    like: Tensor,  # (rows, *)
+    U1: Tensor,
+    S2: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    most_rows: int,
+    BN: int,
+    splits: int,
+    part_stride: int,
+    *,
+    reduce: bool,
+) -> Launch:
+    """Return the launch on the partial sums, U1, S2, the bias, the output and the inner product.
+
+    With ``reduce`` it adds the partial sums to the inner product, which it reads otherwise.
+    """
+    M, (R, N) = len(like), S2.shape
+    half, programs = like.element_size() == 2, multiprocessors(like.device)
+    RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
+    rank_tiles, n_tiles = cdiv(R, RP), cdiv(N, BN)
+    # Every tile of rows reads the factors, and every program reads the partial sums of its rows, both through the L2
+    # cache. This height of a tile minimizes the bytes read.
+    parts = splits if reduce else 1
+    BM = _row_tile(M, most_rows, math.sqrt(M * N * like.element_size() / (4 * programs * parts)))
+    row_tiles = cdiv(M, BM)
+    tiles = min(n_tiles, cdiv(n_tiles * row_tiles, programs))
+    # Packed signs with float32 as three TF32 products, and reducing several tiles of ranks, need more registers than
+    # four warps have.
+    warps = 8 if BM >= 64 or (_is_packed(U1) and not half) or (reduce and rank_tiles > 1) else 4
+    return Launch(
+        _pair_outer_kernel, (row_tiles, cdiv(n_tiles, tiles)), scale, M, N, R, splits, part_stride, tiles,
+        *_strides(U1), *S2.stride(),
+        RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
+        num_warps=warps, num_stages=2, PACKED=_is_packed(U1), PRECISION=dot_precision(like.dtype),
+    )  # fmt: skip
 
 
 def _fused_tile(M: int, half: bool, packed: bool, multiprocessors: int) -> dict[str, int]:

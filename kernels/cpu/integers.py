@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .._torch import int_mm
-from ..ops.quantized_operands import requantized_steps
+from ..ops.quantized_operands import QuantizedCodes, requantized_steps
 from ..reference.codes import MIDDLE
-from .quantized import _blocks, _by_groups, _integers, _memory
+from .quantized import blocks_of, integers_of, memory, scaled_rows
 
 _MOST_COLUMNS = 1 << 17  # A sum of more products could overflow int32.
 
@@ -46,29 +46,26 @@ def multiplies_integers(x: Tensor) -> bool:
 def integer_matmul(
     x: Tensor,  # (n, in) int8
     steps: Tensor,  # (n, 1)
-    codes: Tensor,  # (out, bytes), see pack_codes
-    bits: int,
-    scales: Tensor,  # (out, groups)
-    zeros: Tensor,  # (out, groups) uint8
-    group_size: int,
+    codes: QuantizedCodes,
     bias: Tensor | None,  # (out,)
     dtype: torch.dtype,
 ) -> Tensor:  # (n, out)
     """Return ``steps x Q^T + bias``, without derivatives."""
+    _, bits, scales, zeros, _ = codes
     columns, rows = x.shape[1], len(scales)
-    y = steps.new_empty(len(x), rows) if dtype is steps.dtype else _memory("wide", steps.dtype, len(x) * rows)
-    y = y.view(len(x), rows)
+    y = steps.new_empty(len(x), rows) if dtype is steps.dtype else memory("wide", steps.dtype, len(x), rows)
     has_groups = scales.shape[1] > 1
     weight_steps = requantized_steps(scales, zeros, bits) if has_groups else scales.to(steps.dtype)
     factors = scales / weight_steps if has_groups else weight_steps
     # Codes of 8 bits need no unpacking, so one product takes all of them.
-    for block in [slice(None)] if bits == 8 and not has_groups else _blocks(rows, columns):
-        form = codes[block], bits, columns
+    for block in [slice(None)] if bits == 8 and not has_groups else blocks_of(rows, columns):
         if has_groups:
-            integers = _requantized(*form, factors[block], zeros[block], group_size)
+            numbers = scaled_rows(codes, block, columns, factors, torch.float32).round_()
+            # The result must not overwrite the codes, which belong to the layer if they have 8 bits.
+            integers = memory("rounded", torch.int8, *numbers.shape).copy_(numbers)
         else:
-            integers = _integers(*form, zeros[block], group_size)
-        sums = _memory("sums", torch.int32, len(x) * len(integers)).view(len(x), len(integers))
+            integers = integers_of(codes, block, columns)
+        sums = memory("sums", torch.int32, len(x), len(integers))
         y[:, block].copy_(int_mm(x, integers.mT, out=sums))
     if bits == 8 and not has_groups:  # The stored codes contain only -MIDDLE: subtract the rest of the zero points.
         y.addcmul_(x.sum(1, keepdim=True, dtype=torch.int32).to(y.dtype), zeros.mT.to(y.dtype).sub_(MIDDLE), value=-1)
@@ -78,15 +75,3 @@ def integer_matmul(
     else:
         torch.addcmul(bias.to(y.dtype), y, steps, out=y)
     return y.to(dtype)
-
-
-def _requantized(
-    codes: Tensor, bits: int, columns: int, factors: Tensor, zeros: Tensor, group_size: int
-) -> Tensor:  # (rows, in) int8
-    integers = _integers(codes, bits, columns, zeros, group_size)
-    numbers = _memory("weight", torch.float32, integers.numel()).view(-1, columns).copy_(integers)
-    if bits == 8:
-        _by_groups(Tensor.sub_, numbers, zeros.float().sub_(MIDDLE), group_size)
-    _by_groups(Tensor.mul_, numbers, factors, group_size)
-    # The result must not overwrite the codes, which belong to the layer if they have 8 bits.
-    return _memory("rounded", torch.int8, integers.numel()).view(-1, columns).copy_(numbers.round_())

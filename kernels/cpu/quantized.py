@@ -4,8 +4,9 @@ New memory for each call would cost more in page faults than the expansion itsel
 because at 32 rows of x more operator calls and narrower products cost more than the cache gains.
 """
 
-__all__ = ["blockwise_matmul", "expanded"]
+__all__ = ["blocks_of", "blockwise_matmul", "expanded", "integers_of", "memory", "scaled_rows"]
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import int8_weight_mm
+from ..ops.quantized_operands import QuantizedCodes
 from ..reference.codes import MIDDLE, unpack_codes
 
 # Weights per block. Each thread keeps 4 MiB for a block in float32 and 2 MiB for its codes.
@@ -23,11 +25,7 @@ _INT8_KERNEL_ROWS = 16  # Below this number of rows, torch's 8-bit kernel is the
 
 def blockwise_matmul(
     x: Tensor,  # (n, in)
-    codes: Tensor,  # (out, bytes), see pack_codes
-    bits: int,
-    scales: Tensor,  # (out, groups)
-    zeros: Tensor,  # (out, groups) uint8
-    group_size: int,
+    codes: QuantizedCodes,
     bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (n, out)
     """Return ``x Q^T + bias`` with ``Q = scales * (codes - zeros)`` by groups, in the dtype of x, without derivatives.
@@ -35,19 +33,20 @@ def blockwise_matmul(
     If a row of the weight has one group and x has few rows, the scales multiply the output. Otherwise they multiply the
     weight, as they do in float16, where the unscaled product would overflow.
     """
+    packed, bits, scales, zeros, _ = codes
     columns, rows = x.shape[1], scales.shape[0]
     if scales.shape[1] > 1 or 2 * len(x) > columns or x.dtype is torch.float16:
-        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
+        return _scaled_first(x, codes, bias)
     # torch's kernel reads beyond its operands for sizes that do not fill its vectors, such as one column.
     fills_vectors = bits == 8 and columns % 32 == 0 and rows % 32 == 0
     if x.dtype is torch.bfloat16 and fills_vectors and 0 < len(x) < _INT8_KERNEL_ROWS:
-        operands = _aligned(x, 32), _aligned(codes, 16).view(torch.int8)
+        operands = _aligned(x, 32), _aligned(packed, 16).view(torch.int8)
         y = int8_weight_mm(*operands, torch.ones_like(scales[:, 0], dtype=x.dtype))
     else:
         y = x.new_empty(len(x), rows)
-        for block in _blocks(rows, columns):
-            integers = _integers(codes[block], bits, columns, zeros[block], group_size)
-            weight = _memory("weight", x.dtype, integers.numel()).view(-1, columns).copy_(integers)
+        for block in blocks_of(rows, columns):
+            integers = integers_of(codes, block, columns)
+            weight = memory("weight", x.dtype, *integers.shape).copy_(integers)
             torch.mm(x, weight.mT, out=y[:, block])
     work = y if y.dtype is torch.float64 else y.float()
     if bits == 8:
@@ -62,23 +61,18 @@ def blockwise_matmul(
     return work.to(x.dtype)
 
 
-def _scaled_first(
-    x: Tensor, codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, group_size: int, bias: Tensor | None
-) -> Tensor:
+def _scaled_first(x: Tensor, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:
+    _, bits, scales, zeros, group_size = codes
     n, columns = x.shape
     rows, dtype = len(scales), x.dtype
     # In half precision a product with a rounded scale would lose a digit, and float16 would overflow.
     exact = dtype in (torch.float32, torch.float64)
     scales = scales.to(dtype if exact else torch.float32)
     y = x.new_empty(n, rows)
-    for block in _blocks(rows, columns):
-        integers = _integers(codes[block], bits, columns, None if exact else zeros[block], group_size)
-        weight = _memory("weight", scales.dtype, integers.numel()).view(-1, columns).copy_(integers)
-        if bits == 8 and not exact:
-            _by_groups(Tensor.sub_, weight, zeros[block].to(scales.dtype).sub_(MIDDLE), group_size)
-        _by_groups(Tensor.mul_, weight, scales[block], group_size)
+    for block in blocks_of(rows, columns):
+        weight = scaled_rows(codes, block, columns, scales, scales.dtype, subtracts_zeros=not exact)
         if weight.dtype is not dtype:
-            weight = _memory("rounded", dtype, integers.numel()).view(-1, columns).copy_(weight)
+            weight = memory("rounded", dtype, *weight.shape).copy_(weight)
         if bias is None:
             torch.mm(x, weight.mT, out=y[:, block])
         else:
@@ -91,49 +85,55 @@ def _scaled_first(
     return y
 
 
-def expanded(
-    codes: Tensor,  # (out, bytes), see pack_codes
-    bits: int,
-    scales: Tensor,  # (out, groups)
-    zeros: Tensor,  # (out, groups) uint8
-    group_size: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> Tensor:  # (out, in)
+def expanded(codes: QuantizedCodes, columns: int, dtype: torch.dtype) -> Tensor:  # (out, in)
     """Return ``scales * (codes - zeros)`` by groups in new memory, without derivatives."""
     work = dtype if dtype is torch.float64 else torch.float32
-    scales = scales.detach().to(work)
-    result = torch.empty(len(scales), columns, dtype=dtype, device=codes.device)
-    for block in _blocks(*result.shape):
-        weight = result[block]
-        if dtype is not work:
-            weight = _memory("weight", work, weight.numel()).view(-1, columns)
-        weight.copy_(_integers(codes[block], bits, columns, zeros[block], group_size))
-        if bits == 8:
-            _by_groups(Tensor.sub_, weight, zeros[block].to(work).sub_(MIDDLE), group_size)
-        _by_groups(Tensor.mul_, weight, scales[block], group_size)
+    scales = codes.scales.detach().to(work)
+    result = torch.empty(len(scales), columns, dtype=dtype, device=codes.packed.device)
+    for block in blocks_of(*result.shape):
+        weight = scaled_rows(codes, block, columns, scales, work, out=result[block] if dtype is work else None)
         if dtype is not work:
             result[block].copy_(weight)
     return result
 
 
-def _blocks(rows: int, columns: int) -> list[slice]:
+def scaled_rows(
+    codes: QuantizedCodes,
+    rows: slice,
+    columns: int,
+    scales: Tensor,  # (out, groups)
+    dtype: torch.dtype,
+    *,
+    subtracts_zeros: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:  # (rows, in)
+    """Return ``scales * (codes - zeros)``, or ``scales * codes``, of some rows, in ``out`` or in reused memory."""
+    integers = integers_of(codes, rows, columns, subtracts_zeros=subtracts_zeros)
+    weight = (memory("weight", dtype, *integers.shape) if out is None else out).copy_(integers)
+    if codes.bits == 8 and subtracts_zeros:
+        _by_groups(Tensor.sub_, weight, codes.zeros[rows].to(dtype).sub_(MIDDLE), codes.group_size)
+    _by_groups(Tensor.mul_, weight, scales[rows], codes.group_size)
+    return weight
+
+
+def blocks_of(rows: int, columns: int) -> list[slice]:
     """Return blocks of about the same size, because a product with few rows takes as long as a product with many."""
     count = max(1, -(-rows * columns // _BLOCK))
     step = -(-rows // count)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _integers(
-    codes: Tensor, bits: int, columns: int, zeros: Tensor | None, group_size: int
+def integers_of(
+    codes: QuantizedCodes, rows: slice, columns: int, *, subtracts_zeros: bool = True
 ) -> Tensor:  # (rows, in) int8
-    """Return the codes minus ``zeros``, if given. Codes of 8 bits could overflow and are returned minus MIDDLE."""
-    if bits == 8:
-        return codes.view(torch.int8)
-    memory = _memory("codes", torch.uint8, 2 * len(codes) * (columns + 7))
-    integers = unpack_codes(codes, bits, columns, memory).view(torch.int8)
-    if zeros is not None:
-        _by_groups(Tensor.sub_, integers, zeros.view(torch.int8), group_size)
+    """Return some rows of the codes minus their zero points, or minus MIDDLE for 8 bits, which could overflow."""
+    packed = codes.packed[rows]
+    if codes.bits == 8:
+        return packed.view(torch.int8)
+    integers = unpack_codes(packed, codes.bits, columns, memory("codes", torch.uint8, 2 * len(packed) * columns))
+    integers = integers.view(torch.int8)
+    if subtracts_zeros:
+        _by_groups(Tensor.sub_, integers, codes.zeros[rows].view(torch.int8), codes.group_size)
     return integers
 
 
@@ -148,16 +148,17 @@ def _aligned(tensor: Tensor, multiple: int) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _memory(name: str, dtype: torch.dtype, entries: int) -> Tensor:
+def memory(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a buffer of this thread, which is reused by name and not cleared."""
     buffer = getattr(_buffers, name, None)
+    entries = math.prod(shape)
     size = entries * dtype.itemsize
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # An inference tensor could not be written outside of inference mode.
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         if entries <= 4 * _BLOCK:  # A buffer for longer rows is not kept.
             setattr(_buffers, name, buffer)
-    return buffer[:size].view(dtype)
+    return buffer[:size].view(dtype).view(shape)
 
 
 def _by_groups(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, values: Tensor, group_size: int) -> None:

@@ -1,22 +1,22 @@
-"""Orders of the sketched product that torch runs faster than the reference: joined factors, and packed signs."""
+"""Orders of the sketched product that torch runs faster than the reference: joined factors, and packed signs.
+
+The gradients of joined factors, of the product and of its two halves, need fewer products than those of autograd.
+"""
 
 __all__ = [
-    "JoinedProduct",
-    "add",
-    "chained_in_place",
-    "chained_matmul",
-    "joined_matmul",
-    "packed_matmul",
-]
+    "InnerProduct", "JoinedProduct", "OuterProduct", "add", "chained_in_place", "chained_matmul", "joined_inner",
+    "joined_matmul", "joined_outer", "packed_matmul",
+]  # fmt: skip
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import are_transforms_active, is_differentiated_forward
 from ..reference.packing import unpack_signs
-from ..reference.sketched_halves import scaled_product
+from ..reference.sketched import scaled_product
 
 # Entries of a sketch that are unpacked at once. They stay in a core's cache for the product that uses them.
 _UNPACKED = 1 << 17
@@ -44,9 +44,19 @@ def joined_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """Return the product, as two on concatenated factors, and ``scale x [S1 | U2]``, scaled before it is rounded."""
-    inner = scaled_product(x, torch.cat((S1, U2), 1), scale)
+    inner = joined_inner(x, (S1, U2), scale)
+    return joined_outer(inner, U1, S2, bias), inner
+
+
+def joined_inner(x: Tensor, factors: Sequence[Tensor], scale: float) -> Tensor:  # (rows, columns of all)
+    """Return ``scale x [factors]`` as one product."""
+    return scaled_product(x, torch.cat(tuple(factors), 1), scale)
+
+
+def joined_outer(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:  # (rows, out)
+    """Return ``inner [U1 ; S2] + bias`` as one product."""
     outer = torch.cat((U1, S2), 0)
-    return (inner @ outer if bias is None else torch.addmm(bias, inner, outer)), inner
+    return inner @ outer if bias is None else torch.addmm(bias, inner, outer)
 
 
 def packed_matmul(
@@ -91,7 +101,7 @@ class JoinedProduct(torch.autograd.Function):
     """The joined product, on the CPU. Autograd on the concatenations would spend products on fixed sketches.
 
     The second output, ``scale x [S1 | U2]``, is there for backward to read. It is an output like the first, with
-    gradients and tangents, so that double backward and torch.func work; the operator has no forward mode.
+    gradients, so that double backward and torch.func work. It has no forward mode, which the reference has.
     """
 
     generate_vmap_rule = True
@@ -108,10 +118,6 @@ class JoinedProduct(torch.autograd.Function):
         """Save the operands and the inner product."""
         *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors, outputs[1])
-        # Only where it can be read. Activation checkpointing ends a recomputation by an exception, after which torch
-        # does not release what is saved here: the output and its node would hold each other until garbage is collected.
-        if is_differentiated_forward() or are_transforms_active():
-            ctx.save_for_forward(*tensors, outputs[1])  # torch's rule for vmap requires both lists to be equal.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,26 +138,70 @@ class JoinedProduct(torch.autograd.Function):
             None,
         )
 
+
+class InnerProduct(torch.autograd.Function):
+    """The first half of the sketched product.
+
+    Its gradients use differentiable operations, so that they can be differentiated again.
+    """
+
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dS1: Any, dU1: Any, dS2: Any, dU2: Any, dbias: Any, _: Any) -> tuple[Tensor, Tensor]:
-        """Return the tangents of both outputs."""
-        x, S1, U1, S2, U2, inner = ctx.saved_tensors
-        d_in = _concatenate_tangents(1, (dS1, S1), (dU2, U2))
-        d_out = _concatenate_tangents(0, (dU1, U1), (dS2, S2))
-        d_inner = add(_product(dx, torch.cat((S1, U2), 1)), _product(x, d_in))
-        d_inner = torch.zeros_like(inner) if d_inner is None else d_inner * ctx.scale
-        out = add(d_inner @ torch.cat((U1, S2), 0), _product(inner, d_out))
-        return add(out, dbias), d_inner  # type: ignore[return-value]
+    def forward(x: Tensor, scale: float, *factors: Tensor) -> Tensor:  # all S1, then all U2
+        """Return ``scale x [factors]``."""
+        return joined_inner(x, factors, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands."""
+        x, ctx.scale, *factors = inputs
+        ctx.save_for_backward(x, *factors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands that need one."""
+        x, *factors = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        d = grad if ctx.scale == 1.0 else grad * ctx.scale
+        dx = d @ torch.cat(factors, 1).mT if needed[0] else None
+        # Neighbouring factors that need a gradient share a product: all S1, and all U2 if they are trained.
+        gradients: list[Tensor | None] = [None] * len(factors)
+        start = 0
+        for need, run in groupby(range(len(factors)), key=lambda i: needed[2 + i]):
+            members = list(run)
+            widths = [factors[i].shape[1] for i in members]
+            if need:
+                gradient = x.mT @ d[:, start : start + sum(widths)]
+                for i, part in zip(members, gradient.split(widths, 1), strict=True):
+                    gradients[i] = part
+            start += sum(widths)
+        return dx, None, *gradients
 
 
-def _concatenate_tangents(dim: int, *pairs: tuple[Tensor | None, Tensor]) -> Tensor | None:
-    if all(tangent is None for tangent, _ in pairs):
-        return None
-    return torch.cat([torch.zeros_like(primal) if tangent is None else tangent for tangent, primal in pairs], dim)
+class OuterProduct(torch.autograd.Function):
+    """The second half of the sketched product."""
 
+    @staticmethod
+    def forward(inner: Tensor, U1: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``inner [U1 ; S2] + bias``."""
+        return joined_outer(inner, U1, S2, bias)
 
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else a @ b
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands without the bias."""
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the operands that need one."""
+        inner, U1, S2 = ctx.saved_tensors
+        need_inner, need_U1, need_S2, need_bias = ctx.needs_input_grad
+        R = len(U1)
+        return (
+            grad @ torch.cat((U1, S2), 0).mT if need_inner else None,
+            inner[:, :R].mT @ grad if need_U1 else None,
+            inner[:, R:].mT @ grad if need_S2 else None,
+            grad.sum(0) if need_bias else None,
+        )
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

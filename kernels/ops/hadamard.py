@@ -9,9 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..selection import use_triton
-from .library import define, needs_torch
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .library import define, needs_torch, refused_dtype
 
 
 def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
@@ -52,8 +50,7 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
 
 
 def _transform(x: Tensor) -> Tensor:
-    refusal = None if x.dtype in _DTYPES else f"takes float32, float16 and bfloat16, not {x.dtype}"
-    if not use_triton("hadamard_transform", x.device, refusal):
+    if not use_triton("hadamard_transform", x.device, refused_dtype(x.dtype)):
         return reference.hadamard_transform(x)
     from .._triton import hadamard
 

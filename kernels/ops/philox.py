@@ -13,6 +13,9 @@ from .. import reference
 from ..selection import interpreting, use_triton
 from .library import define
 
+# Seed, stream, tag, rows and columns.
+_Block = tuple[int, int, int, range, range]
+
 
 def sign_block(
     seed: int, stream: int, tag: int, rows: range, cols: range, *, dtype: torch.dtype, device: torch.device | str
@@ -51,7 +54,7 @@ def sign_block(
         raise ValueError(
             f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): reduce them modulo that"
         )
-    return _draw("sign", seed, stream, tag, rows, cols, 1.0, dtype, device)
+    return _draw("sign", (seed, stream, tag, rows, cols), 1.0, dtype, device)
 
 
 def word_block(
@@ -78,7 +81,7 @@ def word_block(
         >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
         [[1713891541, 3781805453]]
     """
-    return _draw("word", seed, stream, tag, rows, cols, 1.0, torch.int64, device)
+    return _draw("word", (seed, stream, tag, rows, cols), 1.0, torch.int64, device)
 
 
 def uniform_block(
@@ -117,7 +120,7 @@ def uniform_block(
         ... )
         tensor([[-0.2019,  0.7610]])
     """
-    return _draw("uniform", seed, stream, tag, rows, cols, scale, dtype, device)
+    return _draw("uniform", (seed, stream, tag, rows, cols), scale, dtype, device)
 
 
 def normal_block(
@@ -159,22 +162,13 @@ def normal_block(
         ... )
         tensor([[ 0.9911, -0.9247]])
     """
-    return _draw("normal", seed, stream, tag, rows, cols, scale, dtype, device)
+    return _draw("normal", (seed, stream, tag, rows, cols), scale, dtype, device)
 
 
-def _draw(
-    kind: str,
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    scale: float,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:
+def _draw(kind: str, block: _Block, scale: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    seed, stream, tag, rows, cols = block
     if not torch.compiler.is_compiling() and not _runs_triton(kind, torch.device(device)):
-        return reference.random_block(kind, seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
+        return reference.random_block(kind, *block, scale=scale, dtype=dtype, device=device)
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     signed = seed - (seed >> 63 << 64)  # Operators take signed 64-bit integers.
     _fill_block_(out, kind, signed, stream, tag, rows.start, cols.start, scale)

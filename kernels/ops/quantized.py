@@ -21,7 +21,7 @@ from ..cpu import integers, quantized
 from ..cpu.int4 import PackedCodes
 from ..selection import backend, runs_kernels, use_triton
 from ._plans import Plans, plan_key
-from .library import define
+from .library import define, refused_dtype
 from .quantized_operands import (
     FACTOR_UNIT,
     QuantizedCodes,
@@ -35,7 +35,6 @@ from .quantized_operands import (
 )
 
 _NAME = "quantized_matmul"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The kernel multiplies up to this many rows, and cuBLAS multiplies more rows by the expanded weight (predicted).
 _KERNEL_ROWS = 256
 # One kernel computes codes, correction and bias of up to this many rows and up to this rank. Each program reads the
@@ -130,7 +129,7 @@ def quantized_weight(
     codes, factors = weight.codes, weight.factors
     if codes is None or not x.is_cpu or not _is_plain(x) or _needs_gradient(x, weight, bias):
         return dense_weight(weight, x.dtype)
-    dense = quantized.expanded(*codes, weight.columns, x.dtype)
+    dense = quantized.expanded(codes, weight.columns, x.dtype)
     return dense if factors is None else dense.addmm_(*wide_factors(factors, x.dtype))
 
 
@@ -225,7 +224,7 @@ def _by_integers(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> T
     rows = numbers.to(torch.int8)
     output = None
     if weight.codes is not None:
-        output = integers.integer_matmul(rows, steps, *weight.codes, bias, dtype)
+        output = integers.integer_matmul(rows, steps, weight.codes, bias, dtype)
     if weight.factors is not None:
         left, right, scales = weight.factors
         inner = int_mm(rows, right.mT) * (steps * scales)
@@ -250,7 +249,7 @@ def _by_blocks(
         if packed_codes is not None and PackedCodes.is_best_for(rows, codes):
             output = packed_codes(codes).product(rows, bias)
         else:
-            output = quantized.blockwise_matmul(rows, *codes, bias)
+            output = quantized.blockwise_matmul(rows, codes, bias)
     if weight.factors is not None:
         if x.dtype is torch.float16:
             left, right = wide_factors(weight.factors, x.dtype)
@@ -306,8 +305,7 @@ def _forward(
     key = plan_key((bits, group_size), *operands) if runs_kernels(x) else None
     if key is not None and (plan := _plans.get(key)) is not None:
         return plan(*operands)
-    refusal = None if x.dtype in _DTYPES else f"takes float32, float16 and bfloat16, not {x.dtype}"
-    if not use_triton(_NAME, x.device, refusal):
+    if not use_triton(_NAME, x.device, refused_dtype(x.dtype)):
         return reference.quantized_matmul(x, codes, bits, scales, zeros, group_size, inner, left, bias)
     if not len(x) or not len(codes):
         return x.new_empty(len(x), len(codes))
@@ -346,10 +344,8 @@ def _few_rows_forward(
     key = plan_key((bits, group_size), *operands) if runs_kernels(x) else None
     if key is not None and (plan := _few_rows_plans.get(key)) is not None:
         return plan(*operands)
-    refusal = None
-    if x.dtype not in _DTYPES:
-        refusal = f"takes float32, float16 and bfloat16, not {x.dtype}"
-    elif not _is_one_kernel(len(x), 0 if right is None else len(right)):
+    refusal = refused_dtype(x.dtype)
+    if refusal is None and not _is_one_kernel(len(x), 0 if right is None else len(right)):
         refusal = f"takes up to {_FEW_ROWS} rows and a correction of rank up to {_FEW_ROWS_RANK}"
     if not use_triton(_NAME, x.device, refusal):
         inner = None

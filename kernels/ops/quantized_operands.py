@@ -85,13 +85,13 @@ def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (
 
 def expanded_codes(codes: QuantizedCodes, columns: int, dtype: torch.dtype) -> Tensor:  # (out, in)
     """Return Q, differentiable by the scales."""
-    packed, bits, held, zeros, group_size = codes
+    packed, bits, group_scales, zeros, group_size = codes
     # Scales can be as small as 6e-8, the least number of float16. Differences of integers are exact in every dtype.
     work = torch.float32 if dtype is torch.float16 else dtype
     numbers = unpack_codes(packed, bits, columns).to(work)
     if is_exporting():
-        return _by_groups(numbers, held.to(work), zeros.to(work), group_size, columns).to(dtype)
-    zeros, scales = (spread(t, group_size, columns) for t in (zeros.to(work), held.to(work)))
+        return _by_groups(numbers, group_scales.to(work), zeros.to(work), group_size, columns).to(dtype)
+    zeros, scales = (spread(t, group_size, columns) for t in (zeros.to(work), group_scales.to(work)))
     return ((numbers - zeros) * scales).to(dtype)
 
 

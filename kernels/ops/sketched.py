@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._torch import are_transforms_active, is_plain_call
+from .._torch import are_transforms_active, is_differentiated_forward, is_plain_call
 from ..cpu import sketched as torch_orders
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
-from .library import autocast, check_one_device, define, needs_torch
+from .library import autocast, check_one_device, define, needs_torch, refused_dtype
 
 _NAME = "sketched_matmul"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sketched_matmul(
@@ -70,7 +69,7 @@ def sketched_matmul(
     if packed:
         _check(x, S1, U1, S2, U2, bias)
         U1, U2 = dense_signs(S1, U1, S2, U2)
-    if compiling or choose_path(x.shape[0], S1.shape[1], triton=False) == "chain":
+    if compiling or is_differentiated_forward() or choose_path(x.shape[0], S1.shape[1], triton=False) == "chain":
         if x.dtype is torch.float16 and scale != 1.0:
             # Products with signs grow with the square root of the width and could exceed 65,504, the largest number of
             # float16. The signs are scaled instead of the input, because a scaled input could fall below 6e-8.
@@ -91,11 +90,10 @@ def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor,
 
 def _refusal(x: Tensor, *factors: Tensor) -> str | None:
     """Return the rule of the Triton kernels that the operands break, or None."""
-    if x.dtype not in _DTYPES:
-        return f"takes float32, float16 and bfloat16, not {x.dtype}"
-    if any(factor.is_floating_point() and factor.dtype is not x.dtype for factor in factors):
-        return f"takes factors of the input's dtype, {x.dtype}, not {[factor.dtype for factor in factors]}"
-    return None
+    refusal = refused_dtype(x.dtype)
+    if refusal is None and any(factor.is_floating_point() and factor.dtype is not x.dtype for factor in factors):
+        refusal = f"takes factors of the input's dtype, {x.dtype}, not {[factor.dtype for factor in factors]}"
+    return refusal
 
 
 def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
@@ -261,33 +259,26 @@ def _gradients_plan(ctx: Any, grad: Tensor) -> _Gradients:
     factor_gradients = gradients_plan(x, grad, inner, need_x, need_bias)
     if factor_gradients is None:
         return _NO_PLAN
-    if not need_x:
+    product = None
+    if need_x:
+        V1, V2 = _exchanged(U1, U2)
+        operands = grad, S2.mT, V1, S1.mT, V2
+        path = _path(*operands)
+        if path in ("pair", "fused") and all(sketched.is_addressable(A) for A in operands):
+            product = (sketched.pair_plan if path == "pair" else sketched.fused_plan)(*operands, None, scale)
 
-        def without_input(
-            x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor
-        ) -> Any:
+    def gradients(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
+        dx: Tensor | None = None
+        if not need_x:
             d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale
-            return None, *factor_gradients(x, grad, inner, d_left)
-
-        return without_input
-    V1, V2 = _exchanged(U1, U2)
-    operands = grad, S2.mT, V1, S1.mT, V2
-    path = _path(*operands)
-    if path not in ("pair", "fused") or not all(sketched.is_addressable(A) for A in operands):
-
-        def by_torch(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
+        elif product is None:
             V1, V2 = _exchanged(U1, U2)
-            dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
-            return dx, *factor_gradients(x, grad, inner, d_inner)
+            dx, d_left = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
+        else:
+            dx, d_left = product(grad, S2, U2, S1, U1, None)
+        return dx, *factor_gradients(x, grad, inner, d_left)
 
-        return by_torch
-    product = (sketched.pair_plan if path == "pair" else sketched.fused_plan)(*operands, None, scale)
-
-    def by_kernels(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
-        dx, d_inner = product(grad, S2, U2, S1, U1, None)
-        return dx, *factor_gradients(x, grad, inner, d_inner)
-
-    return by_kernels
+    return gradients
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int]]:

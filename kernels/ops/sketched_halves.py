@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..cpu import sketched_halves as joined
+from ..cpu import sketched as joined
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
-from .library import check_one_device, define, needs_torch
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .library import KERNEL_DTYPES, check_one_device, define, needs_torch
 
 
 def sketched_inner(
@@ -104,7 +102,7 @@ def _uses_triton(name: str, x: Tensor, rank: int, *optional_operands: Tensor | N
     """Return whether the *pair* of Triton kernels takes the operands and would be chosen for the full product."""
     operands = [x, *(operand for operand in optional_operands if operand is not None)]
     refusal = None
-    if x.dtype not in _DTYPES or any(tensor.dtype is not x.dtype for tensor in operands):
+    if x.dtype not in KERNEL_DTYPES or any(tensor.dtype is not x.dtype for tensor in operands):
         refusal = f"takes float32, float16 and bfloat16, all operands alike, not {[t.dtype for t in operands]}"
     if not use_triton(name, x.device, refusal) or any(0 in tensor.shape for tensor in operands):
         return False

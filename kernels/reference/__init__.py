@@ -1,12 +1,11 @@
 """Kernels in plain torch: one function per operation. Every faster version is tested against them."""
 
 from .attention import causal_linear_attention
+from .codes import quantized_matmul
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
-from .quantized import quantized_matmul
-from .sketched import sketched_matmul
-from .sketched_halves import as_sequence, sketched_inner, sketched_outer
+from .sketched import as_sequence, sketched_inner, sketched_matmul, sketched_outer
 from .sparse import coo_tensor, csr_matmul, csr_tensor
 from .windowed_attention import windowed_linear_attention
 

@@ -1,4 +1,4 @@
-"""Integers of 1 to 8 bits stored in whole bytes, for weights that are quantized.
+"""Integers of 1 to 8 bits stored in whole bytes, for weights that are quantized, and products with such weights.
 
 A width is split into parts of 8, 4, 2 and 1 bits (3 = 2 + 1, 7 = 4 + 2 + 1). The widest part holds the low bits. A
 part of p bits stores 8 / p codes a byte: with n bytes a row, byte k holds the codes of columns k, n + k, 2 n + k, ...
@@ -6,7 +6,7 @@ from the low bits up, so that one shift of n bytes gives n neighbouring columns.
 other. Codes of 8 bits are stored as int8, minus 128, because torch's kernels read int8.
 """
 
-__all__ = ["code_bytes", "pack_codes", "unpack_codes"]
+__all__ = ["code_bytes", "pack_codes", "quantized_matmul", "unpack_codes"]
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def unpack_codes(
         packed: The packed codes, uint8.
         bits: Bits of a code, 1 to 8.
         columns: Number of codes in a row.
-        work: A buffer for the result, one-dimensional uint8 with at least ``2 * rows * (columns + 7)`` entries.
+        work: A buffer for the result, one-dimensional uint8 with at least ``2 * rows * columns`` entries. It is used
+            where the bytes of a row are whole words of 64 bits.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
@@ -73,34 +74,36 @@ def unpack_codes(
     if bits == 8:
         return packed ^ MIDDLE
     parts = _parts(bits)
-    transformed = are_transforms_active()  # vmap does not support ``out``.
-    if transformed or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return _unpacked_for_compilers(packed, parts, columns)
-    if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
+    # vmap does not support ``out``.
+    is_plain = not (are_transforms_active() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if is_plain and _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
         return _unpacked_by_words(packed, parts, columns, work)
-    padded = max(8 // width * -(-columns * width // 8) for width, _ in parts)
-    rows = packed.shape[0]
-    codes = packed.new_empty(rows, padded) if work is None else work[: rows * padded].view(rows, padded)
-    start = 0
-    for width, shift in parts:
-        length = -(-columns * width // 8)
-        part_bytes = packed[:, start : start + length]
-        start += length
-        for place in range(8 // width):
-            run = codes[:, place * length : (place + 1) * length]
-            if not shift:  # The first part overwrites the buffer, and later parts add to it.
-                if place:
-                    torch.bitwise_right_shift(part_bytes, place * width, out=run)
-                    if place < 8 // width - 1:
-                        run &= (1 << width) - 1
-                else:
-                    torch.bitwise_and(part_bytes, (1 << width) - 1, out=run)
-                continue
-            bits_there = part_bytes >> (place * width)
-            if place < 8 // width - 1:
-                bits_there &= (1 << width) - 1
-            run |= bits_there.bitwise_left_shift_(shift)
-    return codes[:, :columns]
+    return _unpacked_by_parts(packed, parts, columns)
+
+
+def quantized_matmul(
+    x: Tensor,
+    codes: Tensor,
+    bits: int,
+    scales: Tensor,
+    zeros: Tensor,
+    group_size: int,
+    inner: Tensor | None = None,
+    left: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return ``x Q^T + inner left^T + bias`` with ``Q = scales * (codes - zeros)`` by groups, summed in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    columns = x.shape[1]
+    numbers = unpack_codes(codes, bits, columns).to(wide)
+    s, z = (part.to(wide).repeat_interleave(group_size, 1)[:, :columns] for part in (scales, zeros))
+    weight = ((numbers - z) * s).to(x.dtype)
+    y = x.to(wide) @ weight.to(wide).mT
+    if inner is not None and left is not None:
+        y = y + inner.to(wide) @ left.to(wide).mT
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y.to(x.dtype)
 
 
 def _has_words(packed: Tensor) -> bool:
@@ -136,8 +139,11 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
     return codes.view(rows, columns)
 
 
-def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
-    """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
+def _unpacked_by_parts(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
+    """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them.
+
+    They take any number of columns. With 4 bits they take up to twice as long as shifts into a buffer (one AMD core).
+    """
     if torch.compiler.is_exporting():  # ONNX's exporter writes shifts of signed integers.
         packed = packed.to(torch.int32)
     codes, start = None, 0

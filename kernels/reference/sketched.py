@@ -1,6 +1,11 @@
-"""The sketched product ``scale (x S1 U1 + x U2 S2) + bias`` in plain torch."""
+"""The sketched product ``scale (x S1 U1 + x U2 S2) + bias`` in plain torch, and its two halves.
 
-__all__ = ["sketched_matmul"]
+Between the halves ranks can exchange the 2R numbers of a row.
+"""
+
+__all__ = ["as_sequence", "scaled_product", "sketched_inner", "sketched_matmul", "sketched_outer"]
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +28,39 @@ def sketched_matmul(
     if bias is None:
         return torch.addmm((left * scale) @ U1, right, S2, alpha=scale)
     return torch.addmm(torch.addmm(bias, left, U1, alpha=scale), right, S2, alpha=scale)
+
+
+def sketched_inner(
+    x: Tensor,  # (rows, in)
+    S1: Tensor | Sequence[Tensor],  # (in, R)
+    U2: Tensor | Sequence[Tensor],  # (in, R)
+    scale: float = 1.0,
+) -> Tensor:  # (rows, 2R)
+    """Return ``scale x [S1 | U2]`` by one product per factor, so that only factors that require a gradient get one.
+
+    A sequence of factors means their concatenation.
+    """
+    return torch.cat([scaled_product(x, A, scale) for A in (*as_sequence(S1), *as_sequence(U2))], 1)
+
+
+def as_sequence(factors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a sequence of factors: a single factor becomes a sequence of length one."""
+    return (factors,) if isinstance(factors, Tensor) else factors
+
+
+def sketched_outer(
+    inner: Tensor,  # (rows, 2R)
+    U1: Tensor,  # (R, out)
+    S2: Tensor,  # (R, out)
+    bias: Tensor | None = None,  # (out,)
+) -> Tensor:  # (rows, out)
+    """Return ``inner [U1 ; S2] + bias`` as two products, so that U1 gets a gradient only if it requires one."""
+    left, right = inner[:, : len(U1)], inner[:, len(U1) :]
+    return torch.addmm(left @ U1 if bias is None else torch.addmm(bias, left, U1), right, S2)
+
+
+def scaled_product(x: Tensor, A: Tensor, scale: float) -> Tensor:
+    """Return ``scale x A``, in half precision scaled before it is rounded, because the rounded product may overflow."""
+    if x.dtype.itemsize > 2:
+        return x @ A if scale == 1.0 else (x @ A) * scale
+    return torch.addmm(x.new_zeros(()).expand(x.shape[0], A.shape[1]), x, A, beta=0, alpha=scale)

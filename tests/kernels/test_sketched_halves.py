@@ -4,7 +4,7 @@ import pytest
 import torch
 from covering import half_of
 from panther.kernels import sketched_inner, sketched_matmul, sketched_outer
-from panther.kernels.cpu.sketched_halves import InnerProduct
+from panther.kernels.cpu.sketched import InnerProduct
 from panther.kernels.ops._crossover import using_path
 from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch.func import grad, jvp, vmap
