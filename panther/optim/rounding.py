@@ -40,7 +40,7 @@ def copy_rounded(parameter: Any, values: Tensor, group: dict[str, Any], name: st
     target.copy_(values)
 
 
-def _bits(parameter: Any, text: str) -> Tensor:
+def _bits(parameter: Any, key: str) -> Tensor:
     """Return 16 random bits for each entry of this rank's shard, in int32.
 
     Philox draws a word for each row and each column, and two multiplications mix them. Drawing a word for each entry
@@ -55,7 +55,7 @@ def _bits(parameter: Any, text: str) -> Tensor:
     inner = math.prod(parameter.shape[2:])
     starts, lengths = [*offsets, 0, 0], [*sizes, 1, 1]
     parts = range(starts[0], starts[0] + lengths[0]), range(starts[1] * inner, (starts[1] + lengths[1]) * inner)
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
     start = min(part.start for part in parts)
     places = range(start, max(part.stop for part in parts))
     words = word_block(seed, 0, tag(Kind.ROUNDING), range(2), places, device=local.device).sub_(1 << 31).int()

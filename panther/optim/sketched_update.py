@@ -175,8 +175,7 @@ class SketchedUpdate:
 
 def projection_seed(name: str, seed: int, period: int) -> int:
     """Return the seed of the projection of a parameter in a period, equal on all ranks."""
-    text = f"{seed} {period} {name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed} {period} {name}".encode(), digest_size=8).digest()) >> 1
 
 
 class _Batch:

@@ -87,8 +87,8 @@ def check_callback(callback: Callback) -> None:
             continue
     saves, loads = (hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
     if saves != loads:
-        present, missing = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
-        raise ConfigError(f"{kind} has {present} and no {missing}, so its state would not be saved: add the other one")
+        present, absent = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+        raise ConfigError(f"{kind} has {present} and no {absent}, so its state would not be saved: add the other one")
 
 
 def may_stop(kind: type[Callback]) -> bool:

@@ -230,8 +230,8 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path} must end in .toml or .json")
     try:
-        text = read_text(path)
-        settings = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+        contents = read_text(path)
+        settings = parse_json(contents) if path.suffix == ".json" else tomllib.loads(contents)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}): give a TOML or JSON file") from None
     except ValueError as error:

@@ -79,8 +79,8 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
         # Without measured speeds, and with settings that leave no choice, none was taken away.
         can_differ = set(possible_strategies(config)) - {"ddp", "zero1"} and not _is_model_parallel(config)
         if config.cluster_file is not None and can_differ:
-            text = f"strategy='auto' uses {choice.config.strategy!r}: {advice.reason}"
-            warnings.warn(text, UserWarning, stacklevel=4)
+            message = f"strategy='auto' uses {choice.config.strategy!r}: {advice.reason}"
+            warnings.warn(message, UserWarning, stacklevel=4)
     else:
         choice = Choice(_config_of(config, advice.layout), advice.layout.tp * advice.layout.pp)
     if advice.misfit is not None:
