@@ -372,16 +372,16 @@ def test_what_a_pipeline_cannot_split():
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     assert stages(tied, tokens)[0]
     tied[3].weight = tied[0].weight
-    found, reasons = stages(tied, tokens)
+    found, advice = stages(tied, tokens)
     assert not found
     assert (
         "pp=2 was not considered with some schedules: '0.weight' would be trained by more than one of 2 stages"
-        in reasons
+        in advice
     )
     pairs = nn.Sequential(nn.Linear(16, 16), Twice(), Sum(), nn.Linear(16, 16))
-    found, reasons = stages(pairs, torch.ones(2, 16))
+    found, advice = stages(pairs, torch.ones(2, 16))
     assert not found
-    assert "pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor" in reasons
+    assert "pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor" in advice
 
 
 def test_ranking_explanations_and_memory():

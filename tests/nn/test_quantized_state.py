@@ -101,14 +101,12 @@ def test_no_parameter_is_in_another_dtype_than_the_layer(kind):
 def test_casts_of_parameters_by_other_libraries_lose_nothing(kind):
     """As PEFT's prepare_model_for_kbit_training and transformers' _keep_in_fp32_modules cast them."""
     layer = kind.layer().half()
-    first_buffers = {name: tensor.clone() for name, tensor in layer.named_buffers()}
+    buffers = {name: tensor.clone() for name, tensor in layer.named_buffers()}
     for parameter in layer.parameters():
         parameter.data = parameter.data.float()
     layer.bfloat16().float().half().double()
-    assert {name: tensor.dtype for name, tensor in layer.named_buffers()} == {
-        n: t.dtype for n, t in first_buffers.items()
-    }
-    assert all(torch.equal(tensor, first_buffers[name]) for name, tensor in layer.named_buffers())
+    assert {name: tensor.dtype for name, tensor in layer.named_buffers()} == {n: t.dtype for n, t in buffers.items()}
+    assert all(torch.equal(tensor, buffers[name]) for name, tensor in layer.named_buffers())
 
 
 @both_kinds
