@@ -79,8 +79,8 @@ def _find(docstring: str, section: str) -> re.Match[str] | None:
 
 def _entries(docstring: str, section: str) -> dict[str, str]:
     """Return the entries of a section by the name that they begin with."""
-    found = _find(docstring, section)
-    entries = re.split(r"^ {4}(?=\S)", found[1] if found else "", flags=re.M)[1:]
+    match = _find(docstring, section)
+    entries = re.split(r"^ {4}(?=\S)", match[1] if match else "", flags=re.M)[1:]
     return {entry.partition(":")[0]: entry.rstrip() for entry in entries}
 
 
@@ -89,8 +89,8 @@ def _with_section(docstring: str, section: str, entries: list[str]) -> str:
     if not entries:
         return docstring
     content = "\n    ".join([f"{section}:", *entries])
-    if found := _find(docstring, section):
-        start, stop = found.span()
+    if match := _find(docstring, section):
+        start, stop = match.span()
     elif following := _LATER[section].search(docstring):
         start = stop = following.start()
     else:

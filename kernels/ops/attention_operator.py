@@ -42,7 +42,7 @@ def define_attention(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Define the operators of an attention and of its gradients, and return a function that calls the first of them.
 
-    It takes operands, of which q and v are the first and the third and the last ones may be None, and settings that are
+    It takes operands (q is the first, v the third, and the last ones may be None), and settings that are
     not tensors. It returns the output, of the shape of v, and one number for each row that backward needs.
 
     Args:

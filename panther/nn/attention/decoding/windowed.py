@@ -309,7 +309,7 @@ def take_positions(x: Tensor, source: Tensor) -> Tensor:  # (N, H, n, X), (N or 
 
 
 def of_query_heads(x: Tensor, num_heads: int) -> Tensor:  # (*, heads of keys, n, X) -> (*, num_heads, n, X)
-    """Return keys or values of each query head, of which several may share a head of keys."""
+    """Return keys or values of each query head; several heads may share a head of keys."""
     return x if x.shape[-3] == num_heads else x.repeat_interleave(num_heads // x.shape[-3], -3)
 
 
