@@ -1,4 +1,4 @@
-"""The base class of sketched layers: the seed, the two modes, saving and loading.
+"""The sizes of linear layers, and the base class of sketched layers: the seed, the two modes, saving and loading.
 
 In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer, which
 loaded a checkpoint with sketches of its own, they are Parameters. ``sketch_seed`` in the state_dict stores the mode and
@@ -7,6 +7,7 @@ the seed.
 
 __all__ = [
     "CompressedModule",
+    "LinearGeometry",
     "SketchedModule",
     "arguments_of",
     "check_linear_input",
@@ -27,7 +28,15 @@ from panther._torch import (
     parameters_of,
     unsaved_buffers_of,
 )
-from panther.errors import DTypeError, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
+from panther.errors import (
+    DTypeError,
+    ShapeError,
+    SketchMismatchError,
+    check_device,
+    check_flag,
+    check_floating,
+    check_size,
+)
 from panther.kernels.ops.library import can_autocast
 from panther.nn.protocol import CompressedModule, arguments_of, keep_own_forward
 from panther.nn.sketch_record import (
@@ -60,6 +69,45 @@ def check_linear_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
     if not (torch.jit.is_tracing() or x.is_nested) and (not x.dim() or x.shape[-1] != in_features):
         features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
         raise ShapeError(f"the input has {features} and the layer takes {in_features}")
+
+
+class LinearGeometry(CompressedModule):
+    """The sizes that a compressed linear layer shares with nn.Linear, and its way back.
+
+    Args:
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
+        bias: Whether to add a bias.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is out of range.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+    """
+
+    dense_class = nn.Linear
+    dense_arguments = ("in_features", "out_features", "bias")
+    in_features: int
+    out_features: int
+
+    def _set_sizes(self, in_features: int, out_features: int) -> None:
+        self.in_features = check_size("in_features", in_features, least=1)
+        self.out_features = check_size("out_features", out_features, least=1)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the nn.Linear with this layer's effective weight and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> from panther.nn import SKLinear
+            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
+            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
+            True
+        """
+        linear: nn.Linear = self.to_dense()
+        return linear
 
 
 class SketchedModule(CompressedModule):

@@ -10,9 +10,9 @@ by :math:`U^T S`.
 """
 
 __all__ = [
-    "check_dense", "check_init", "fittable", "inherit_attributes", "inherit_settings", "interpolated_rows",
-    "leading_factors", "learnable_factors", "lstsq_by_groups", "lstsq_factors", "overrides_forward", "settings_refusal",
-    "weight_refusal",
+    "check_dense", "check_init", "check_shapes", "fittable", "inherit_attributes", "inherit_settings",
+    "interpolated_rows", "leading_factors", "learnable_factors", "lstsq_by_groups", "lstsq_factors",
+    "overrides_forward", "settings_refusal", "weight_refusal",
 ]  # fmt: skip
 
 from functools import cache
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther._torch import buffers_of, children_of, has_gradient_hooks, has_hooks, parameters_of
+from panther.errors import ShapeError
 from panther.linalg import cqrrpt, randomized_svd
 from panther.sketch import signs
 
@@ -118,6 +119,15 @@ def settings_refusal(module: nn.Module) -> str | None:
     if any(map(has_gradient_hooks, module.parameters())):
         return "has hooks on gradients, which would be lost: remove them first"
     return None
+
+
+def check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Raise unless each of some tensors, given by name with a shape, is a tensor of this shape."""
+    for name, (tensor, shape) in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} must have shape {shape} in this layer, not {tuple(tensor.shape)}")
 
 
 def inherit_settings(new: nn.Module, old: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
 from panther.errors import (
     ShapeError,
@@ -19,16 +20,17 @@ from panther.errors import (
     check_floating,
     check_size,
 )
-from panther.nn.base import check_linear_input
-from panther.nn.factors import check_dense, fittable, interpolated_rows, leading_factors
+from panther.nn.base import LinearGeometry, check_linear_input
+from panther.nn.factors import check_dense, check_shapes, fittable, interpolated_rows, leading_factors
 from panther.nn.pairs import LinearPair
-from panther.nn.protocol import CompressedModule, allow_saving
+from panther.nn.protocol import allow_saving
 from panther.nn.sketch_record import has_values
 
 _INDEX_BYTES = 4
 
 
-class InterpolativeLinear(CompressedModule):
+@inherit_arguments(LinearGeometry)
+class InterpolativeLinear(LinearGeometry):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight of rank r is stored in r (in + out - r) numbers.
 
     .. math:: W_{\mathtt{order}} = \begin{pmatrix} I \\ C \end{pmatrix} P \quad\text{or}\quad
@@ -44,12 +46,7 @@ class InterpolativeLinear(CompressedModule):
     :meth:`from_linear`, so that rounding them costs little. P, C and the bias are parameters; ``order`` is fixed.
 
     Args:
-        in_features: Size of each input sample.
-        out_features: Size of each output sample.
         low_rank: Rank r of the weight, at most the smaller of both sizes.
-        bias: Whether to add a bias.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
@@ -61,11 +58,6 @@ class InterpolativeLinear(CompressedModule):
             output.
         bias: A Parameter (out,), or None.
         keeps_rows: Whether the skeleton consists of rows: whether ``out < in``.
-
-    Raises:
-        ShapeError: If a size is out of range.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Cost: ``2 r (in + out - r)`` flops for each row, and one copy of the input or the output in a different order, which
     takes as long as 10 to 50 multiplications for each of its entries on a CPU: from a tenth of the products' time in
@@ -86,8 +78,6 @@ class InterpolativeLinear(CompressedModule):
     low rank matrices", 2005, doi:10.1137/030602678.
     """
 
-    dense_class = nn.Linear
-    dense_arguments = ("in_features", "out_features", "bias")
     size_arguments = ("low_rank",)
     saved_buffer_names = ("order",)
     checked_names = ("order",)
@@ -108,8 +98,8 @@ class InterpolativeLinear(CompressedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = columns = check_size("in_features", in_features, least=1)
-        self.out_features = rows = check_size("out_features", out_features, least=1)
+        self._set_sizes(in_features, out_features)
+        columns, rows = self.in_features, self.out_features
         self.low_rank = rank = _checked_rank(columns, rows, low_rank)
         self.keeps_rows = rows < columns  # A property would take time in each call.
         check_flag("bias", bias)
@@ -272,15 +262,10 @@ class InterpolativeLinear(CompressedModule):
             >>> torch.allclose(layer.weight, left @ right, atol=1e-4)
             True
         """
-        for name, tensor, shape in (
-            ("left", left, (self.out_features, self.low_rank)),
-            ("right", right, (self.low_rank, self.in_features)),
-        ):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-            if tensor.shape != shape:
-                raise ShapeError(f"{name} must have shape {shape} in this layer, not {tuple(tensor.shape)}")
-            if not tensor.isfinite().all():
+        outer, inner = (self.out_features, self.low_rank), (self.low_rank, self.in_features)
+        check_shapes(left=(left, outer), right=(right, inner))
+        for name, factor in (("left", left), ("right", right)):
+            if not factor.isfinite().all():
                 raise ValueError(f"{name} has entries that are NaN or infinite")
         if self.keeps_rows:
             order, skeleton, coefficients = interpolated_rows(left, right)
@@ -293,18 +278,6 @@ class InterpolativeLinear(CompressedModule):
         self.skeleton.copy_(skeleton)
         self.coefficients.copy_(coefficients)
         return self
-
-    def to_linear(self) -> nn.Linear:
-        """Return the nn.Linear with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> layer, x = InterpolativeLinear(256, 128, 32), torch.randn(2, 256)
-            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
-            True
-        """
-        linear: nn.Linear = self.to_dense()
-        return linear
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""

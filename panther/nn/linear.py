@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
-from panther.errors import check_flag, check_size
+from panther.errors import check_flag
 from panther.kernels import pack_signs, unpack_signs
 from panther.kernels.ops.reduced_copies import reduced_copy
-from panther.nn.base import SketchedModule, is_autocasting
+from panther.nn.base import LinearGeometry, SketchedModule, is_autocasting
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
@@ -27,7 +28,8 @@ _BLOCK = 1 << 18  # signs that are drawn at a time for packing
 torch.fx.wrap("sketched_linear")  # A symbolic trace must not branch on the input's dtype.
 
 
-class SKLinear(SketchedModule):
+@inherit_arguments(LinearGeometry)
+class SKLinear(LinearGeometry, SketchedModule):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is a sum of sketched low-rank terms.
 
     .. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
@@ -48,17 +50,12 @@ class SKLinear(SketchedModule):
     parameters, which are saved like S1 and S2; make the optimizer after that.
 
     Args:
-        in_features: Size of each input sample.
-        out_features: Size of each output sample.
         *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
-        bias: Whether to learn an additive bias.
         packed: Whether to hold the signs of U1 and U2 as one bit each; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
@@ -75,8 +72,6 @@ class SKLinear(SketchedModule):
 
     Raises:
         ShapeError: If a size is not positive, or both size forms are mixed.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
@@ -92,8 +87,6 @@ class SKLinear(SketchedModule):
         33792
     """
 
-    dense_class = nn.Linear
-    dense_arguments = ("in_features", "out_features", "bias")
     factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
     checked_names = ("U1", "U2", "sketch_seed")
@@ -119,8 +112,8 @@ class SKLinear(SketchedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = self.fan_in = check_size("in_features", in_features, least=1)
-        self.out_features = check_size("out_features", out_features, least=1)
+        self._set_sizes(in_features, out_features)
+        self.fan_in = self.in_features
         size = terms_and_rank(sizes, num_terms, low_rank, sketch_size)
         self.num_terms = size.get("num_terms", 1)
         self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features)
@@ -275,18 +268,6 @@ class SKLinear(SketchedModule):
             layer.S1.copy_(S1)
             layer.S2.copy_(S2)
         return layer._with_bias_of(linear)
-
-    def to_linear(self) -> nn.Linear:
-        """Return the nn.Linear with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
-            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
-            True
-        """
-        linear: nn.Linear = self.to_dense()
-        return linear
 
     @torch.no_grad()
     def to_low_rank(self) -> LowRankLinear:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther._torch import parameters_of
-from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
-from panther.nn.base import check_linear_input
+from panther.errors import check_device, check_flag, check_floating, check_size
+from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
-from panther.nn.factors import check_dense, fittable, leading_factors, learnable_factors
+from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors, learnable_factors
 from panther.nn.pairs import ConvPair, LinearPair
 from panther.nn.protocol import CompressedModule, allow_saving
 from panther.nn.sketch_sizes import divisible, warn_unless_smaller
@@ -106,7 +106,8 @@ class _LowRank(CompressedModule):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class LowRankLinear(_LowRank):
+@inherit_arguments(LinearGeometry)
+class LowRankLinear(LinearGeometry, _LowRank):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is a product of two trained factors.
 
     .. math:: y = x\,A\,B + b
@@ -117,12 +118,7 @@ class LowRankLinear(_LowRank):
     trains the same number of parameters for twice the rank, because half of its factors are fixed.
 
     Args:
-        in_features: Size of each input sample.
-        out_features: Size of each output sample.
         rank: Rank r of the weight.
-        bias: Whether to learn an additive bias.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
@@ -131,11 +127,6 @@ class LowRankLinear(_LowRank):
         down: The factor A (in, r).
         up: The factor B (r, out).
         bias: A Parameter (out,), or None.
-
-    Raises:
-        ShapeError: If a size is not positive.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
 
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
@@ -151,8 +142,6 @@ class LowRankLinear(_LowRank):
         33792
     """
 
-    dense_class = nn.Linear
-    dense_arguments = ("in_features", "out_features", "bias")
     sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = {0: {"up": 1, "bias": 0}, 1: {"down": 0}}
 
     def __init__(
@@ -166,8 +155,8 @@ class LowRankLinear(_LowRank):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = self.fan_in = check_size("in_features", in_features, least=1)
-        self.out_features = check_size("out_features", out_features, least=1)
+        self._set_sizes(in_features, out_features)
+        self.fan_in = self.in_features
         self.rank = check_size("rank", rank, least=1)
         shapes = (self.in_features, self.rank), (self.rank, self.out_features)
         self._build(*shapes, self.out_features, bias, device, dtype)
@@ -228,12 +217,8 @@ class LowRankLinear(_LowRank):
             >>> torch.allclose(layer.weight, left @ right, atol=1e-4)
             True
         """
-        shapes = (self.out_features, self.rank), (self.rank, self.in_features)
-        if (tuple(left.shape), tuple(right.shape)) != shapes:
-            raise ShapeError(
-                f"left and right must have the shapes {shapes[0]} and {shapes[1]} in this layer, not "
-                f"{tuple(left.shape)} and {tuple(right.shape)}"
-            )
+        outer, inner = (self.out_features, self.rank), (self.rank, self.in_features)
+        check_shapes(left=(left, outer), right=(right, inner))
         left, right = learnable_factors(left, right, seed)
         self.down.copy_(right.mT)
         self.up.copy_(left.mT)
@@ -294,18 +279,6 @@ class LowRankLinear(_LowRank):
         layer = cls.in_place_of(linear, rank=rank)
         layer.set_factors_(*leading_factors(A, layer.rank, seed), seed)
         return layer._with_bias_of(linear)
-
-    def to_linear(self) -> nn.Linear:
-        """Return the nn.Linear with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> layer, x = LowRankLinear(256, 128, 32), torch.randn(2, 256)
-            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
-            True
-        """
-        linear: nn.Linear = self.to_dense()
-        return linear
 
     def extra_repr(self) -> str:
         """Return sizes and rank, as shown by print."""
@@ -413,12 +386,8 @@ class LowRankConv2d(ConvGeometry, _LowRank):
             ShapeError: If a shape differs.
         """
         per_group = self.groups, self.rank // self.groups
-        shapes = (self.groups, self.out_channels // self.groups, per_group[1]), (*per_group, self.fan_in)
-        if (tuple(left.shape), tuple(right.shape)) != shapes:
-            raise ShapeError(
-                f"left and right must have the shapes {shapes[0]} and {shapes[1]} in this layer, not "
-                f"{tuple(left.shape)} and {tuple(right.shape)}"
-            )
+        outer = self.groups, self.out_channels // self.groups, per_group[1]
+        check_shapes(left=(left, outer), right=(right, (*per_group, self.fan_in)))
         left, right = learnable_factors(left, right, seed)
         self.down.copy_(right.reshape(self.down.shape))
         self.up.copy_(left.mT.flatten(0, 1))

@@ -235,7 +235,7 @@ class CompressedModule(nn.Module):
 
     @property
     def inner_rank(self) -> int | None:
-        """The rank of :meth:`factors`, which is known without computing them; None if there are none."""
+        """Numbers in each row between the two products of a layer of factors; None of a layer of one product."""
         return None
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 
 # Layers with tensors of three dimensions that are not stacks of matrices: convolutions, bilinear and sketched kernels.
 _WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModule)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import panther as pr
 from panther.errors import FormatError
 from panther.files.records import record_checksum
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra

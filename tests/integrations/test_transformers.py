@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import panther as pr
 from panther.errors import CompressionError, ConfigError, FormatError
-from panther.nn.base import CompressedModule
+from panther.nn.protocol import CompressedModule
 from panther.nn.specs import module_specs
 
 transformers = pytest.importorskip("transformers")

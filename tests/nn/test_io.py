@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 import panther as pr
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn import io
-from panther.nn.base import CompressedModule
 from panther.nn.io import record_checksum
+from panther.nn.protocol import CompressedModule
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
 
@@ -410,7 +410,7 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
     with pytest.raises(FormatError, match="'_extra_state' is a str: only tensors"):
         pr.save_compressed(Extra(), tmp_path)
     with pytest.raises(
-        FormatError, match="module '0' is a Custom, which the format does not know: it knows .*SKLinear"
+        FormatError, match=r"module '0' is a Custom, which the format does not know: it knows .*SKLinear"
     ):
         pr.save_compressed(nn.Sequential(Custom(64, 48, 2)), tmp_path)
     assert list(tmp_path.iterdir()) == []

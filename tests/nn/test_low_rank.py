@@ -137,7 +137,7 @@ def test_bad_input():
         LowRankConv2d.from_conv(nn.LazyConv2d(4, 3), 2)
     with pytest.raises(ShapeError, match="rank=3 must be divisible by groups=2"):
         LowRankConv2d(4, 4, 3, groups=2, rank=3)
-    with pytest.raises(ShapeError, match="left and right must have the shapes"):
+    with pytest.raises(ShapeError, match=r"left must have shape \(6, 2\) in this layer, not \(6, 3\)"):
         LowRankLinear(8, 6, 2).set_factors_(torch.ones(6, 3), torch.ones(3, 8))
 
 

@@ -20,7 +20,7 @@ from panther.nn.attention.decoding.cache import pass_state, takes_state
 from panther.nn.attention.decoding.states import WindowedAttentionState
 from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
 from panther.nn.attention.learned import LearnedLinearAttention
-from panther.nn.base import keep_own_forward
+from panther.nn.protocol import keep_own_forward
 
 CHILD = "linear_attention"
 

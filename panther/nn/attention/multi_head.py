@@ -15,8 +15,8 @@ from panther.nn.attention._features import check_inputs, is_causal_mask, key_exp
 from panther.nn.attention.decoding.states import AttentionState, check_state
 from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.positional import sinSRPE
-from panther.nn.base import keep_own_forward
 from panther.nn.factors import check_dense, inherit_attributes
+from panther.nn.protocol import keep_own_forward
 
 # The approximation is not checked on fewer keys.
 _LEAST_KEYS = 32

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
-from panther.errors import check_size
 from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
-from panther.nn.base import check_linear_input
+from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.factors import check_dense
 from panther.nn.protocol import allow_saving
 from panther.nn.quantized.matrix import QuantizedMatrix
@@ -20,8 +19,8 @@ from panther.nn.quantized.matrix import QuantizedMatrix
 ACTIVATIONS = (None, "int8")
 
 
-@inherit_arguments(QuantizedMatrix)
-class QuantizedLinear(QuantizedMatrix):
+@inherit_arguments(QuantizedMatrix, LinearGeometry)
+class QuantizedLinear(LinearGeometry, QuantizedMatrix):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is stored in few bits.
 
     .. math:: y = x\,(Q + L\,\mathrm{diag}(c)\,R)^T + b, \qquad Q_{ij} = s_{ig}\,(q_{ij} - z_{ig}), \quad
@@ -39,8 +38,6 @@ class QuantizedLinear(QuantizedMatrix):
     A new layer has random weights with nn.Linear's variance; :meth:`from_linear` rounds a dense layer.
 
     Args:
-        in_features: Size of each input sample.
-        out_features: Size of each output sample.
         activations: ``"int8"`` rounds each row of the input to 8 bits, with one step per row, so that integers can be
             multiplied. A weight with more than one group in a row is rounded again, to 8 bits with one step per row.
             The error of the output is about 1 %. None does not round the input.
@@ -87,8 +84,6 @@ class QuantizedLinear(QuantizedMatrix):
     Reference: a low-rank correction of a quantized weight: Z. Yao et al., "ZeroQuant-V2", 2023, arXiv:2303.08302.
     """
 
-    dense_class = nn.Linear
-    dense_arguments = ("in_features", "out_features", "bias")
     packed_copy = False
     _packed: PackedCodes | None = None
 
@@ -107,8 +102,7 @@ class QuantizedLinear(QuantizedMatrix):
     ) -> None:
         super().__init__()
         self.activations = check_activations(activations)
-        self.in_features = check_size("in_features", in_features, least=1)
-        self.out_features = check_size("out_features", out_features, least=1)
+        self._set_sizes(in_features, out_features)
         self._allocate(self.out_features, self.in_features, bits, group_size, low_rank, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -211,18 +205,6 @@ class QuantizedLinear(QuantizedMatrix):
         """
         check_dense(linear, nn.Linear, "from_linear")
         return cls._fitted_to(linear, bits=bits, group_size=group_size, low_rank=low_rank, activations=activations)
-
-    def to_linear(self) -> nn.Linear:
-        """Return the nn.Linear with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> layer, x = QuantizedLinear(256, 128), torch.randn(2, 256)
-            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
-            True
-        """
-        linear: nn.Linear = self.to_dense()
-        return linear
 
     def follow_record_(self, record: Mapping[str, Any]) -> None:
         """Make the scales trainable, and round inputs, as the recorded layer did."""

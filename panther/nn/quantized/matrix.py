@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
 from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, code_bytes, pack_codes, unpack_codes
 from panther.kernels.ops.quantized_operands import dense_weight, spread, wide_factors
-from panther.nn.factors import fittable, leading_factors
+from panther.nn.factors import check_shapes, fittable, leading_factors
 from panther.nn.pairs import LinearPair
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState
@@ -242,7 +242,7 @@ class QuantizedMatrix(QuantizedState):
             raise ShapeError("this layer only has a correction (bits=None) and no codes: use set_factors_")
         groups = (self._rows, self._groups)
         shape = (self._rows, self._columns)
-        _check_shapes(codes=(codes, shape), scales=(scales, groups), zeros=(zeros, groups))
+        check_shapes(codes=(codes, shape), scales=(scales, groups), zeros=(zeros, groups))
         top = 2**self.bits - 1
         for name, tensor in (("codes", codes), ("zeros", zeros)):
             if tensor.dtype is not torch.uint8:
@@ -273,7 +273,7 @@ class QuantizedMatrix(QuantizedState):
         """
         if not (rank := self.low_rank):
             raise ShapeError("this layer has no correction (low_rank=0): use set_codes_")
-        _check_shapes(
+        check_shapes(
             left=(left, (self._rows, rank)),
             right=(right, (rank, self._columns)),
             factor_scales=(factor_scales, (rank,)),
@@ -336,14 +336,6 @@ def _checked_form(
     if bits > 8:
         raise ShapeError(f"bits={bits} must be 2 to 8, or None for low rank alone")
     return bits, min(size, columns), low_rank
-
-
-def _check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:
-    for name, (tensor, shape) in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        if tensor.shape != shape:
-            raise ShapeError(f"{name} must have shape {shape} in this layer, not {tuple(tensor.shape)}")
 
 
 def _check_finite(name: str, scales: Tensor) -> None:
