@@ -81,9 +81,9 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
         return (nn.functional.normalize(embedded(model), dim=-1) * wanted).sum(-1).mean().item()
 
     evaluate, trial = _Clock(likeness), _Clock(search.run_trials)
-    prepare, choose = _Clock(search.prepare_models), _Clock(CompressedModels.allocation)
+    prepare, choose = _Clock(search.prepare_models), _Clock(CompressedModels.choose)
     options: dict[str, Any] = {"include": "encoder.*", "forms": FORMS, "seed": 0}
-    kept = search.run_trials, search.prepare_models, CompressedModels.allocation
+    kept = search.run_trials, search.prepare_models, CompressedModels.choose
     unchanged_s = [0.0]
 
     def trials_alone(*args: Any, **kwargs: Any) -> Any:
@@ -91,12 +91,12 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
         return trial(*args, **kwargs)
 
     search.run_trials, search.prepare_models = trials_alone, prepare
-    CompressedModels.allocation = lambda self, budget: choose(self, budget)  # type: ignore[method-assign]
+    CompressedModels.choose = lambda self, budget: choose(self, budget)  # type: ignore[method-assign]
     try:
         result = pr.tune(model, evaluate, batches, constraint=">= 0.98", trials=trials, progress=False, **options)
     finally:
         search.run_trials, search.prepare_models = kept[:2]
-        CompressedModels.allocation = kept[2]  # type: ignore[method-assign]
+        CompressedModels.choose = kept[2]  # type: ignore[method-assign]
     count = len(result.trials)
     inside = (evaluate.seconds - unchanged_s[0]) / count
     whole = (trial.seconds - choose.seconds) / count

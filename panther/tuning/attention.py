@@ -1,10 +1,9 @@
-"""Attention in a search: the modules that can become attention by features, and their replacements."""
+"""Attention by features in a search: the new modules, fitted to a batch."""
 
-__all__ = ["EXACT", "Attention", "calibrated", "find", "replacement_of"]
+__all__ = ["EXACT", "calibrated", "replacement_of"]
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,51 +12,16 @@ from torch import nn
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import replace_modules
 from panther.compression.forms import Replacement
-from panther.compression.linearization.survey import find_attention
-from panther.errors import ConfigError, TuningError
+from panther.errors import TuningError
 from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
 from panther.nn.attention.record import sizes_of
-from panther.tuning.guards import STILL_REFERENCED, Usage, recording_usage
+from panther.tuning.guards import Usage, recording_usage
 
 EXACT = "exact"  # value of kernel_fn that keeps the softmax
 
 Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The attention modules of a model that a search may replace.
-
-    Attributes:
-        modules: The modules that can be replaced, by name.
-        reasons: Why an attention module cannot be replaced, by name.
-    """
-
-    modules: Mapping[str, nn.Module]
-    reasons: Mapping[str, str]
-
-    def checked(self, label: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the modules that can be replaced.
-
-        Raises:
-            ConfigError: If no module can be replaced.
-        """
-        replaceable = tuple(name for name in names if name in self.modules)
-        if not replaceable:
-            why = "; ".join(f"{name!r} {self.reasons[name]}" for name in names if name in self.reasons)
-            raise ConfigError(
-                f"{label!r} of the space matches no attention that can be replaced{': ' if why else ''}{why}: "
-                "nn.MultiheadAttention and transformers' modules that take an attention function can"
-            )
-        return replaceable
-
-
-def find(model: nn.Module) -> Attention:
-    """Find the attention modules of a model."""
-    survey = find_attention(model, None, None)
-    return Attention(survey.modules, {entry.name: entry.reason for entry in survey.skipped})
 
 
 def replacement_of(
@@ -74,7 +38,7 @@ def replacement_of(
             new[module] = layer
         else:
             sizes = sizes_of(module)
-            assert sizes is not None  # find() skips modules without sizes.
+            assert sizes is not None  # find_attention() skips modules without sizes.
             like = next(module.parameters())
             core = RandomFeatureAttention(*sizes, features, kernel_fn=kernel, seed=layer_seed, device=like.device)
             new[module] = convert_attention(module, core.to(like.dtype))
@@ -101,13 +65,7 @@ def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str])
             raise TuningError(
                 f"attention by features does not run in this model: {error}: leave the layer out of the space"
             ) from error
-    for old in new:
-        if old in usage.held or old not in usage.called:
-            problem = "is not called in" if old not in usage.called else "is called as well as the old module in"
-            raise TuningError(
-                f"attention {names[old]!r} was replaced, and the new module {problem} the first calibration "
-                f"batch: {STILL_REFERENCED}"
-            )
+    usage.check(new, new, names, "module", "in the first calibration batch")
     return new
 
 

@@ -7,11 +7,10 @@ __all__ = ["CompressedModels", "prepare_models"]
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,32 +18,31 @@ from torch import nn
 from panther._model_libraries import layers_replaced
 from panther._torch import children_of, put_child
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.targets import Survey, Target, replace_modules, swap_modules
+from panther.compression.calibration.targets import Survey, Target, swap_modules
 from panther.compression.config import CompressConfig, HealConfig
 from panther.compression.forms import DENSE, Choice, Option, Options, Replacement
 from panther.compression.forms.conversion import convert_all, convert_target
 from panther.compression.install import Outcome, install_layers
+from panther.compression.linearization.survey import AttentionModules, find_attention
 from panther.compression.preparation import Prepared, prepare_for_budgets
 from panther.compression.report import CompressionReport, HealResult
 from panther.compression.selection.allocation import Allocation
-from panther.compression.selection.convex_hull import Cost
 from panther.compression.selection.measurement import measure
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.quantized.stacked import StackedExperts
-from panther.tuning.attention import Attention, calibrated, find, replacement_of
-from panther.tuning.plan import Plan, TrialError, copy_or_call_again
+from panther.tuning.attention import calibrated, replacement_of
+from panther.tuning.plan import Plan, TrialError, copy_model
 
 # Bytes of cached layers over the bytes of the dense layers. The decompositions take as much memory.
 _CACHED_SHARE = 4.0
 
 
-@dataclass(frozen=True)
-class CompressedModels:
-    """The models of plans, made from a copy of the model whose weights are fitted.
+@dataclass(frozen=True, kw_only=True)
+class CompressedModels(Prepared):
+    """The models of plans, made from a fitted copy of the model, in eval mode.
 
     Attributes:
-        prepared: The copy, in eval mode, its calibration batches, and the fits of its weights.
         attention: The attention modules that can be replaced.
         seconds: Duration of the preparation.
         training: The training mode of each module of the original model.
@@ -52,63 +50,38 @@ class CompressedModels:
         allocations: Earlier choices of :func:`panther.compress`, by budget.
     """
 
-    prepared: Prepared
-    attention: Attention
+    attention: AttentionModules
     seconds: float
-    training: Sequence[bool] = ()
-    model_fn: Callable[[], nn.Module] | None = None
+    training: Sequence[bool]
+    model_fn: Callable[[], nn.Module] | None
     allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
     _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
     """Bytes and new layers by target, form and rank, with recently used layers at the end."""
 
     @property
-    def runner(self) -> Runner:
-        """Return the copy of the model with the calibration batches."""
-        return self.prepared.runner
-
-    @property
-    def survey(self) -> Survey:
-        """Return the layers that can change, and why others cannot."""
-        return self.prepared.survey
-
-    @property
     def targets(self) -> tuple[Target, ...]:
         """Return the layers that can change."""
-        return self.prepared.survey.targets
-
-    @property
-    def cost(self) -> Cost:
-        """Return the cost that budgets limit, bytes or seconds."""
-        return self.prepared.cost
-
-    @property
-    def dense(self) -> float:
-        """Return the cost of all unchanged layers."""
-        return self.prepared.dense_cost
+        return self.survey.targets
 
     @cached_property
     def options(self) -> Options:
         """Return the options of each layer, with the losses that determine choices."""
-        return self.prepared.comparable_options()
+        return self.comparable_options()
 
     @property
     def attention_names(self) -> Mapping[nn.Module, str]:
         """Return the names of the attention modules that plans may replace."""
         return {module: name for name, module in self.attention.modules.items()}
 
-    def without_functions(self) -> Self:
-        """Return these models without the function that returns the model: only the search's process builds results."""
-        return replace(self, model_fn=None)
-
-    def allocation(self, budget: float) -> Allocation:
+    def choose(self, budget: float) -> Choice:
         """Return the choice of :func:`panther.compress` for a budget, a share of the unchanged layers' cost.
 
         Each choice is cached, because it runs candidates on the held-out batches.
         """
         if budget not in self.allocations:
-            with self.runner.calibrating(self.prepared.seed):
-                self.allocations[budget] = self.prepared.allocate(budget * self.dense)
-        return self.allocations[budget]
+            with self.runner.calibrating(self.seed):
+                self.allocations[budget] = self.allocate(budget * self.dense_cost)
+        return self.allocations[budget].choice
 
     def plan_of(self, choice: Choice) -> Plan:
         """Return the plan of a choice."""
@@ -127,7 +100,7 @@ class CompressedModels:
             choice[target] = next(
                 (
                     option
-                    for option in self.prepared.fits.options[target]
+                    for option in self.fits.options[target]
                     if (option.form, option.rank) == (settings["form"], settings.get("rank"))
                 ),
                 Option(DENSE, target.dense_bytes, error=0.0),
@@ -139,12 +112,12 @@ class CompressedModels:
         if plan.heal:
             return self.replacement(plan)[0]
         new: Replacement = {}
-        seeds = self.survey.seeds(self.prepared.seed)
+        seeds = self.survey.seeds(self.seed)
         for target, option in self.choice_of(plan).items():
             # Trials often draw the same ranks of a layer. After ten trials most of them are cached.
             key = target, option.form, option.rank
             if (cached := self._layers.pop(key, None)) is None:
-                cached = option.bytes, convert_target(target, self.prepared.fits, option, seeds[target])
+                cached = option.bytes, convert_target(target, self.fits, option, seeds[target])
             self._layers[key] = cached
             new |= cached[1]
         max_bytes = _CACHED_SHARE * sum(target.dense_bytes for target in self.targets)
@@ -161,7 +134,7 @@ class CompressedModels:
         Raises:
             TuningError: If attention by features does not run in the model, or the model does not call it.
         """
-        new = convert_all(self.survey, self.prepared.fits, self.choice_of(plan), self.prepared.seed)
+        new = convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
         new |= self._new_attention(plan, new)
         if not plan.heal or not new:
             return new, None
@@ -174,7 +147,7 @@ class CompressedModels:
                 "and cannot be healed in a search: leave heal or the attention out"
             )
         try:
-            healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.prepared.seed)
+            healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.seed)
         except (TrainingError, CompressionError) as error:
             raise TrialError(f"healing failed: {error}") from error
         write_()
@@ -184,7 +157,7 @@ class CompressedModels:
         """Return the attention modules of a plan, which contain the new layers."""
         if not plan.attention:
             return {}
-        attention = replacement_of(self.attention.modules, plan.attention, self.prepared.seed)
+        attention = replacement_of(self.attention.modules, plan.attention, self.seed)
         attention = calibrated(self.runner, attention, self.attention_names)
         for module in attention.values():  # Copies have their own dictionary of children.
             for name, child in children_of(module).items():
@@ -192,21 +165,15 @@ class CompressedModels:
                     put_child(module, name, new[child])
         return attention
 
-    @contextmanager
-    def applied(self, replacement: Replacement) -> Iterator[nn.Module]:
-        """Replace modules of the model temporarily."""
-        with replace_modules(self.runner.model, replacement):
-            yield self.runner.model
-
     @torch.inference_mode(False)
     @torch.enable_grad()
     def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
         """Return a new model with the layers of a plan, and the report of every layer."""
-        choice, prepared = self.choice_of(plan), self.prepared
+        choice = self.choice_of(plan)
         replacement, healed = self.replacement(plan)
-        with self.runner.calibrating(prepared.seed):
+        with self.runner.calibrating(self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
-        model = copy_or_call_again(self.runner.model, self.model_fn)
+        model = copy_model(self.runner.model, self.model_fn)
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         modules = dict(zip(self.runner.model.modules(), model.modules(), strict=True))
@@ -219,9 +186,9 @@ class CompressedModels:
             replace(self.survey, targets=tuple(new.values())),
             Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
             {modules[old]: layer for old, layer in replacement.items() if old not in self.attention_names},
-            "two_sided" if prepared.fits.passes else "svd",
-            prepared.seed,
-            prepared.fits,
+            "two_sided" if self.fits.passes else "svd",
+            self.seed,
+            self.fits,
             replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
             healed,
             notes=[f"{name} is attention by features: {dict(v)}" for name, v in plan.attention.items()],
@@ -248,9 +215,11 @@ def prepare_models(
         CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
     """
     began = time.perf_counter()
-    attention = find(runner.model)
+    attention = find_attention(runner.model, None, None)
     prepared = Prepared(runner, Survey((), ()), seed)
     if config is not None:
         with runner.calibrating(seed):
             prepared = prepare_for_budgets(runner, config, seed, by_time=by_time)
-    return CompressedModels(prepared, attention, time.perf_counter() - began, training, model_fn)
+    return CompressedModels(
+        **vars(prepared), attention=attention, seconds=time.perf_counter() - began, training=training, model_fn=model_fn
+    )

@@ -79,9 +79,14 @@ class TuneConfig:
         check_size("repeats", self.repeats, least=1)
         if self.first is not None:
             check_size("first", self.first, least=0)
-        _check_timeout(self.timeout_s)
+        timeout_s, parallel = self.timeout_s, self.parallel
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float | None):
+            raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
         check_sampler(self.sampler)
-        _check_parallel(self.parallel)
+        if parallel != "ray" and (isinstance(parallel, bool) or not isinstance(parallel, int) or parallel < 1):
+            raise ConfigError(f"parallel={parallel!r} must be a number of processes, at least 1, or 'ray'")
         self.caught_exceptions  # noqa: B018 (raises unless they are exceptions)
         if self.calibration is None:
             needs = {"latency": self.goal.timed, "heal": self.heal is not None, "loss_fn": self.loss_fn is not None}
@@ -118,18 +123,3 @@ class TuneConfig:
             method="svd" if self.calibration is None else "two_sided",
             **{name: getattr(self, name) for name in _OF_COMPRESS},
         )
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
-
-
-def _check_parallel(parallel: Any) -> None:
-    if parallel == "ray" or (isinstance(parallel, int) and not isinstance(parallel, bool) and parallel >= 1):
-        return
-    raise ConfigError(f"parallel={parallel!r} must be a number of processes, at least 1, or 'ray'")

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch import nn
 
 from panther._random_state import preserved_generators, seed_generators
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.targets import replace_modules
 from panther.compression.forms import Replacement
 from panther.compression.selection.allocation import model_bytes
 from panther.compression.selection.measurement import model_speed
@@ -24,7 +25,7 @@ from panther.errors import TuningError
 from panther.nn.quantized.stacked import StackedExperts
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import STILL_REFERENCED, Usage, difference, fingerprint, recording_usage
+from panther.tuning.guards import Usage, difference, fingerprint, recording_usage
 from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
@@ -112,42 +113,33 @@ class Evaluator:
             TuningError: If ``evaluate`` raises, returns no finite number, changes the model, or returns different
                 numbers for the same model.
         """
-        where, model = "the unchanged model", self.runner.model
-        before = fingerprint(model)
-        latency = None
-        if self.goal.timed:
-            with self.runner.calibrating(self.seed):
-                latency, _ = model_speed(self.runner, {})
+        subject = _Subject(self.runner.model, "the unchanged model")
+        figures_of = self._measure(subject, self._latency({}))
         began = time.perf_counter()
-        values = []
+        metrics = []
         for _ in range(2):
-            values.append(run_steps(self._metric(model, where, before)))
-            if not math.isfinite(values[-1]):
+            metrics.append(run_steps(self._metric(subject)))
+            if not math.isfinite(metrics[-1]):
                 raise TuningError(
-                    f"evaluate returned {values[-1]} for {where}, and must return a finite number: look for NaN in the "
-                    "model's output"
+                    f"evaluate returned {metrics[-1]} for {subject.label}, and must return a finite number: look for "
+                    "NaN in the model's output"
                 )
         seconds = (time.perf_counter() - began) / 2
-        first, second = values
+        first, second = metrics
         # With repeats > 1 the user expects the function to vary.
         if self.repeats == 1 and abs(first - second) > SAME * max(abs(first), abs(second)):
             raise TuningError(
-                f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {where}: fix the "
-                "order of its data and its random numbers (torch's, Python's and NumPy's generators are seeded before "
-                "each call), or set repeats= to use the mean of more calls"
+                f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {subject.label}: "
+                "fix the order of its data and its random numbers (torch's, Python's and NumPy's generators are seeded "
+                "before each call), or set repeats= to use the mean of more calls"
             )
-        size = model_bytes(model)
-        figures = Figures(first, size, latency, self._objective(model, size, latency, first, where, before))
-        self.unchanged = figures
-        return figures, seconds
+        self.unchanged = figures_of(first)
+        return self.unchanged, seconds
 
-    def metric_of(self, model: nn.Module, where: str) -> float:
+    def metric_of(self, model: nn.Module, label: str) -> float:
         """Return the metric of a model that was built again, in eval mode as in trials."""
-        flags = {module: module.training for module in model.modules()}
-        metric = float(run_steps(self._metric(model.eval(), where, fingerprint(model))))
-        for module, flag in flags.items():
-            module.training = flag
-        return metric
+        with _restored_modes(model):
+            return float(run_steps(self._metric(_Subject(model.eval(), label))))
 
     def trial(self, models: CompressedModels, plan: Plan, number: int) -> Steps[Outcome]:
         """Run one trial, step by step.
@@ -165,8 +157,7 @@ class Evaluator:
                 return failed(str(error).removesuffix(": correct it"))
             raise
 
-    def _trial(self, models: CompressedModels, plan: Plan, where: str) -> Steps[Outcome]:
-        assert self.unchanged is not None
+    def _trial(self, models: CompressedModels, plan: Plan, label: str) -> Steps[Outcome]:
         began = time.perf_counter()
         with preserved_generators():  # Making layers draws random numbers.
             replacement = models.trial_layers(plan)
@@ -174,178 +165,154 @@ class Evaluator:
         names = {module: name for name, module in self.runner.model.named_modules()}
         stacked = [layer for layer in replacement if isinstance(layer, StackedExperts)]
         names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in stacked if (place := layer.place)}
-        with models.applied(replacement) as model:
-            size = model_bytes(model)
-            before = fingerprint(model)
-            objective = self._objective(model, size, latency, math.nan, where, before)
+        new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
+        usage, partial = Usage(), list[float]()
+        with replace_modules(self.runner.model, replacement):
+            subject = _Subject(self.runner.model, label)
+            figures_of = self._measure(subject, latency)
             ready = time.perf_counter()
-            partial: list[float] = []
 
-            def figures_of(value: float) -> Figures:
-                partial.append(value)
-                return Figures(value, size, latency, objective)
+            def record(metric: float) -> Figures:
+                partial.append(metric)
+                return figures_of(metric)
 
-            new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
-            usage = Usage()
-            watch = recording_usage(model, new, usage) if new else None
-            metric = yield from self._metric(model, where, before, figures_of, watch)
+            metric = yield from self._metric(subject, record, recording_usage(self.runner.model, new, usage))
         ended = time.perf_counter()
         pruned = metric is None
-        uncalled = self._uncalled(new, usage, pruned, models.attention_names, names, where)
-        value = partial[-1] if metric is None else metric
-        if self.goal.objective == "metric":
-            objective = value
-        bad = not math.isfinite(value) or not math.isfinite(objective)
-        reason = f"evaluate returned {value}" if not math.isfinite(value) else f"the objective is {objective}"
-        return Outcome(
-            Figures(value, size, latency, objective),
-            "failed" if bad else "pruned" if pruned else "complete",
-            tuple(partial),
-            ready - began,
-            ended - ready,
-            reason if bad else "",
-            uncalled,
-        )
-
-    def _uncalled(
-        self,
-        new: Replacement,
-        usage: Usage,
-        pruned: bool,
-        attention: Mapping[nn.Module, str],
-        names: Mapping[nn.Module, str],
-        where: str,
-    ) -> tuple[str, ...]:
-        """Return the names of new layers that were not called, or raise TuningError if an old layer is still used."""
-        for old in new:
-            # Old attention of transformers shares its weights with the new module, so only calls can show its use.
-            if old in usage.held or (not pruned and old in attention and old not in usage.called):
-                problem = "is not called" if old not in usage.called else "is called in addition to the old layer"
-                raise TuningError(
-                    f"layer {names[old]!r} was replaced, and the new layer {problem} by evaluate in {where}: "
-                    f"{STILL_REFERENCED}"
-                )
-        if pruned:
-            self.checked_layers |= usage.called
-            return ()
-        self.checked_layers |= new.keys()
-        return tuple(names[old] for old in new if old not in usage.called)
+        # Old attention of transformers shares its weights with the new module, so only calls can show its use.
+        usage.check(new, () if pruned else models.attention_names, names, "layer", f"by evaluate in {label}")
+        self.checked_layers |= usage.called if pruned else new.keys()
+        figures, state, reason = figures_of(partial[-1] if metric is None else metric), "complete", ""
+        if not math.isfinite(figures.metric):
+            state, reason = "failed", f"evaluate returned {figures.metric}"
+        elif not math.isfinite(figures.objective):
+            state, reason = "failed", f"the objective is {figures.objective}"
+        elif pruned:
+            state = "pruned"
+        uncalled = () if pruned else tuple(names[old] for old in new if old not in usage.called)
+        return Outcome(figures, state, tuple(partial), ready - began, ended - ready, reason, uncalled)
 
     def _latency(self, replacement: Replacement) -> float | None:
         """Return the seconds per batch: the unchanged model's time divided by the measured speedup."""
         if not self.goal.timed:
             return None
-        assert self.unchanged is not None
-        assert self.unchanged.latency is not None
         with self.runner.calibrating(self.seed):
-            return self.unchanged.latency / model_speed(self.runner, replacement)[1]
+            seconds, speedup = model_speed(self.runner, replacement)
+        if self.unchanged is None or self.unchanged.latency is None:
+            return seconds
+        return self.unchanged.latency / speedup
 
-    def _objective(
-        self, model: nn.Module, size: int, latency: float | None, metric: float, where: str, before: dict[str, Any]
-    ) -> float:
-        objective = self.goal.objective
-        if not isinstance(objective, str):
-            with self._unchanging(model, "objective", where, before), self._user("objective", where, self.seed):
-                return _number(objective(model), "objective", where)
-        if objective == "latency":
-            assert latency is not None
-            return latency
-        return float(size) if objective == "size" else metric
+    def _measure(self, subject: "_Subject", latency: float | None) -> Callable[[float], Figures]:
+        """Measure the size and the objective of a model, and return a function that adds a metric to them."""
+        size, objective = model_bytes(subject.model), self.goal.objective
+        if isinstance(objective, str):
+            value = {"size": size, "latency": latency}.get(objective)
+        else:
+            with self._calling("objective", subject, self.seed):
+                value = _number(objective(subject.model), "objective", subject.label)
+        return lambda metric: Figures(metric, size, latency, metric if value is None else float(value))
 
     def _metric(
         self,
-        model: nn.Module,
-        where: str,
-        before: dict[str, Any],
+        subject: "_Subject",
         figures_of: Callable[[float], Figures] = _only_metric,
-        watch: AbstractContextManager[None] | None = None,
+        recording: AbstractContextManager[None] | None = None,
     ) -> Steps[Any]:
-        """Return the mean of the user's function over its repeats, or None if the trial is to end early."""
-        values = []
-        for repeat in range(self.repeats):
-            with self._unchanging(model, "evaluate", where, before), (watch if repeat == 0 else None) or nullcontext():
-                # Only the first call reports partial values, because later calls would repeat the steps.
-                if repeat == 0:
-                    value = yield from self._once(model, where, self.seed, figures_of)
-                else:
-                    value = run_steps(self._once(model, where, self.seed + repeat))
-            if value is None:
-                return None
-            values.append(value)
-        return sum(values) / len(values)
+        """Return the mean of the user's function over its repeats, or None if the trial is to end early.
 
-    @contextmanager
-    def _unchanging(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> Iterator[None]:
-        """Raise TuningError if a user's function changes the model; restore the training mode of modules."""
-        flags = {module: module.training for module in model.modules()}
-        try:
-            yield
-        except TuningError as error:
-            if not isinstance(error.__cause__, self.catch):
-                raise
-            # The search continues with this model, so the exception must not have left hooks or changed weights.
-            self._check_unchanged(model, f"{name}, which raised {error.__cause__!r},", where, before)
-            raise
-        finally:
-            for module, flag in flags.items():
-                module.training = flag
-        self._check_unchanged(model, name, where, before)
-
-    def _check_unchanged(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> None:
-        if changed := difference(before, fingerprint(model)):
-            raise TuningError(
-                f"{name} changed {changed} of {where}, and must not change the model: train or convert a "
-                "copy.deepcopy of it, and remove hooks"
-            )
-
-    @contextmanager
-    def _user(self, name: str, where: str, seed: int) -> Iterator[None]:
-        """Run a user's function: with seeded generators, and convert its exceptions to TuningError."""
-        # A user's function can compute gradients in any mode of the caller.
-        with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
-            seed_generators(seed)
-            try:
-                yield
-            except TuningError:
-                raise
-            except Exception as error:
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                place = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
-                raise TuningError(
-                    f"{name} raised {type(error).__name__}: {error} for {where}{place}: correct it"
-                ) from error
+        Only the first call is recorded and reports partial metrics, because later calls would repeat the steps.
+        """
+        first = yield from self._once(subject, self.seed, figures_of, recording or nullcontext())
+        if first is None:
+            return None
+        later_seeds = range(self.seed + 1, self.seed + self.repeats)
+        later: list[Any] = [run_steps(self._once(subject, seed, _only_metric, nullcontext())) for seed in later_seeds]
+        return sum([first, *later]) / self.repeats
 
     def _once(
         self,
-        model: nn.Module,
-        where: str,
+        subject: "_Subject",
         seed: int,
-        figures_of: Callable[[float], Figures] = _only_metric,
+        figures_of: Callable[[float], Figures],
+        recording: AbstractContextManager[None],
     ) -> Steps[float | None]:
         """Call the user's function once. Return its metric, or None if the trial is to end early."""
-        with self._user("evaluate", where, seed):
-            result = self.evaluate(model)
-            if not inspect.isgenerator(result):
-                return _number(result, "evaluate", where)
-            last: float | None = None
+        with self._calling("evaluate", subject, seed), recording:
+            returned = self.evaluate(subject.model)
+            if not inspect.isgenerator(returned):
+                return _number(returned, "evaluate", subject.label)
+            metric: float | None = None
             step = 0
             try:
                 while True:
-                    last = _number(next(result), "evaluate", where)
+                    metric = _number(next(returned), "evaluate", subject.label)
                     step += 1
-                    if (yield step, figures_of(last)):
+                    if (yield step, figures_of(metric)):
                         return None
             except StopIteration as stop:
                 if stop.value is not None:
-                    return _number(stop.value, "evaluate", where)
+                    return _number(stop.value, "evaluate", subject.label)
             finally:
-                result.close()
-            if last is None:
+                returned.close()
+            if metric is None:
                 raise TuningError("evaluate yielded nothing: yield partial metrics; the last one is the metric")
-            return last
+            return metric
+
+    @contextmanager
+    def _calling(self, name: str, subject: "_Subject", seed: int) -> Iterator[None]:
+        """Call a user's function in the block: with seeded generators, and TuningError for its exceptions.
+
+        The training modes of modules are restored. All other changes of the model raise TuningError.
+        """
+        with _restored_modes(subject.model):
+            try:
+                # A user's function can compute gradients in any mode of the caller.
+                with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
+                    seed_generators(seed)
+                    yield
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error, TuningError) else error
+                if isinstance(cause, self.catch):
+                    # The search continues with this model, so the exception must not have left hooks or changed
+                    # weights.
+                    subject.check_unchanged(f"{name}, which raised {cause!r},")
+                if isinstance(error, TuningError):
+                    raise
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"({os.path.basename(frame.filename)}, line {frame.lineno})"
+                raise TuningError(
+                    f"{name} raised {type(error).__name__}: {error} for {subject.label} {place}: correct it"
+                ) from error
+        subject.check_unchanged(name)
 
 
-def _number(value: Any, name: str, where: str) -> float:
+class _Subject:
+    """A model that the user's functions get, what messages call it, and what they must not change."""
+
+    def __init__(self, model: nn.Module, label: str) -> None:
+        self.model, self.label = model, label
+        self._fingerprint = fingerprint(model)
+
+    def check_unchanged(self, function: str) -> None:
+        """Raise TuningError if a user's function has changed the model."""
+        if changed := difference(self._fingerprint, fingerprint(self.model)):
+            raise TuningError(
+                f"{function} changed {changed} of {self.label}, and must not change the model: train or convert a "
+                "copy.deepcopy of it, and remove hooks"
+            )
+
+
+@contextmanager
+def _restored_modes(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _number(value: Any, name: str, label: str) -> float:
     """Return the result of a user's function as a float."""
     try:
         if isinstance(value, str | bytes):
@@ -353,5 +320,5 @@ def _number(value: Any, name: str, where: str) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TuningError(
-            f"{name} returned a {type(value).__name__} for {where}, and must return a number: return a float"
+            f"{name} returned a {type(value).__name__} for {label}, and must return a number: return a float"
         ) from None

@@ -37,6 +37,11 @@ class Figures:
     latency: float | None
     objective: float
 
+    def describe(self) -> str:
+        """Describe the figures that have the same names in all searches."""
+        latency = "" if self.latency is None else f", {format_seconds(self.latency)} a batch"
+        return f"metric {self.metric:.6g}, {format_bytes(self.size)}{latency}"
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -143,17 +148,21 @@ class Goal:
         """Return whether all constraints are satisfied."""
         return all(violation <= 0 for violation in self.violations(figures, unchanged))
 
+    def total_violation(self, figures: Figures, unchanged: Figures) -> float:
+        """Return the sum of the violations of all constraints, which is 0 if all are satisfied."""
+        return sum(max(violation, 0.0) for violation in self.violations(figures, unchanged))
+
     def penalised(self, figures: Figures, unchanged: Figures) -> float:
         """Return the objective with a penalty, so that models that break a constraint are worse than all that do not.
 
         The study must have one direction. A larger value is better if the direction is "maximize".
         """
         (value,), (direction,) = self.values(figures), self.directions
-        missed = sum(max(violation, 0.0) for violation in self.violations(figures, unchanged))
-        if not missed:
+        violation = self.total_violation(figures, unchanged)
+        if not violation:
             return value
         largest = abs(self.values(unchanged)[0]) or 1.0
-        penalty = largest * (_BASE_PENALTY + missed)
+        penalty = largest * (_BASE_PENALTY + violation)
         return value - penalty if direction == "maximize" else value + penalty
 
     def order(self, figures: Figures) -> tuple[float, float]:
@@ -169,12 +178,8 @@ class Goal:
 
     def describe(self, figures: Figures) -> str:
         """Describe the figures."""
-        parts = [f"metric {figures.metric:.6g}", format_bytes(figures.size)]
-        if figures.latency is not None:
-            parts.append(f"{format_seconds(figures.latency)} a batch")
-        if not isinstance(self.objective, str):
-            parts.append(f"{self.name} {figures.objective:.6g}")
-        return ", ".join(parts)
+        objective = "" if isinstance(self.objective, str) else f", {self.name} {figures.objective:.6g}"
+        return f"{figures.describe()}{objective}"
 
 
 def make_goal(objective: Any, constraint: Any, direction: str | None) -> Goal:

@@ -4,9 +4,9 @@ A list in the model, or a forward that a library has stored, can reference a rep
 still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
 """
 
-__all__ = ["STILL_REFERENCED", "Usage", "difference", "fingerprint", "recording_usage"]
+__all__ = ["Usage", "difference", "fingerprint", "recording_usage"]
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,8 @@ from torch import Tensor, nn
 from panther._torch import TorchDispatchMode, storage_key
 from panther.compression.calibration.descriptions import hash_of
 from panther.compression.forms import Replacement
+from panther.errors import TuningError
 from panther.nn.quantized.stacked import StackedExperts
-
-STILL_REFERENCED = (
-    "something else references the old layer, for example a forward that a library has stored: remove the reference, "
-    "or exclude the layer from the search"
-)
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -46,9 +42,9 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     return entries | {f"buffer {name!r}": hash_of(buffer) for name, buffer in model.named_buffers()}
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     """Return the first name in which two fingerprints differ, or "" if they are equal."""
-    return next((name for name in {**after, **before} if before.get(name) != after.get(name)), "")
+    return next((name for name in {**second, **first} if first.get(name) != second.get(name)), "")
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,29 @@ class Usage:
 
     Attributes:
         called: Replaced layers whose replacements were called.
-        held: Replaced layers whose weights were used.
+        read: Replaced layers whose weights were used.
     """
 
     called: set[nn.Module] = field(default_factory=set)
-    held: set[nn.Module] = field(default_factory=set)
+    read: set[nn.Module] = field(default_factory=set)
+
+    def check(
+        self,
+        replacement: Replacement,
+        required: Container[nn.Module],
+        names: Mapping[nn.Module, str],
+        noun: str,
+        caller: str,
+    ) -> None:
+        """Raise TuningError if an old layer was used, or if the new layer of a ``required`` one was not called."""
+        for old in replacement:
+            if old in self.read or (old in required and old not in self.called):
+                problem = "is called in addition to the old one" if old in self.called else "is not called"
+                raise TuningError(
+                    f"{noun} {names[old]!r} was replaced, and the new {noun} {problem} {caller}: something else "
+                    "references the old one, for example a forward that a library has stored: remove the reference, or "
+                    "exclude it from the search"
+                )
 
 
 @contextmanager
@@ -87,7 +101,7 @@ def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) ->
             called = layer.place[0] if isinstance(layer, StackedExperts) and layer.place is not None else new
             stack.callback(called.register_forward_pre_hook(calls(layer)).remove)
         if old:
-            stack.enter_context(_WeightReads(old, usage.held))
+            stack.enter_context(_WeightReads(old, usage.read))
         yield
 
 
@@ -98,15 +112,15 @@ class _WeightReads(TorchDispatchMode):
     differently.
     """
 
-    def __init__(self, layers: dict[int | None, nn.Module], held: set[nn.Module]) -> None:
+    def __init__(self, layers: dict[int | None, nn.Module], read: set[nn.Module]) -> None:
         super().__init__()
-        self._layers, self._held = layers, held
+        self._layers, self._read = layers, read
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument in args:
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(tensor, Tensor) and (layer := self._layers.get(_memory(tensor))) is not None:
-                    self._held.add(layer)
+                    self._read.add(layer)
         return function(*args, **(kwargs or {}))
 
 

@@ -1,6 +1,6 @@
 """Plans: the changes that trials make to a model; and copies of the user's model."""
 
-__all__ = ["Plan", "TrialError", "call_model_fn", "copy_model", "copy_or_call_again"]
+__all__ = ["Plan", "TrialError", "call_model_fn", "copy_model"]
 
 import copy
 import json
@@ -43,7 +43,7 @@ class Plan:
         return cls(**json.loads(text))
 
 
-def call_model_fn(model_fn: Callable[[], nn.Module], where: str) -> nn.Module:
+def call_model_fn(model_fn: Callable[[], nn.Module], call: str) -> nn.Module:
     """Call the user's function, and return its model.
 
     Raises:
@@ -52,39 +52,27 @@ def call_model_fn(model_fn: Callable[[], nn.Module], where: str) -> nn.Module:
     try:
         model = model_fn()
     except Exception as error:
-        raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {where}") from error
+        raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {call}") from error
     if not isinstance(model, nn.Module):
         raise TuningError(f"the model's function returned a {type(model).__name__}, and must return an nn.Module")
     return model
 
 
-def copy_model(model: nn.Module, from_function: bool = False) -> nn.Module:
-    """Return a copy of a model, or the model itself if it cannot be copied and ``from_function`` is true.
+def copy_model(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
+    """Return a copy of a model. If it cannot be copied, call the user's function that returned it again.
 
     Raises:
-        TuningError: If the model cannot be copied and no function returned it.
+        TuningError: If the model cannot be copied and no function returned it, or if the second call does not return
+            the same weights in a new model.
     """
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        if from_function:
-            return model
-        raise TuningError(
-            f"the model cannot be copied ({type(error).__name__}: {error}): pass a function that returns a new model, "
-            "as in pr.tune(lambda: make_model(), ...)"
-        ) from error
-
-
-def copy_or_call_again(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
-    """Return a copy of a model. If it cannot be copied, call its function again.
-
-    Raises:
-        TuningError: If the second call does not return the same weights in a new model.
-    """
-    second = copy_model(model, model_fn is not None)
-    if second is not model:
-        return second
-    assert model_fn is not None
+        if model_fn is None:
+            raise TuningError(
+                f"the model cannot be copied ({type(error).__name__}: {error}): pass a function that returns a new "
+                "model, as in pr.tune(lambda: make_model(), ...)"
+            ) from error
     second = call_model_fn(model_fn, "its second call")
     pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=False)
     if (

@@ -1,6 +1,6 @@
 """The result of a search: its trials, the best model and the Pareto front, as a table, JSON and a plot."""
 
-__all__ = ["Trial", "TuneResult", "check_plot", "pareto_front"]
+__all__ = ["Trial", "TuneResult", "check_plot", "pareto_front", "plain"]
 
 import math
 import os
@@ -133,14 +133,14 @@ class TuneResult:
 
     def __repr__(self) -> str:
         """Return the best trial in one line; ``str`` has the table."""
-        return f"<TuneResult: trial {self.best.number} of {len(self.trials)}, {self._describe(self.best)}>"
+        return f"<TuneResult: trial {self.best.number} of {len(self.trials)}, {self.best.figures.describe()}>"
 
     def __str__(self) -> str:
         """Return the best trial, then the table."""
         states = [sum(trial.state == state for trial in self.trials) for state in ("pruned", "failed")]
         lines = [
-            f"best: trial {self.best.number}, {self._describe(self.best)} "
-            f"(unchanged: {self._describe(self.unchanged)})",
+            f"best: trial {self.best.number}, {self.best.figures.describe()} "
+            f"(unchanged: {self.unchanged.figures.describe()})",
             f"objective {self.objective}" + "".join(f", {text}" for text in self.constraints),
             f"{counted(len(self.trials), 'trial')} ({states[0]} pruned, {states[1]} failed) in "
             f"{format_seconds(self.seconds)}, with {format_seconds(self.prepare_s)} of preparation",
@@ -163,10 +163,6 @@ class TuneResult:
                 )
             )
         return "\n".join([*lines, format_table(rows)])
-
-    def _describe(self, trial: Trial) -> str:
-        latency = "" if trial.latency is None else f", {format_seconds(trial.latency)} a batch"
-        return f"metric {trial.metric:.6g}, {format_bytes(trial.size)}{latency}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each trial: its figures, and its parameters by name."""
@@ -193,7 +189,7 @@ class TuneResult:
         entries = {name: getattr(self, name) for name in _WRITTEN}
         entries |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
         entries |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
-        return _plain(entries | {"report": None if self.report is None else self.report.to_dict()})
+        return plain(entries | {"report": None if self.report is None else self.report.to_dict()})
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file, with a checksum; :meth:`from_json` reads it."""
@@ -273,14 +269,13 @@ class TuneResult:
 
 def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
     """Return the complete trials such that no other is at least as good in metric and objective, and better in one."""
-    sign = -1.0 if goal.higher_is_better else 1.0
     by = "size" if goal.objective == "metric" else "objective"
     complete = [trial for trial in trials if trial.state == "complete"]
     front: list[Trial] = []
     for trial in sorted(
-        complete, key=lambda candidate: (getattr(candidate, by), sign * candidate.metric, candidate.number)
+        complete, key=lambda trial: (getattr(trial, by), goal.metric_order(trial.figures), trial.number)
     ):
-        if not front or sign * trial.metric < sign * front[-1].metric:
+        if not front or goal.metric_order(trial.figures) < goal.metric_order(front[-1].figures):
             front.append(trial)
     return tuple(front)
 
@@ -294,12 +289,12 @@ def _without_training(trials: Any) -> Any:
     return trials | {"plan": {name: value for name, value in plan.items() if name not in ("train", "model")}}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return mappings, tuples and numbers as JSON has them, with None for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

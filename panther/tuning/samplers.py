@@ -1,6 +1,6 @@
 """Optuna's samplers and pruners by name."""
 
-__all__ = ["check_sampler", "looks_at_constraints", "make_pruner", "make_sampler", "quiet"]
+__all__ = ["check_sampler", "make_pruner", "make_sampler", "quiet", "uses_constraints"]
 
 from functools import cache
 from typing import Any
@@ -34,12 +34,15 @@ def make_sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
     return samplers.RandomSampler(seed=seed)
 
 
-def looks_at_constraints(sampler: Any) -> bool:
-    """Return whether a sampler uses constraints. Other samplers get values with penalties."""
+def uses_constraints(sampler: Any) -> bool:
+    """Return whether a sampler, or the sampler with a name, uses constraints. Others get values with penalties."""
     from optuna import samplers
 
-    looks = (samplers.TPESampler, samplers.GPSampler, samplers.NSGAIISampler, samplers.NSGAIIISampler)
-    return isinstance(sampler, looks)
+    if isinstance(sampler, str):
+        return sampler in ("tpe", "gp")
+    return isinstance(
+        sampler, (samplers.TPESampler, samplers.GPSampler, samplers.NSGAIISampler, samplers.NSGAIIISampler)
+    )
 
 
 def make_pruner(optuna: Any, pruner: Any) -> Any:

@@ -75,7 +75,7 @@ def test_trials_share_layers_which_the_results_do_not(net, accuracy, data, monke
         assert all(torch.equal(tensor, state[name]) for name, tensor in new.state_dict().items())
     monkeypatch.setattr("panther.tuning.compressed_models._CACHED_SHARE", 0.05)  # of the dense bytes
     models.trial_layers(plan)
-    assert sum(size for size, _ in models._layers.values()) <= 0.05 * models.dense
+    assert sum(size for size, _ in models._layers.values()) <= 0.05 * models.dense_cost
 
 
 def test_the_first_trials_are_choices_of_compress(net, accuracy, data):

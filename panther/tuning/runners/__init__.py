@@ -34,31 +34,31 @@ def run_trials(
     deadline: float | None,
     parallel: int | str,
 ) -> str:
-    """Run trials until there are ``trials``. If they end before, return why, else "".
+    """Run trials until there are ``trials``. If they end before, return the reason, else "".
 
     Raises:
         TuningError: If ``evaluate`` raises or changes the model, or its data cannot be sent to a process.
         ConfigError: If the processes cannot be started on this system.
     """
     source = OpenTrials(search, trials, deadline)
-    if not (left := max(trials - search.count, 0)):
+    if not (num_open := max(trials - search.count, 0)):
         return ""
     if parallel == 1:
         for _ in models.runner.over(range(search.count, trials), "trials"):
             if (job := source.next()) is None:
                 break
             search.tell(job, run_steps(evaluator.trial(models, job.plan, job.number), partial(search.report, job)))
-        return source.why
+        return source.end_reason
     if parallel != "ray" and os.name != "posix":
         raise ConfigError(f"parallel={parallel} needs POSIX processes: use parallel='ray', or 1")
     workers: AbstractContextManager[tuple[Start, int]]
     if parallel == "ray":
-        workers = ray_actors(serialize(evaluator, models), left, show=models.runner.show)
+        workers = ray_actors(serialize(evaluator, models), num_open, show=models.runner.show)
     else:
-        workers = local_processes(serialize(evaluator, models), min(int(parallel), left))
+        workers = local_processes(serialize(evaluator, models), min(int(parallel), num_open))
     with workers as (start, count):
         run_on_workers(source, start, count, iter(models.runner.over(range(search.count, trials), "trials")))
-    return source.why
+    return source.end_reason
 
 
 class OpenTrials:
@@ -72,19 +72,19 @@ class OpenTrials:
 
     def __init__(self, search: Study, trials: int, deadline: float | None) -> None:
         self.search, self._trials, self._deadline = search, trials, deadline
-        self.why = ""
+        self.end_reason = ""
         """Why the last call of :meth:`next` returned None, unless there are enough trials."""
 
     def next(self) -> Job | None:
         """Return a new trial, or None."""
-        self.why = ""
+        self.end_reason = ""
         if self.search.count >= self._trials:
             return None
         if self._deadline is not None and time.perf_counter() > self._deadline and self.search.trials:
-            self.why = _OVER
+            self.end_reason = _OVER
             return None
         if (job := self.search.ask()) is None:
-            self.why = _EXHAUSTED
+            self.end_reason = _EXHAUSTED
         return job
 
 

@@ -17,8 +17,8 @@ _CONNECT_S = 10.0
 
 
 @contextmanager
-def ray_actors(work: bytes, most: int, show: bool) -> Iterator[tuple[Start, int]]:
-    """Yield a function that starts a worker, and the number of workers: the cores of the cluster, at most ``most``.
+def ray_actors(work: bytes, maximum: int, show: bool) -> Iterator[tuple[Start, int]]:
+    """Yield a function that starts a worker, and the number of workers: the cores of the cluster, at most ``maximum``.
 
     The cluster is the joined one, or else the one in RAY_ADDRESS, or else a new one of this machine.
     """
@@ -26,7 +26,7 @@ def ray_actors(work: bytes, most: int, show: bool) -> Iterator[tuple[Start, int]
     with join_cluster(None, show=show):
         actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Server)
         cores = int(ray.cluster_resources().get("CPU", 1))
-        yield partial(_Actor, ray, actor_class, ray.put(work)), max(1, min(cores, most))
+        yield partial(_Actor, ray, actor_class, ray.put(work)), max(1, min(cores, maximum))
 
 
 class _Server(TrialServer):

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Protocol, Self
@@ -68,7 +69,8 @@ def serialize(evaluator: Evaluator, models: CompressedModels) -> bytes:
     except ModuleNotFoundError:
         dumps = pickle.dumps
     try:
-        data: bytes = dumps((evaluator, models.without_functions()))
+        # Only the search's process builds results, so the function that returns the model is not needed.
+        data: bytes = dumps((evaluator, replace(models, model_fn=None)))
     except Exception as error:
         raise TuningError(
             f"the model, evaluate or the batches cannot be sent to other processes ({type(error).__name__}: {error}): "
@@ -100,29 +102,26 @@ class TrialServer:
         """Make a server; ``load`` is called for the first trial."""
         self._load = load
         self._loaded: tuple[Evaluator, CompressedModels] | None = None
-        self._steps: Steps[Outcome] | None = None
+        self._steps: Steps[Outcome]
 
     def begin(self, number: int, plan: str) -> Message:
         """Run a trial up to its first partial metric, or to its end."""
-
-        def first_step() -> tuple[Any, ...]:
-            if self._loaded is None:
-                self._loaded = self._load()
-            evaluator, models = self._loaded
-            self._steps = evaluator.trial(models, Plan.from_json(plan), number)
-            return next(self._steps)
-
-        return self._step(first_step)
+        self._steps = self._trial(number, plan)
+        return self._step(None)
 
     def proceed(self, ends: bool) -> Message:
         """Run the trial up to its next partial metric, or to its end; ``ends`` says whether it should end now."""
-        steps = self._steps
-        assert steps is not None
-        return self._step(lambda: steps.send(ends))
+        return self._step(ends)
 
-    def _step(self, step: Callable[[], tuple[Any, ...]]) -> Message:
+    def _trial(self, number: int, plan: str) -> Steps[Outcome]:
+        if self._loaded is None:
+            self._loaded = self._load()
+        evaluator, models = self._loaded
+        return (yield from evaluator.trial(models, Plan.from_json(plan), number))
+
+    def _step(self, ends: Any) -> Message:
         try:
-            return "partial", *step()
+            return "partial", *self._steps.send(ends)
         except StopIteration as stop:
             return "outcome", stop.value
         except PantherError as error:

@@ -1,22 +1,23 @@
 """Spaces of the forms of layers: a budget with weights for groups of layers, settings of individual layers, or both."""
 
-__all__ = ["AutoSpace", "CombinedSpace", "LayerSpace", "LayerSpaceBase", "heal_specs", "unchanged_layers"]
+__all__ = ["AutoSpace", "LayerSpace", "Space", "heal_specs"]
 
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from panther.compression.calibration.targets import Target
+from panther.compression.calibration.targets import SkippedLayer, Target
 from panther.compression.config import HealConfig
-from panther.compression.forms import DENSE, LOW_RANK, Choice, Option
+from panther.compression.forms import DENSE, Choice, Option
 from panther.compression.selection.convex_hull import choose_global
 from panther.errors import ConfigError
 from panther.tuning.attention import EXACT
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.plan import Plan
-from panther.tuning.space.lines import AUTO, Line, form_of, rank_or_share
+from panther.tuning.space.lines import AUTO, Line, Request, request_of
 from panther.tuning.space.values import Float, Spec, as_spec, grid, middle, suggest
 
 # The losses of a group of layers are multiplied by a weight from 1 / MAX_WEIGHT to MAX_WEIGHT.
@@ -28,32 +29,7 @@ _MIN_LAYERS_FOR_DEPTH_WEIGHT = 3
 _MAX_NOTES = 5  # notes of one kind
 
 
-class LayerSpaceBase:
-    """Base of the spaces from which a study draws plans."""
-
-    models: CompressedModels
-    notes: tuple[str, ...] = ()
-    """Parts of the requested space that cannot be used, and why."""
-
-    @property
-    def least(self) -> float:
-        """Return the smallest budget, a share of the unchanged layers' cost."""
-        return self.models.cost.least(self.models.options) / self.models.dense
-
-    def draw(self, trial: Any) -> Plan:
-        """Draw the plan of an Optuna trial."""
-        raise NotImplementedError
-
-    def at_budget(self, budget: float) -> dict[str, Any]:
-        """Return the parameters nearest to :func:`panther.compress` at a budget."""
-        raise NotImplementedError
-
-    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a budget below the cost of a plan, by ``by`` in the logarithm, if it has one."""
-        return dict(params)
-
-
-class AutoSpace(LayerSpaceBase):
+class AutoSpace:
     """A budget, and a weight of the loss of each group of layers, from which ranks and forms follow.
 
     Every plan is the choice with the smallest weighted loss, so that the space has few dimensions for any number of
@@ -66,32 +42,38 @@ class AutoSpace(LayerSpaceBase):
         """Make a space of the named layers, with these forms, or of all layers and forms if ``names`` is None."""
         self.models = models
         self.targets = [target for target in models.targets if names is None or not set(names).isdisjoint(target.names)]
-        self._forms = set(forms)
         self._all_layers = names is None
-        self._options = {target: self._options_of(target) for target in self.targets}
+        allowed_forms = {DENSE, *forms}
+        self._options: dict[Target, list[Option]] = {}
+        for target in self.targets:
+            options = [option for option in models.options[target] if names is None or option.form in allowed_forms]
+            self._options[target] = options or [Option(DENSE, target.dense_bytes, error=0.0)]
         self._dense = sum(map(models.cost.dense, self.targets)) or 1.0
         self._groups = _grouped(self.targets)
-        counts = [len(group) for group in self._groups.values()]
-        self._by_depth = len(counts) > 1 and max(counts) >= _MIN_LAYERS_FOR_DEPTH_WEIGHT
         # The weight of the first group is 1, because only ratios matter.
-        names = [f"emphasis/{name}" for name in list(self._groups)[1:]]
-        self._emphases = dict.fromkeys(names, Float(1 / _MAX_WEIGHT, _MAX_WEIGHT, log=True))
-        if self._by_depth:
-            self._emphases["emphasis of late layers"] = Float(1 / _MAX_WEIGHT, _MAX_WEIGHT, log=True)
+        weights = [f"emphasis/{name}" for name in list(self._groups)[1:]]
+        if weights and max(map(len, self._groups.values())) >= _MIN_LAYERS_FOR_DEPTH_WEIGHT:
+            weights.append("emphasis of late layers")
+        self._emphases = dict.fromkeys(weights, Float(1 / _MAX_WEIGHT, _MAX_WEIGHT, log=True))
         # The bound is rounded up, so that at least the smallest forms fit into the smallest budget.
-        self._budget = Float(min(math.ceil(1e4 * self.least) / 1e4, 1.0), 1.0, log=True)
+        self._budget = Float(min(math.ceil(1e4 * self.smallest_budget) / 1e4, 1.0), 1.0, log=True)
 
-    def draw(self, trial: Any) -> Plan:
-        """Draw the plan of an Optuna trial."""
+    def draw(self, trial: Any) -> Choice:
+        """Draw the choice of an Optuna trial."""
         budget = suggest(trial, "budget", self._budget)
         emphases = {name: suggest(trial, name, spec) for name, spec in self._emphases.items()}
         models = self.models
         if self._all_layers and all(value == 1 for value in emphases.values()):
-            return models.plan_of(models.allocation(budget).choice)
+            return models.choose(budget)
+        late_emphasis = emphases.get("emphasis of late layers", 1.0)
+        last_index = max(len(self.targets) - 1, 1)
+        place = {target: index / last_index for index, target in enumerate(self.targets)}
         options = {}
-        for target, factor in self._factors(emphases).items():
-            options[target] = [replace(option, loss=option.loss * factor) for option in self._options[target]]
-        return models.plan_of(choose_global(options, budget * self._dense, models.cost))
+        for name, targets in self._groups.items():
+            for target in targets:
+                factor = emphases.get(f"emphasis/{name}", 1.0) * late_emphasis ** (2 * place[target] - 1)
+                options[target] = [replace(option, loss=option.loss * factor) for option in self._options[target]]
+        return choose_global(options, budget * self._dense, models.cost)
 
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of :func:`panther.compress` at a budget."""
@@ -105,27 +87,9 @@ class AutoSpace(LayerSpaceBase):
         return dict(params) | {"budget": min(max(budget, self._budget.low), 1.0)}
 
     @property
-    def least(self) -> float:
+    def smallest_budget(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
         return self.models.cost.least(self._options) / self._dense
-
-    def _options_of(self, target: Target) -> list[Option]:
-        options = list(self.models.options[target])
-        if self._all_layers:
-            return options
-        allowed = [option for option in options if option.form in self._forms or option.form == DENSE]
-        return allowed or [Option(DENSE, target.dense_bytes, error=0.0)]
-
-    def _factors(self, emphases: Mapping[str, float]) -> dict[Target, float]:
-        """Return the weight of the loss of each layer."""
-        late = emphases.get("emphasis of late layers", 1.0)
-        last = max(len(self.targets) - 1, 1)
-        place = {target: index / last for index, target in enumerate(self.targets)}
-        return {
-            target: emphases.get(f"emphasis/{name}", 1.0) * late ** (2 * place[target] - 1)
-            for name, targets in self._groups.items()
-            for target in targets
-        }
 
 
 def _grouped(targets: Sequence[Target]) -> dict[str, list[Target]]:
@@ -140,31 +104,29 @@ def _grouped(targets: Sequence[Target]) -> dict[str, list[Target]]:
     return {f"{part[0].name} to {part[-1].name}" if len(part) > 1 else part[0].name: list(part) for part in parts}
 
 
-class LayerSpace(LayerSpaceBase):
+class LayerSpace:
     """Settings of layers, individually or jointly. Layers that no line names do not change."""
 
     def __init__(self, models: CompressedModels, lines: Sequence[Line]) -> None:
         self.models = models
         by_name = {name: target for target in models.targets for name in target.names}
         self._targets: dict[str, list[Target]] = {}
-        notes: list[str] = []
+        rest, shared = dict.fromkeys(models.targets), list[str]()
         for line in lines:
             line_targets = dict.fromkeys(by_name[name] for name in line.names if name in by_name)
-            self._targets[line.label] = [target for target in line_targets if target not in self._tuned_targets]
-            notes += [
+            self._targets[line.label] = [target for target in line_targets if target in rest]
+            shared += [
                 f"{line.label!r} shares its weight with a layer of an earlier line of the space, whose settings apply"
                 for target in line_targets
-                if target not in self._targets[line.label]
+                if target not in rest
             ]
+            rest = {target: None for target in rest if target not in line_targets}
+        self._cost_of_rest = sum(map(models.cost.dense, rest))
         self.lines = [line for line in lines if self._targets[line.label]]
-        self._options = {line.label: self._line_candidates(line) for line in self.lines}
-        below = [
-            note
-            for line in self.lines
-            for target in self._targets[line.label]
-            for note in self._notes_about(line, target)
-        ]
-        self.notes = (*notes, *_first_notes(below))
+        self._candidates = {line.label: self._line_candidates(line) for line in self.lines}
+        targets_of_lines = [(line, target) for line in self.lines for target in self._targets[line.label]]
+        notes = [note for line, target in targets_of_lines for note in self._notes_about(line, target)]
+        self.notes = (*shared, *_first_notes(notes))
 
     def _notes_about(self, line: Line, target: Target) -> list[str]:
         """Return notes about forms that a layer cannot have, and about ranks and shares that are too small for it.
@@ -173,56 +135,50 @@ class LayerSpace(LayerSpaceBase):
             ConfigError: If all values of a line are too small.
         """
         notes = []
-        combinations = line.values()
-        forms = dict.fromkeys(form_of(values) or LOW_RANK for values in combinations)
+        requests = [request_of(values) for values in line.values()]
+        forms = dict.fromkeys(request.form for request in requests)
         for form in forms:
             options = [option for option in self.models.options[target] if option.form == form]
             if not options and form != DENSE:
                 notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense with it")
-            form_values = [values for values in combinations if (form_of(values) or LOW_RANK) == form]
-            for name in ("rank", "share"):
-                requested = [value for values in form_values if (value := rank_or_share(values, name)) is not None]
-                if not options or not requested:
+            for measure in ("rank", "share"):
+                limits = [request.limit for request in requests if (request.form, request.measure) == (form, measure)]
+                if not options or not limits:
                     continue
-                ranks, sizes = [option.rank or 0 for option in options], [option.bytes for option in options]
-                least = min(ranks) if name == "rank" else min(sizes) / target.dense_bytes
-                if min(requested) >= least:
+                smallest = min(_measured(option, measure) for option in options)
+                if measure == "share":
+                    smallest /= target.dense_bytes
+                if min(limits) >= smallest:
                     continue
-                smallest = f"the smallest {name} of {target.name!r} in the form {form!r} is {least:.4g}"
-                if max(requested) < least and len(forms) == 1:
-                    raise ConfigError(f"{smallest}, and the space asks for at most {max(requested):.4g}: ask for more")
-                notes.append(f"{smallest}, which is used where the space asks for less, down to {min(requested):.4g}")
+                note = f"the smallest {measure} of {target.name!r} in the form {form!r} is {smallest:.4g}"
+                if max(limits) < smallest and len(forms) == 1:
+                    raise ConfigError(f"{note}, and the space asks for at most {max(limits):.4g}: ask for more")
+                notes.append(f"{note}, which is used where the space asks for less, down to {min(limits):.4g}")
         return notes
 
     @property
-    def _tuned_targets(self) -> set[Target]:
-        return {target for targets in self._targets.values() for target in targets}
-
-    @property
-    def least(self) -> float:
+    def smallest_budget(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
         cost = self.models.cost
-        least = sum(min(map(cost.of, (option for option, _ in candidates))) for candidates in self._options.values())
-        rest = sum(cost.dense(target) for target in self.models.targets if target not in self._tuned_targets)
-        return (least + rest) / (self.models.dense or 1.0)
+        smallest = [min(cost.of(option) for option, _ in candidates) for candidates in self._candidates.values()]
+        return (sum(smallest) + self._cost_of_rest) / (self.models.dense_cost or 1.0)
 
-    def draw(self, trial: Any) -> Plan:
-        """Draw the plan of an Optuna trial."""
+    def draw(self, trial: Any) -> Choice:
+        """Draw the choice of an Optuna trial."""
         choice: Choice = {}
         for line in self.lines:
-            values = line.draw(trial)
-            choice |= {target: self._pick(target, values) for target in self._targets[line.label]}
-        return self.models.plan_of(choice)
+            request = request_of(line.draw(trial))
+            choice |= {target: self._pick(target, request) for target in self._targets[line.label]}
+        return choice
 
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of the choice of :func:`panther.compress` among the space's values, at a budget."""
-        cost = self.models.cost
-        rest = sum(cost.dense(target) for target in self.models.targets if target not in self._tuned_targets)
-        options: Any = {label: [option for option, _ in candidates] for label, candidates in self._options.items()}
-        choice: Any = choose_global(options, budget * self.models.dense - rest, cost)
+        options: Any = {label: [option for option, _ in candidates] for label, candidates in self._candidates.items()}
+        limit = budget * self.models.dense_cost - self._cost_of_rest
+        choice: Any = choose_global(options, limit, self.models.cost)
         params: dict[str, Any] = {}
         for label, option in choice.items():
-            values = next(values for candidate, values in self._options[label] if candidate is option)
+            values = next(values for candidate, values in self._candidates[label] if candidate is option)
             params |= {f"{label}/{name}": value for name, value in values.items()}
         return params
 
@@ -230,38 +186,31 @@ class LayerSpace(LayerSpaceBase):
         """Return for each combination of a line's settings its total cost and loss over all layers."""
         candidates = []
         for values in line.values():
-            picked = [self._pick(target, values) for target in self._targets[line.label]]
-            times = [option.time_s for option in picked if option.time_s is not None]
+            options = [self._pick(target, request_of(values)) for target in self._targets[line.label]]
+            times = [option.time_s for option in options if option.time_s is not None]
             option = Option(
-                "", sum(option.bytes for option in picked), loss=sum(option.loss for option in picked),
+                "", sum(option.bytes for option in options), loss=sum(option.loss for option in options),
                 time_s=sum(times) if times else None,
             )  # fmt: skip
             candidates.append((option, values))
         return candidates
 
-    def _pick(self, target: Target, values: Mapping[str, Any]) -> Option:
-        """Return the option of a layer with the form and the largest rank or share that the values allow."""
-        form = form_of(values) or LOW_RANK
-        options = [option for option in self.models.options[target] if option.form == form]
+    def _pick(self, target: Target, request: Request) -> Option:
+        """Return the option of a layer with the form and the largest rank or share that a request allows."""
+        options = [option for option in self.models.options[target] if option.form == request.form]
         if not options:  # The layer cannot have the form, or would not become smaller.
             return Option(DENSE, target.dense_bytes, error=0.0)
-        if (rank := rank_or_share(values, "rank")) is not None:
-            below = [option for option in options if (option.rank or 0) <= rank]
-            return max(below, key=lambda option: option.rank or 0, default=min(options, key=lambda o: o.rank or 0))
-        if "share" in values:
-            below = [option for option in options if option.bytes <= values["share"] * target.dense_bytes]
-            return max(below, key=lambda option: option.bytes, default=min(options, key=lambda o: o.bytes))
-        return options[-1]
+        if not request.measure:
+            return options[-1]
+        limit = request.limit * (target.dense_bytes if request.measure == "share" else 1)
+        measured = partial(_measured, measure=request.measure)
+        allowed = [option for option in options if measured(option) <= limit]
+        return max(allowed, key=measured, default=min(options, key=measured))
 
 
-def unchanged_layers(lines: Sequence[Line], models: CompressedModels) -> list[str]:
-    """Return a note for each layer that a line names but that cannot change, with the reason."""
-    changeable = {name for target in models.targets for name in target.names}
-    reasons = {entry.name: entry.reason for entry in models.survey.skipped}
-    left = [name for line in lines if line.kind != "attention" for name in line.names if name not in changeable]
-    return _first_notes(
-        [f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
-    )
+def _measured(option: Option, measure: str) -> float:
+    """Return an option's rank, or its bytes, which a share limits."""
+    return option.bytes if measure == "share" else option.rank or 0
 
 
 def _first_notes(notes: list[str]) -> list[str]:
@@ -269,8 +218,12 @@ def _first_notes(notes: list[str]) -> list[str]:
     return notes if more <= 0 else [*notes[:_MAX_NOTES], f"{more} more notes like the last one"]
 
 
-class CombinedSpace(LayerSpaceBase):
-    """The automatic space, settings of layers, attention, and healing. Each part may be missing."""
+class Space:
+    """The plans of a search: the automatic space, settings of layers, attention, and healing. Any may be missing.
+
+    Attributes:
+        notes: Parts of the requested space that cannot be used, and why.
+    """
 
     def __init__(
         self,
@@ -279,56 +232,52 @@ class CombinedSpace(LayerSpaceBase):
         forms: Sequence[str],
         heal: Mapping[str, Spec] | None,
     ) -> None:
-        self.models, self._heal = models, heal
-        self._parts: list[LayerSpaceBase] = []
-        notes = unchanged_layers(lines or (), models)
+        self._models, self._heal = models, heal or {}
+        of_kind = {kind: [line for line in lines or () if line.kind == kind] for kind in (AUTO, "layers", "attention")}
+        changeable = {name for target in models.targets for name in target.names}
+        layer_lines = [line for line in lines or () if line.kind != "attention"]
+        notes = _first_notes(_unchanged(layer_lines, changeable, models.survey.skipped))
         self._attention = []
-        for line in lines or ():
-            if line.kind == "attention":
-                names = models.attention.checked(line.label, line.names)
-                self._attention.append(replace(line, names=names))
-                reasons = models.attention.reasons
-                notes += [
-                    f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot be replaced')}"
-                    for name in line.names
-                    if name not in names
-                ]
-        of_layers = [line for line in lines or () if line.kind == "layers"]
-        auto = {name for line in lines or () if line.kind == AUTO for name in line.names}
-        if lines is None:
-            self._parts.append(AutoSpace(models))
-        elif auto:
-            self._parts.append(AutoSpace(models, auto, forms))
-        if of_layers:
-            self._parts.append(LayerSpace(models, of_layers))
-        self.notes = tuple([*notes, *(note for part in self._parts for note in part.notes)])
+        for line in of_kind["attention"]:
+            names = tuple(name for name in line.names if name in models.attention.modules)
+            if not names:
+                skipped = [entry for entry in models.attention.skipped if entry.name in line.names]
+                reasons = "; ".join(f"{entry.name!r} {entry.reason}" for entry in skipped)
+                raise ConfigError(
+                    f"{line.label!r} of the space matches no attention that can be replaced"
+                    f"{': ' if reasons else ''}{reasons}: nn.MultiheadAttention and transformers' modules "
+                    "that take an attention function can"
+                )
+            self._attention.append(replace(line, names=names))
+            notes += _unchanged([line], models.attention.modules, models.attention.skipped)
+        auto = [name for line in of_kind[AUTO] for name in line.names]
+        self._auto = AutoSpace(models, auto if lines is not None else None, forms) if auto or lines is None else None
+        self._layers = LayerSpace(models, of_kind["layers"]) if of_kind["layers"] else None
+        self._parts = [part for part in (self._auto, self._layers) if part is not None]
+        self.notes = (*notes, *(() if self._layers is None else self._layers.notes))
 
     @property
-    def least(self) -> float:
+    def smallest_budget(self) -> float:
         """Return the smallest budget, a share of the unchanged layers' cost."""
-        return min((part.least for part in self._parts), default=1.0)
+        return min((part.smallest_budget for part in self._parts), default=1.0)
 
     def draw(self, trial: Any) -> Plan:
         """Draw the plan of an Optuna trial."""
-        layers: dict[str, Any] = {}
+        choice: Choice = {}
         for part in self._parts:
-            layers |= part.draw(trial).layers
-        plan = Plan(layers)
+            choice |= part.draw(trial)
+        plan = self._models.plan_of(choice)
         attention: dict[str, Any] = {}
         for line in self._attention:
             values = line.draw(trial)
             if values.setdefault("kernel_fn", "hermite") != EXACT:
                 attention |= dict.fromkeys(line.names, values)
-        if attention:
-            plan = replace(plan, attention=attention)
-        if self._heal is not None:
-            heal_settings = {name: suggest(trial, f"heal/{name}", spec) for name, spec in self._heal.items()}
-            if heal_settings.get("max_steps", 1) and (layers or attention):
-                plan = replace(plan, heal=heal_settings)
-        return plan
+        heal = {name: suggest(trial, f"heal/{name}", spec) for name, spec in self._heal.items()}
+        has_layers = bool(plan.layers or attention)
+        return Plan(plan.layers, attention, heal if has_layers and heal.get("max_steps", 1) else {})
 
     def at_budget(self, budget: float) -> dict[str, Any]:
-        """Return the parameters of :func:`panther.compress` at a budget; attention is exact if this is a choice."""
+        """Return the parameters nearest to :func:`panther.compress` at a budget; attention is exact if it can be."""
         params: dict[str, Any] = {}
         for part in self._parts:
             params |= part.at_budget(budget)
@@ -337,15 +286,22 @@ class CombinedSpace(LayerSpaceBase):
             exact = kernel is not None and EXACT in grid(kernel)
             for name, spec in line.specs.items():
                 params[f"{line.label}/{name}"] = EXACT if exact and name == "kernel_fn" else middle(spec)
-        for name, spec in (self._heal or {}).items():
-            params[f"heal/{name}"] = middle(spec)
-        return params
+        return params | {f"heal/{name}": middle(spec) for name, spec in self._heal.items()}
 
     def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a smaller budget than the cost of a plan, if a part of the space has a budget."""
-        for part in self._parts:
-            params = part.below(params, plan, by)
-        return dict(params)
+        """Return parameters with a budget below the cost of a plan, by ``by`` in the logarithm, if there is one."""
+        return dict(params) if self._auto is None else self._auto.below(params, plan, by)
+
+
+def _unchanged(lines: Sequence[Line], changeable: Collection[str], skipped: Sequence[SkippedLayer]) -> list[str]:
+    """Return a note for each module that a line names but that cannot change, with the reason."""
+    reasons = {entry.name: entry.reason for entry in skipped}
+    return [
+        f"{name!r} does not change although the space names it: {reasons.get(name, 'cannot change')}"
+        for line in lines
+        for name in line.names
+        if name not in changeable
+    ]
 
 
 def heal_specs(heal: Any) -> Mapping[str, Spec] | None:
@@ -357,12 +313,9 @@ def heal_specs(heal: Any) -> Mapping[str, Spec] | None:
     if heal is None:
         return None
     if isinstance(heal, HealConfig):
-        default = HealConfig()
-        heal = {
-            setting.name: getattr(heal, setting.name)
-            for setting in fields(HealConfig)
-            if getattr(heal, setting.name) != getattr(default, setting.name)
-        } | {"max_steps": heal.max_steps}
+        defaults = vars(HealConfig())
+        changed = {name: value for name, value in vars(heal).items() if value != defaults[name]}
+        heal = changed | {"max_steps": heal.max_steps}
     if not isinstance(heal, Mapping) or not heal:
         raise ConfigError(f"heal={heal!r} must be a HealConfig, or a dict of its settings and their values")
     specs = {name: as_spec(f"heal[{name!r}]", value) for name, value in heal.items()}

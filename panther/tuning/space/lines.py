@@ -1,13 +1,13 @@
 """The lines of a user's space: layers, selected by name, type or index, and the values of their settings."""
 
-__all__ = ["AUTO", "Group", "Line", "as_group", "form_of", "parse_lines", "rank_or_share", "selected", "used_forms"]
+__all__ = ["AUTO", "Group", "Line", "Request", "as_group", "parse_lines", "request_of", "selected", "used_forms"]
 
 import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -144,7 +144,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 AUTO = "auto"
 _OF_LAYERS = ("form", "rank", "bits", "share", "num_terms", "low_rank")
 _OF_ATTENTION = ("kernel_fn", "num_random_features")
-_LEAST = {"rank": 1, "bits": 1, "num_terms": 1, "low_rank": 1, "num_random_features": 1}
+_INTEGERS = ("rank", "bits", "num_terms", "low_rank", "num_random_features")
 _MAX_COMBINATIONS = 512  # combinations of the settings of a line that the first trials consider
 
 
@@ -178,37 +178,44 @@ class Line:
 
     def values(self) -> list[dict[str, Any]]:
         """Return all combinations of settings, or an evenly spaced selection of at most 512."""
-        grids = [grid(self.specs[name]) for name in _OF_LAYERS if name in self.specs]
-        names = [name for name in _OF_LAYERS if name in self.specs]
-        total = math.prod(map(len, grids))
-        combinations = (dict(zip(names, values, strict=True)) for values in itertools.product(*grids))
-        step = -(-total // _MAX_COMBINATIONS)
-        settings = [
-            {name: value for name, value in combination.items() if _is_used(name, combination)}
-            for combination in itertools.islice(combinations, 0, None, step)
-        ]
-        return [combination for index, combination in enumerate(settings) if combination not in settings[:index]]
+        grids = {name: grid(self.specs[name]) for name in _OF_LAYERS if name in self.specs}
+        step = -(-math.prod(map(len, grids.values())) // _MAX_COMBINATIONS)
+        combinations: list[dict[str, Any]] = []
+        for values in itertools.islice(itertools.product(*grids.values()), 0, None, step):
+            settings = dict(zip(grids, values, strict=True))
+            used_settings = {name: value for name, value in settings.items() if _is_used(name, settings)}
+            if used_settings not in combinations:
+                combinations.append(used_settings)
+        return combinations
 
 
 def _is_used(name: str, values: Mapping[str, Any]) -> bool:
     if name in _OF_ATTENTION:
         return name == "kernel_fn" or values.get("kernel_fn") not in (EXACT, "taylor")
-    form = form_of(values)
-    return name in ("form", "bits") or form is None or form_named(form).has_rank
+    return name in ("form", "bits") or form_named(request_of(values).form).has_rank
 
 
-def rank_or_share(values: Mapping[str, Any], name: str) -> float | None:
-    """Return the rank or the share of a line's values, or None."""
-    if name == "rank" and "low_rank" in values:  # the sizes of an SKLinear
-        return float(2 * values.get("num_terms", 1) * values["low_rank"])
-    return values.get(name)
+class Request(NamedTuple):
+    """What the values of a line's settings ask for.
+
+    Attributes:
+        form: The form of the layers.
+        measure: What is limited, ``"rank"`` or ``"share"``; empty without a limit.
+        limit: The largest rank, or the largest share of a layer's bytes.
+    """
+
+    form: str
+    measure: str = ""
+    limit: float = 0.0
 
 
-def form_of(values: Mapping[str, Any]) -> str | None:
-    """Return the form of a line's values, or None if they have neither a form nor a width."""
-    if "form" in values:
-        return str(values["form"])
-    return f"int{values['bits']}" if "bits" in values else None
+def request_of(values: Mapping[str, Any]) -> Request:
+    """Return what the values of a line's settings ask for."""
+    form = f"int{values['bits']}" if "bits" in values else str(values.get("form", LOW_RANK))
+    if "low_rank" in values:  # the sizes of an SKLinear
+        return Request(form, "rank", 2 * values.get("num_terms", 1) * values["low_rank"])
+    measure = next((measure for measure in ("rank", "share") if measure in values), "")
+    return Request(form, measure, values.get(measure, 0.0))
 
 
 def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> list[Line]:
@@ -254,55 +261,40 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> lis
 def _check_settings(key: Any, specs: Mapping[str, Spec]) -> None:
     """Raise ConfigError if a setting of a line is unknown, contradicts another one, or has an impossible value."""
     of_attention = not specs.keys().isdisjoint(_OF_ATTENTION)
-    line_settings = _OF_ATTENTION if of_attention else _OF_LAYERS
-    for name in specs:
-        if name not in line_settings:
-            all_settings = (*_OF_LAYERS, *_OF_ATTENTION) if not of_attention else line_settings
-            names = ", ".join(map(repr, all_settings))
+    known_settings = _OF_ATTENTION if of_attention else (*_OF_LAYERS, *_OF_ATTENTION)
+    for name, spec in specs.items():
+        if name not in known_settings:
+            names = ", ".join(map(repr, known_settings))
             raise ConfigError(f"space[{key!r}] has the unknown setting {name!r}: use some of {names}")
-    _check_values(key, specs)
+        for value in grid(spec):
+            if name in _INTEGERS and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+                raise ConfigError(
+                    f"space[{key!r}]: {name} {value!r} must be an integer, at least 1: use a list of them, or Int"
+                )
+            if name == "share" and not (isinstance(value, int | float) and value > 0 and value is not True):
+                raise ConfigError(f"space[{key!r}]: share {value!r} must be a number above 0: use a list, or Float")
     if of_attention:
-        _check_attention(key, specs)
+        kernels = grid(specs["kernel_fn"]) if "kernel_fn" in specs else []
+        if unknown := [name for name in kernels if name not in (EXACT, *KERNELS)]:
+            names = ", ".join(map(repr, (EXACT, *KERNELS)))
+            raise ConfigError(f"space[{key!r}]: kernel_fn {unknown[0]!r} is unknown: use some of {names}")
+        if "num_random_features" not in specs and not {EXACT, "taylor"}.issuperset(kernels):
+            raise ConfigError(f"space[{key!r}] has no number of features: add 'num_random_features'")
         return
     for setting, other in (("form", "bits"), ("rank", "share"), ("rank", "low_rank"), ("share", "low_rank")):
         if setting in specs and other in specs:
             raise ConfigError(f"space[{key!r}] has both {setting!r} and {other!r}, which are alternatives: remove one")
-    for form in used_forms(specs):
-        if form not in known_forms():
-            raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(known_forms())}")
-    ranked = [form for form in used_forms(specs) if form_named(form).has_rank]
+    forms = used_forms(specs)
+    if unknown := [form for form in forms if form not in known_forms()]:
+        raise ConfigError(f"space[{key!r}]: form {unknown[0]!r} is unknown: use some of {', '.join(known_forms())}")
     if "num_terms" in specs and "low_rank" not in specs:
         raise ConfigError(f"space[{key!r}] has 'num_terms' and no rank of a term: add 'low_rank'")
+    ranked = [form for form in forms if form_named(form).has_rank]
     if specs and ranked and not {"rank", "share", "low_rank"} & specs.keys():
         raise ConfigError(f"space[{key!r}] has the form {ranked[0]!r} and no rank: add 'rank' or 'share'")
 
 
-def _check_values(key: Any, specs: Mapping[str, Spec]) -> None:
-    for name, spec in specs.items():
-        for value in grid(spec):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name in _LEAST and not (number and isinstance(value, int) and value >= _LEAST[name]):
-                raise ConfigError(
-                    f"space[{key!r}]: {name} {value!r} must be an integer, at least {_LEAST[name]}: use a list of "
-                    "them, or Int"
-                )
-            if name == "share" and not (number and value > 0):
-                raise ConfigError(f"space[{key!r}]: share {value!r} must be a number above 0: use a list, or Float")
-
-
-def _check_attention(key: Any, specs: Mapping[str, Spec]) -> None:
-    kernels = grid(specs["kernel_fn"]) if "kernel_fn" in specs else []
-    if unknown := [name for name in kernels if name not in (EXACT, *KERNELS)]:
-        names = ", ".join(map(repr, (EXACT, *KERNELS)))
-        raise ConfigError(f"space[{key!r}]: kernel_fn {unknown[0]!r} is unknown: use some of {names}")
-    if "num_random_features" not in specs and not {EXACT, "taylor"}.issuperset(kernels):
-        raise ConfigError(f"space[{key!r}] has no number of features: add 'num_random_features'")
-
-
 def used_forms(specs: Mapping[str, Spec]) -> list[str]:
     """Return the forms that the layers of a line may have."""
-    if "form" in specs:
-        return [str(form) for form in grid(specs["form"])]
-    if "bits" in specs:
-        return [f"int{bits}" for bits in grid(specs["bits"])]
-    return [LOW_RANK]
+    names = [name for name in ("form", "bits") if name in specs]
+    return [request_of({name: value}).form for name in names for value in grid(specs[name])] or [LOW_RANK]

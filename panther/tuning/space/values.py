@@ -43,7 +43,7 @@ class Int:
         for name in ("low", "high"):
             object.__setattr__(self, name, check_size(name, getattr(self, name), least=-(2**53)))
         object.__setattr__(self, "step", check_size("step", self.step, least=1))
-        _check_range(self, self.step != 1, least=1)
+        _check_range(self, self.step != 1, smallest_log=1)
         object.__setattr__(self, "high", self.low + (self.high - self.low) // self.step * self.step)
 
 
@@ -77,7 +77,7 @@ class Float:
                 raise ConfigError(f"bounds and step of {self} must be finite numbers")
         if self.step is not None and self.step <= 0:
             raise ConfigError(f"the step of {self} must be above 0: leave it out for any number")
-        _check_range(self, self.step is not None, least=5e-324)
+        _check_range(self, self.step is not None, smallest_log=5e-324)
         if self.step is not None:
             object.__setattr__(self, "high", _stepped(self, int((self.high - self.low) / self.step + 1e-9)))
 
@@ -114,12 +114,13 @@ class Choice:
 
 
 Spec = Int | Float | Choice
+_RANGES: dict[str, Any] = {"int": Int, "float": Float}  # classes of ranges by their keys in TOML files
 
 
-def _check_range(spec: Int | Float, stepped: bool, least: float) -> None:
+def _check_range(spec: Int | Float, stepped: bool, smallest_log: float) -> None:
     if not spec.low <= spec.high:
         raise ConfigError(f"low={spec.low} must be at most high={spec.high}")
-    if spec.log and (stepped or spec.low < least):
+    if spec.log and (stepped or spec.low < smallest_log):
         raise ConfigError(f"log=True takes no step and a low above 0: {spec}")
 
 
@@ -139,29 +140,22 @@ def as_spec(name: str, value: Any) -> Spec:
             raise ConfigError(f"{name}: {value} must be ascending and not empty")
         return Int(value[0], value[-1], value.step)
     if isinstance(value, Mapping):
-        table: dict[str, Any] = dict(value)
-        kinds: dict[str, Any] = {"int": Int, "float": Float}
-        range_kinds = [kind for kind in kinds if kind in table]
-        bounds = table.pop(range_kinds[0], None) if range_kinds else None
-        if (
-            len(range_kinds) != 1
-            or not isinstance(bounds, list)
-            or len(bounds) != 2
-            or not {"step", "log"}.issuperset(table)
-        ):
-            raise ConfigError(
-                f"{name}: {dict(value)} is not a range: write {{int = [LOW, HIGH]}} or {{float = [LOW, HIGH]}}, with "
-                "step or log"
-            )
-        spec: Spec = kinds[range_kinds[0]](*bounds, **table)
-        return spec
-    return Choice(tuple(value)) if isinstance(value, list | tuple) else Choice((value,))
+        options: dict[str, Any] = dict(value)
+        bounds = [(make, options.pop(kind)) for kind, make in _RANGES.items() if kind in options]
+        match bounds:
+            case [(make, [low, high])] if options.keys() <= {"step", "log"}:
+                spec: Spec = make(low, high, **options)
+                return spec
+        raise ConfigError(
+            f"{name}: {dict(value)} is not a range: write {{int = [LOW, HIGH]}} or {{float = [LOW, HIGH]}}, with step "
+            "or log"
+        )
+    return Choice(tuple(value) if isinstance(value, list | tuple) else (value,))
 
 
 def suggest(trial: Any, name: str, spec: Spec) -> Any:
     """Draw a value in an Optuna trial; a single value does not become a parameter of the trial."""
-    values = grid(spec) if isinstance(spec, Choice) or spec.low == spec.high else ()
-    if len(values) == 1:
+    if len(values := grid(spec)) == 1:
         return values[0]
     if isinstance(spec, Choice):
         return trial.suggest_categorical(name, spec.values)

@@ -1,6 +1,6 @@
 """Storage of a study: exclusive access, repair after a kill, and a check that the search is the same."""
 
-__all__ = ["OpenStudy", "describe_search", "open_study"]
+__all__ = ["DESCRIBED_FUNCTIONS", "OpenStudy", "open_study"]
 
 import json
 import logging
@@ -12,16 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from torch import Tensor, nn
-
-from panther._descriptions import describe_function
-from panther.compression.calibration.descriptions import checksum, described_batches, shortened
 from panther.errors import ConfigError, require_extra
-from panther.nn.sketch_record import plain_state
 from panther.tuning.config import TuneConfig
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.samplers import make_pruner, quiet
@@ -94,8 +89,11 @@ def _wait_for_others(
     began = clock()
     while True:
         unclear = False
-        for other, entry in _entries(study).items():
-            if other == name or (alive := _is_alive(entry)) is False:
+        for other, content in study.user_attrs.items():
+            if not other.startswith(_PREFIX) or other == name or content is None:  # None: it has ended.
+                continue
+            entry = json.loads(content)
+            if (alive := _is_alive(entry)) is False:
                 continue
             # A search on another node is alive if its entry is renewed.
             if alive is None and entry.get("beat") == first_beats.setdefault(other, entry.get("beat")):
@@ -114,15 +112,13 @@ def _wait_for_others(
         sleep(_POLL_S)
 
 
-def _entries(study: Any) -> dict[str, dict[str, Any]]:
-    """Return the entries of searches that have not ended, by name."""
-    texts = {name: text for name, text in study.user_attrs.items() if name.startswith(_PREFIX) and text is not None}
-    return {name: json.loads(text) for name, text in texts.items()}
-
-
 def _place() -> dict[str, Any]:
     """Return the machine and the identity of this process, with which other processes can check that it lives."""
-    return {"machine": platform.node(), "space": _process_space(), "process": os.getpid(), "start": _start()}
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")  # of process numbers, for example of a container
+    except OSError:
+        namespace = ""
+    return {"machine": platform.node(), "space": namespace, "process": os.getpid(), "start": _start()}
 
 
 def _is_alive(entry: dict[str, Any]) -> bool | None:
@@ -142,26 +138,17 @@ def _is_alive(entry: dict[str, Any]) -> bool | None:
     return entry.get("start") == _start(process)  # Otherwise another process has its number.
 
 
-def _process_space() -> str:
-    """Return the namespace of process numbers, for example of a container."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def _start(process: int | None = None) -> int | None:
     """Return when a process began, in clock ticks since the boot, or None if this is unknown."""
     try:
-        text = Path(f"/proc/{process or 'self'}/stat").read_text()
+        return int(Path(f"/proc/{process or 'self'}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[19])
 
 
 _NAME = "panther.tune"  # name of the study in the storage
 _IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
-_FUNCTIONS = ("forward_fn", "loss_fn", "mask_fn")
+DESCRIBED_FUNCTIONS = ("forward_fn", "loss_fn", "mask_fn")
 _EARLIER = re.compile(r"\S+( [0-9a-f]{8})?(?<!none)")  # the name of a function, and a hash of its code alone
 # Relative difference of the unchanged model's metric that is allowed in a resumed study, for another machine's
 # rounding.
@@ -174,32 +161,17 @@ class OpenStudy:
 
     Attributes:
         study: Optuna's study.
-        config: The arguments of the search.
-        remembered: Stored figures of the unchanged model, and the seed; empty for a new study.
+        storage: The storage, as the user gave it.
+        seed: The seed of the search.
+        remembered: Stored figures of the unchanged model; empty for a new study.
         notes: Repairs of the storage.
     """
 
     study: Any
-    config: TuneConfig
+    storage: Any
+    seed: int
     remembered: Mapping[str, Any]
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the study.
-
-        Raises:
-            ConfigError: If the stored seed differs from the argument.
-        """
-        new_seed = self.config.new_seed
-        seed = int(self.remembered.get("seed", new_seed))
-        if self.config.seed is not None and seed != new_seed:
-            raise self.differs(f"seed {seed} instead of {self.config.seed}")
-        return seed
-
-    def differs(self, how: str) -> ConfigError:
-        """Return the error about a storage that has another study."""
-        return ConfigError(f"storage={self.config.storage!r} has another study ({how}): use a new file, or delete it")
+    notes: tuple[str, ...] = ()
 
     def check_unchanged_model(self, goal: Goal, unchanged: Figures) -> None:
         """Store the unchanged model's figures and the seed in a new study.
@@ -212,11 +184,11 @@ class OpenStudy:
             return
         names = {"evaluate": "metric"} | ({} if isinstance(goal.objective, str) else {goal.name: "objective"})
         for function, figure in names.items():
-            before, now = self.remembered[figure], getattr(unchanged, figure)
-            if abs(before - now) > _AGREES * max(abs(before), abs(now)):
+            earlier, now = self.remembered[figure], getattr(unchanged, figure)
+            if abs(earlier - now) > _AGREES * max(abs(earlier), abs(now)):
                 raise ConfigError(
-                    f"storage={self.config.storage!r} has another study, in which {function} returned {before:.6g} for "
-                    f"the unchanged model, and now it returns {now:.6g}: use a new file, or the same data and function"
+                    f"storage={self.storage!r} has another study, in which {function} returned {earlier:.6g} for the "
+                    f"unchanged model, and now it returns {now:.6g}: use a new file, or the same data and function"
                 )
 
 
@@ -226,7 +198,7 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
 
     Args:
         config: The arguments of the search.
-        description: What must not change when the search is resumed, by :func:`describe_search`.
+        description: What must not change when the search is resumed, by name.
 
     Raises:
         ConfigError: If the storage cannot be opened, is open, or has another study.
@@ -234,57 +206,55 @@ def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[O
     optuna: Any = require_extra("optuna", "tune")
     from optuna.storages.journal import JournalFileBackend, JournalStorage
 
+    class SearchedStudy(optuna.Study):
+        """A study whose trials the search runs, outside of Optuna's loop."""
+
+        is_exhausted = False
+
+        def stop(self) -> None:  # Exhausted samplers call it. The method of the base class only works in Optuna's loop.
+            self.is_exhausted = True
+
     storage: Any = config.storage
+    path: Any = storage
     pruner = make_pruner(optuna, config.pruner)
     if storage is not None and not isinstance(storage, str | os.PathLike | optuna.storages.BaseStorage):
         raise ConfigError(
             f"storage must be a path, a database's URL or a storage of Optuna, not {type(storage).__name__}"
         )
     is_file = storage is not None and isinstance(storage, str | os.PathLike) and "://" not in str(storage)
-    path: Any = storage
-    with _locked(path) if is_file else nullcontext(None) as file:
-        notes = _repaired(path, file) if file is not None else ()
+    with _locked_and_repaired(path) if is_file else nullcontext(()) as notes:
         try:
             with quiet():
-                study = optuna.create_study(
-                    storage=JournalStorage(JournalFileBackend(str(path))) if is_file else storage,
-                    sampler=None if isinstance(config.sampler, str) else config.sampler,
-                    pruner=pruner,
-                    study_name=_NAME,
-                    directions=config.goal.directions,
-                    load_if_exists=True,
-                )
+                backend = JournalStorage(JournalFileBackend(str(storage))) if is_file else storage
+                backend = optuna.storages.get_storage(backend)
+                directions = config.goal.directions
+                optuna.create_study(storage=backend, study_name=_NAME, directions=directions, load_if_exists=True)
+                sampler = None if isinstance(config.sampler, str) else config.sampler
+                study = SearchedStudy(_NAME, backend, sampler, pruner)
                 stored = json.loads(study.user_attrs.get(_IDENTITY, "{}"))
-                num_trials = len(study.get_trials(deepcopy=False))
+                remembered = json.loads(study.user_attrs.get(_UNCHANGED, "{}"))
+                is_new = not (stored or study.get_trials(deepcopy=False))
         except Exception as error:
             raise _unreadable(storage, error) from error
-        opened = OpenStudy(study, config, json.loads(study.user_attrs.get(_UNCHANGED, "{}")), notes)
-        if not (stored or num_trials):
+        seed = int(remembered.get("seed", config.new_seed))
+        if is_new:
             study.set_user_attr(_IDENTITY, json.dumps(dict(description)))
-        elif differing := [name for name in {**description, **stored} if stored.get(name) != description.get(name)]:
-            how = ", ".join(f"{name} {stored.get(name)} instead of {description.get(name)}" for name in differing[:3])
-            if any(_EARLIER.fullmatch(stored.get(name, "")) for name in _FUNCTIONS if name in differing):
-                how += ", where an earlier version of Panther described functions by less"
-            raise opened.differs(how)
+        elif differences := _differences(stored, description, seed, config):
+            raise ConfigError(f"storage={storage!r} has another study ({differences}): use a new file, or delete it")
         with exclusive_access(study, storage) if storage is not None and not is_file else nullcontext():
-            yield opened
+            yield OpenStudy(study, storage, seed, remembered, notes)
 
 
-def describe_search(config: TuneConfig, model: nn.Module, space: str, /, **entries: str) -> dict[str, str]:
-    """Describe the properties of a search that must not change when its study is resumed."""
-    goal = config.goal
-    tensors = [(name, value) for name, value in plain_state(model).items() if isinstance(value, Tensor)]
-    description = {
-        "objective": goal.name,
-        "constraint": " and ".join(constraint.text for constraint in goal.constraints) or "none",
-        "direction": "maximize" if goal.higher_is_better else "minimize",
-        "space": space,
-        **{name: describe_function(getattr(config, name)) for name in _FUNCTIONS},
-        "repeats": str(config.repeats),
-        "model": f"{type(model).__name__} {checksum(tensors):08x}",
-        "calibration": "none" if config.calibration is None else described_batches(config.calibration),
-    }
-    return {name: shortened(text) for name, text in (description | entries).items()}
+def _differences(stored: Mapping[str, str], description: Mapping[str, str], seed: int, config: TuneConfig) -> str:
+    """Return in which properties a stored search differs from this one, or "" if they are equal."""
+    names = [name for name in {**description, **stored} if stored.get(name) != description.get(name)]
+    differences = [f"{name} {stored.get(name)} instead of {description.get(name)}" for name in names]
+    if config.seed is not None and seed != config.new_seed:
+        differences.append(f"seed {seed} instead of {config.seed}")
+    hint = ""
+    if any(_EARLIER.fullmatch(stored.get(name, "")) for name in DESCRIBED_FUNCTIONS if name in names):
+        hint = ", where an earlier version of Panther described functions by less"
+    return ", ".join(differences[:3]) + hint
 
 
 def _unreadable(storage: Any, error: Exception) -> ConfigError:
@@ -295,8 +265,8 @@ def _unreadable(storage: Any, error: Exception) -> ConfigError:
 
 
 @contextmanager
-def _locked(path: str | os.PathLike[str]) -> Iterator[IO[bytes] | None]:
-    """Lock a file until the process ends. Yield None if the file system has no locks.
+def _locked_and_repaired(path: str | os.PathLike[str]) -> Iterator[tuple[str, ...]]:
+    """Lock a file of a search until the process ends, and yield notes about its repair.
 
     Optuna's lock is only held during a write, and remains after a kill.
     """
@@ -315,28 +285,23 @@ def _locked(path: str | os.PathLike[str]) -> Iterator[IO[bytes] | None]:
                 f"storage={str(path)!r} is open in another search: wait until it has ended, or use another file"
             ) from None
         except (ImportError, OSError):  # Windows and some network file systems
-            yield None
+            yield ()
             return
         try:
-            yield file
+            yield _repair(path, file)
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # Forked processes still have the file open.
 
 
-def _repaired(path: str | os.PathLike[str], file: IO[bytes]) -> tuple[str, ...]:
+def _repair(path: str | os.PathLike[str], file: IO[bytes]) -> tuple[str, ...]:
     """Remove an incomplete last line from a file of a search, and return a note about it.
 
     A process that is killed during a write leaves an incomplete line, and the next line would be appended to it.
     """
-    with open(path, "rb") as read:
-        first = read.readline()
-        read.seek(0)
-        data = read.read() if first.endswith(b"\n") else b""
-    if not data or data.endswith(b"\n"):
-        return ()
-    with suppress(ValueError, AttributeError):
-        if json.loads(first).get("study_name") == _NAME:
-            complete_bytes = data.rindex(b"\n") + 1
-            file.truncate(complete_bytes)
-            return (f"storage={str(path)!r} ended within a line: its {len(data) - complete_bytes} bytes were removed",)
+    *lines, rest = Path(path).read_bytes().split(b"\n")
+    if lines and rest:
+        with suppress(ValueError, AttributeError):
+            if json.loads(lines[0]).get("study_name") == _NAME:
+                file.truncate(sum(map(len, lines)) + len(lines))
+                return (f"storage={str(path)!r} ended within a line: its {len(rest)} bytes were removed",)
     return ()

@@ -5,7 +5,7 @@ __all__ = ["Job", "Study", "step_from"]
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
@@ -17,9 +17,9 @@ from panther.errors import MissingExtraError, TuningError
 from panther.tuning.evaluation import Outcome
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.plan import Plan
-from panther.tuning.result import Trial
-from panther.tuning.samplers import looks_at_constraints, make_sampler, quiet
-from panther.tuning.space.layers import LayerSpaceBase
+from panther.tuning.result import Trial, plain
+from panther.tuning.samplers import make_sampler, quiet, uses_constraints
+from panther.tuning.space.layers import Space
 
 # A step changes at most this share of the parameters, and on average at most this number.
 _SHARE, _MOST = 0.5, 2.0
@@ -28,42 +28,6 @@ _SIZE = 0.17
 # Standard deviation of the decrease of the budget's logarithm below the cost of the best trial.
 _LOWER = 0.12
 _STEPS = 8  # attempts to find a new plan
-
-
-def near(
-    best: Trial,
-    distributions: Mapping[str, Any],
-    space: LayerSpaceBase,
-    is_new: Callable[[Plan], bool],
-    draw: random.Random,
-    lower: bool,
-) -> dict[str, Any] | None:
-    """Return parameters of a new plan near the parameters of a trial, or None if no step leads to a new plan.
-
-    A few tens of trials are too few to learn a complete space. The first trials, the choices of pr.compress, are good,
-    and better choices are near them.
-
-    Args:
-        best: The trial.
-        distributions: Optuna's distributions of its parameters.
-        space: The space, which draws plans from parameters.
-        is_new: Whether a plan was not tried yet.
-        draw: Random numbers.
-        lower: Whether the budget should be smaller than the cost of the trial's plan.
-    """
-    from optuna.trial import FixedTrial
-
-    for attempt in range(_STEPS):
-        params = step_from(best.params, distributions, draw, 1 + attempt / _STEPS)
-        if lower:
-            params = space.below(params, best.plan, abs(draw.gauss(0.0, _LOWER)))
-        try:
-            plan = space.draw(FixedTrial(params))
-        except ValueError:  # The form has a parameter that the best trial lacks.
-            continue
-        if is_new(plan):
-            return params
-    return None
 
 
 def step_from(
@@ -106,12 +70,12 @@ def _moved(value: Any, distribution: Any, draw: random.Random, size: float) -> A
 
 
 _BUDGET = "budget"  # name of a parameter of the automatic space
-_RECORD, _REPEAT = "panther trial", "panther repeat"
+_RECORD, _REPEAT = "panther trial", "panther repeat"  # names of the attribute with a trial's result
 _STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
 _REDRAWS = 30  # The space is exhausted if this number of consecutive draws gives only known plans.
 # After the first trials, the sampler draws every third trial. The rest are steps from the best trial.
 _GLOBAL_EVERY = 3
-_HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and the least gap of their logarithms
+_HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and the smallest gap of their logarithms
 
 
 @dataclass(frozen=True)
@@ -128,18 +92,18 @@ class Study:
     """An Optuna study that draws trials and records their results."""
 
     def __init__(
-        self, study: Any, space: LayerSpaceBase, goal: Goal, unchanged: Figures, sampler: Any, seed: int, first: int
+        self, study: Any, space: Space, goal: Goal, unchanged: Figures, sampler: Any, seed: int, first: int
     ) -> None:
         self.study, self.space, self.goal, self.unchanged = study, space, goal, unchanged
         self._sampler, self._seed = sampler, seed
-        self._looks = sampler in ("tpe", "gp") if isinstance(sampler, str) else looks_at_constraints(sampler)
+        self._uses_constraints = uses_constraints(sampler)
         self._first = 0 if type(sampler).__name__ == "GridSampler" else first  # A GridSampler must draw all trials.
         self._pending: dict[int, Plan] = {}  # plans of running trials, by number
-        self._over = False
-        study.stop = self._stop  # Exhausted samplers call it. Optuna's method only works in its loop.
         self._resume()
         stored_trials = study.get_trials(deepcopy=False)
-        self.trials = [trial for trial in map(_recorded, stored_trials) if trial is not None]
+        self.trials = [
+            _trial(trial.params, _record_of(trial)) for trial in stored_trials if _RECORD in trial.user_attrs
+        ]
         self.uncalled = {name for trial in stored_trials for name in _record_of(trial).get("uncalled", ())}
         self._repeats = sum(_REPEAT in trial.user_attrs for trial in stored_trials)
 
@@ -147,6 +111,12 @@ class Study:
     def count(self) -> int:
         """Return the number of finished and running trials."""
         return len(self.trials) + len(self._pending)
+
+    @property
+    def best(self) -> Trial | None:
+        """Return the best trial that satisfies all constraints, or None."""
+        feasible = [trial for trial in self.trials if trial.feasible]
+        return min(feasible, key=lambda trial: (*self.goal.order(trial.figures), trial.number), default=None)
 
     @property
     def distributions(self) -> dict[str, str]:
@@ -163,7 +133,7 @@ class Study:
         If a drawn plan was tried before, its earlier result is reported to Optuna, and it is not a trial.
         """
         for _ in range(_REDRAWS):
-            if self._over:
+            if self.study.is_exhausted:
                 return None
             job = self._draw()
             if self._is_new(job.plan):
@@ -172,12 +142,12 @@ class Study:
             earlier = self.tried(job.plan)
             # A trial that runs on another worker has no figures yet.
             state, figures = ("failed", self.unchanged) if earlier is None else (earlier.state, earlier.figures)
-            self._tell(job, _REPEAT, {"state": state, "figures": _plain(figures)})
+            self._tell(job, _REPEAT, {"state": state, "figures": plain(asdict(figures))})
             self._repeats += 1
         return None
 
     def _draw(self) -> Job:
-        with quiet(), _refusing_other_searches():
+        with _optuna_calls():
             # Every trial has a seed, so that a killed and resumed study draws the same trials. A hash of the seed
             # avoids that a study with the next seed draws the same trials, shifted by one.
             seed = int(np.random.SeedSequence((self._seed, self.count + self._repeats)).generate_state(1)[0])
@@ -200,9 +170,6 @@ class Study:
             number = next(number for number in count() if number not in used_numbers)
             return Job(number, trial, plan)
 
-    def _stop(self) -> None:
-        self._over = True
-
     def tried(self, plan: Plan) -> Trial | None:
         """Return the finished trial of a plan, which would have the same result again, or None."""
         return next((trial for trial in self.trials if trial.plan == plan), None)
@@ -214,7 +181,7 @@ class Study:
         value = self.goal.penalised(figures, self.unchanged)
         if not math.isfinite(value):
             return False
-        with _refusing_other_searches():
+        with _optuna_calls():
             if step not in job.steps:  # A trial that runs again, because its worker died, reports its steps again.
                 job.steps.add(step)
                 job.trial.report(value, step)
@@ -222,14 +189,9 @@ class Study:
 
     def tell(self, job: Job, outcome: Outcome) -> Trial:
         """Record the outcome of a trial."""
-        figures, complete = outcome.figures, outcome.state == "complete"
-        record = {
-            "number": job.number,
-            "plan": job.plan.to_json(), "state": outcome.state, "partial": list(outcome.partial),
-            "build_s": outcome.build_s, "evaluate_s": outcome.evaluate_s, "reason": outcome.reason,
-            "figures": _plain(figures), "feasible": complete and self.goal.feasible(figures, self.unchanged),
-            "uncalled": outcome.uncalled,
-        }  # fmt: skip
+        feasible = outcome.state == "complete" and self.goal.feasible(outcome.figures, self.unchanged)
+        record = asdict(outcome) | {"figures": plain(asdict(outcome.figures)), "feasible": feasible}
+        record |= {"number": job.number, "plan": job.plan.to_json()}
         self._tell(job, _RECORD, record)
         del self._pending[job.number]
         trial = _trial(job.trial.params, record)
@@ -242,8 +204,8 @@ class Study:
 
         The record is written just before the report. After a kill in between, the report is made from the record.
         """
-        with quiet(), _refusing_other_searches():
-            if record["state"] == "complete" and self._looks:
+        with _optuna_calls():
+            if record["state"] == "complete" and self._uses_constraints:
                 figures = Figures(**record["figures"])
                 for index, violation in enumerate(self.goal.violations(figures, self.unchanged)):
                     job.trial.set_constraint(str(index), violation)
@@ -251,19 +213,20 @@ class Study:
             self._finish(job.trial, record)
 
     def _finish(self, trial: Any, record: Mapping[str, Any]) -> None:
-        """Report the result of a trial, or of Optuna's number of a trial, to Optuna."""
+        """Report the result of a trial, or of Optuna's number of a trial, to Optuna.
+
+        Values have penalties if the sampler does not use constraints.
+        """
         from optuna.trial import TrialState
 
-        if record["state"] == "complete":
-            self.study.tell(trial, self._values(Figures(**record["figures"])))
-        else:
+        if record["state"] != "complete":
             self.study.tell(trial, state=TrialState[_STATES[record["state"]]])
-
-    def _values(self, figures: Figures) -> list[float]:
-        """Return the values of a trial, with penalties if the sampler does not use constraints."""
-        if len(self.goal.directions) > 1 or self._looks:
-            return self.goal.values(figures)
-        return [self.goal.penalised(figures, self.unchanged)]
+            return
+        figures, goal = Figures(**record["figures"]), self.goal
+        if len(goal.directions) > 1 or self._uses_constraints:
+            self.study.tell(trial, goal.values(figures))
+        else:
+            self.study.tell(trial, goal.penalised(figures, self.unchanged))
 
     def _first_params(self) -> dict[str, Any] | None:
         """Return the parameters of pr.compress at the middle of the largest gap between budgets, in the logarithm.
@@ -273,7 +236,7 @@ class Study:
         """
         from optuna.trial import FixedTrial
 
-        low, high = math.log(min(self.space.least, 1.0)), 0.0
+        low, high = math.log(min(self.space.smallest_budget, 1.0)), 0.0
         inside: list[float] = []
         for _ in range(_HALVINGS):
             marks = sorted({low, high, *(mark for mark in inside if low < mark < high)})
@@ -295,29 +258,40 @@ class Study:
         return None
 
     def _near_params(self, seed: int) -> dict[str, Any] | None:
-        """Return parameters near the best trial, for two of three trials, or None if the sampler should draw.
+        """Return parameters of a new plan near the best trial, or None if the sampler should draw.
 
-        This is for spaces with a budget. For settings of individual layers, steps from the best trial were better in
-        some searches and worse in others.
+        A few tens of trials are too few to learn a complete space. The first trials, the choices of pr.compress, are
+        good, and better choices are near them. This is for spaces with a budget, and for two of three trials. For
+        settings of individual layers, steps from the best trial were better in some searches and worse in others.
         """
-        goal = self.goal
-        fine = [trial for trial in self.trials if trial.feasible]
+        from optuna.trial import FixedTrial
+
+        goal, best = self.goal, self.best
         if (
             self._sampler != "tpe"
             or not goal.constraints
             or len(goal.directions) > 1
-            or not fine
+            or best is None
+            or _BUDGET not in best.params
             or (self.count - self._first) % _GLOBAL_EVERY == _GLOBAL_EVERY - 1
         ):
-            return None
-        best = min(fine, key=lambda trial: (*goal.order(trial.figures), trial.number))
-        if _BUDGET not in best.params:
             return None
         distributions = next(
             trial.distributions for trial in self.study.get_trials(deepcopy=False)
             if _record_of(trial).get("number") == best.number and _RECORD in trial.user_attrs
         )  # fmt: skip
-        return near(best, distributions, self.space, self._is_new, random.Random(seed), goal.bounded)
+        draw = random.Random(seed)
+        for attempt in range(_STEPS):
+            params = step_from(best.params, distributions, draw, 1 + attempt / _STEPS)
+            if goal.bounded:
+                params = self.space.below(params, best.plan, abs(draw.gauss(0.0, _LOWER)))
+            try:
+                plan = self.space.draw(FixedTrial(params))
+            except ValueError:  # The form has a parameter that the best trial lacks.
+                continue
+            if self._is_new(plan):
+                return params
+        return None
 
     def _is_new(self, plan: Plan) -> bool:
         return self.tried(plan) is None and plan not in self._pending.values()
@@ -326,7 +300,7 @@ class Study:
         """Finish the trials of a killed run if their result is stored, and draw the rest again."""
         from optuna.trial import TrialState
 
-        with quiet(), _refusing_other_searches():
+        with _optuna_calls():
             for trial in self.study.get_trials(deepcopy=False):
                 if trial.state is TrialState.RUNNING:
                     self._finish(trial.number, _record_of(trial) or {"state": "failed"})
@@ -335,12 +309,13 @@ class Study:
 
 
 @contextmanager
-def _refusing_other_searches() -> Iterator[None]:
-    """Raise TuningError instead of Optuna's error if another search has ended the trials of this search."""
+def _optuna_calls() -> Iterator[None]:
+    """Silence Optuna's log, and raise TuningError if another search has ended the trials of this search."""
     from optuna.exceptions import UpdateFinishedTrialError
 
     try:
-        yield
+        with quiet():
+            yield
     except UpdateFinishedTrialError as error:
         raise TuningError(
             "another search continues the study of this storage, and has ended a trial of this search: run one search "
@@ -348,22 +323,10 @@ def _refusing_other_searches() -> Iterator[None]:
         ) from error
 
 
-def _plain(figures: Figures) -> dict[str, Any]:
-    return {
-        name: None if value is None or not math.isfinite(value) else value for name, value in asdict(figures).items()
-    }
-
-
 def _record_of(trial: Any) -> dict[str, Any]:
     """Return the stored result of a trial, or {} if it has none."""
-    text = trial.user_attrs.get(_RECORD) or trial.user_attrs.get(_REPEAT)
-    record: dict[str, Any] = {} if text is None else json.loads(text)
+    record: dict[str, Any] = json.loads(trial.user_attrs.get(_RECORD) or trial.user_attrs.get(_REPEAT) or "{}")
     return record
-
-
-def _recorded(trial: Any) -> Trial | None:
-    """Return a stored trial, or None if it repeats another trial or a killed run left it."""
-    return _trial(trial.params, _record_of(trial)) if _RECORD in trial.user_attrs else None
 
 
 def _trial(params: Mapping[str, Any], record: Mapping[str, Any]) -> Trial:
