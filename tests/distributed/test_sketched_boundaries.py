@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from panther import load_compressed
 from panther.distributed import CommunicationCounter, HybridParallelTrainer, checkpoint, make_schedule, split_stages
-from panther.distributed.pipeline.sketched_halves import FirstHalf, SecondHalf
+from panther.distributed.pipeline.stage_modules import FirstHalf, SecondHalf
 from panther.distributed.pipeline.stages import plan_stages
 from panther.errors import ConfigError
 from panther.nn import SKLinear

@@ -211,15 +211,15 @@ def sum_before(
     """
     n, rank = _check("sum_before", x, group, "partial"), dist.get_rank(group)
 
-    def before(x: Tensor) -> Tensor:
+    def sum_of_earlier(x: Tensor) -> Tensor:
         # Later ranks are left out and not weighted by 0, so that their values have no influence even if they are NaN.
         return (_gather(x[None], 0, [1] * n, group)[:rank] * weights[rank, :rank]).sum(0)
 
-    def after(x: Tensor) -> Tensor:
+    def sum_of_later(x: Tensor) -> Tensor:
         return (_gather(x[None], 0, [1] * n, group)[rank + 1 :] * weights[rank + 1 :, rank]).sum(0)
 
     with watched("sum_before", group):
-        return _Collective.apply(x, before, after)
+        return _Collective.apply(x, sum_of_earlier, sum_of_later)
 
 
 def send_to_next(x: Tensor, received_rows: int, group: Group = None) -> Tensor:  # (rows, *) -> (received_rows, *)

@@ -138,7 +138,7 @@ def _full_tensors(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         for place in places:
             full_values.update(place)
     finally:
-        for place, before in zip(places, saved_places, strict=True):
+        for place, tensors in zip(places, saved_places, strict=True):
             place.clear()
-            place.update(before)
+            place.update(tensors)
         vars(module).update(packed)

@@ -3,23 +3,25 @@
 __all__ = ["materialize_"]
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from panther._torch import apply_to_tensors
-from panther.distributed.checkpoint.state import parts_of
-from panther.distributed.checkpoint.weights import stored_weights
-from panther.distributed.comm.agreement import run_on_all_ranks
+from panther.distributed.checkpoint.state import are_stages, module_name, parts_of, plain
+from panther.distributed.checkpoint.weights import StoredWeights, check_architecture, stored_weights, with_saved_layers
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.comm.mesh import get_distributed_info, get_world_size
 from panther.distributed.materialize.initialization import planned_draws, set_seeds_
-from panther.distributed.materialize.values import names_in, read_seeds_, read_values_, with_layers_of
-from panther.distributed.pipeline.stage_modules import from_source_
+from panther.distributed.pipeline.stage_modules import from_source_, source_of
 from panther.distributed.tensor.sharding_plan import shared_parameters, tie_
-from panther.errors import ConfigError
+from panther.errors import CheckpointError, ConfigError
+from panther.nn.protocol import compressed_layers
+from panther.nn.sketch_record import plain_state, read_record, without_marks
 
 
 def materialize_(
@@ -78,12 +80,12 @@ def materialize_(
     stored, names = None, {}
     if weights is not None:
         stored = run_on_all_ranks(lambda: stored_weights(Path(weights)), None)
-        model = _on_all_ranks(lambda: with_layers_of(stored, model))
+        model = _on_all_ranks(lambda: _with_layers_of(stored, model))
         parts = parts_of(model)
-        names = names_in(stored, parts)
+        names = _names_in(stored, parts)
     draws = _on_all_ranks(lambda: planned_draws(parts, stored is None))
     # Seeds are set before the model is allocated, because sketches are drawn at the allocation.
-    _on_all_ranks(lambda: set_seeds_(parts, seed) if stored is None else read_seeds_(parts, stored, names))
+    _on_all_ranks(lambda: set_seeds_(parts, seed) if stored is None else _read_seeds_(parts, stored, names))
     for part in parts:
         tied = shared_parameters(part)
         apply_to_tensors(
@@ -97,7 +99,7 @@ def materialize_(
             draw.fill(seed, filled)
         if stored is not None:
             for part in parts:
-                read_values_(part, stored, names)
+                _read_values_(part, stored, names)
 
     _on_all_ranks(fill)
     for part in parts:
@@ -118,3 +120,87 @@ def _check_empty(parts: Sequence[nn.Module]) -> None:
                     f"materialize_ fills a model on the meta device, and {name!r} has values already: build the model "
                     "under torch.device('meta')"
                 )
+
+
+def _with_layers_of(stored: StoredWeights, model: Any) -> Any:
+    """Return the model with the compressed layers of a folder, or raise if a sharded model does not have them."""
+    if not stored.modules:
+        return model
+    parts = parts_of(model)
+    if not are_stages(model) and not any(isinstance(p, DTensor) for p in model.parameters()):
+        replaced = with_saved_layers(parts[0], stored.modules)
+        return model if replaced is parts[0] else replaced
+    check_architecture(parts, stored.modules, stored.folder)
+    return model
+
+
+def _names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str]:
+    """Return the name of each of this rank's values in a folder, or raise if the folder does not fit all ranks."""
+    state = {name: value for part in parts for name, value in plain_state(part).items()}
+    aliases = _aliases(parts)
+    rank_names = gather_objects((set(state), stored.folder.name), None)
+    of_all = set().union(*(names for names, _ in rank_names))  # the union, because a stage has only its own names
+
+    def checked_names() -> dict[str, str]:
+        if stored.is_latest and len({folder for _, folder in rank_names}) > 1:
+            raise CheckpointError(
+                f"ranks find different checkpoints in {stored.folder.parent} "
+                f"({', '.join(sorted({folder for _, folder in rank_names}))}): name the folder of one"
+            )
+        stored_names = set(without_marks(dict.fromkeys(stored.names())))  # A state_dict that a user saved has marks.
+        # A shared tensor has more than one name in the model, and files hold it under one of them.
+        names = {
+            name: next((alias for alias in aliases.get(name, [name]) if alias in stored_names), "") for name in state
+        }
+        absent = sorted({aliases.get(name, [name])[0] for name, alias in names.items() if not alias})
+        unknown = sorted(stored_names - of_all)
+        if absent or unknown:
+            kind, listed = ("lacks", absent) if absent else ("holds, beside the model's tensors,", unknown)
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+            raise CheckpointError(
+                f"{stored.folder} {kind} {', '.join(listed[:3])}{more}: build the model that was saved there"
+            )
+        for name, alias in names.items():
+            if wrong := stored.difference(alias, state[name]):
+                raise CheckpointError(f"{name!r} {wrong} in {stored.folder}: build the model that was saved there")
+        return names
+
+    return run_on_all_ranks(checked_names, None)
+
+
+def _aliases(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
+    """Return, for each name of a tensor in the model, the list of all names of this tensor."""
+    names: dict[int, list[str]] = {}
+    for source in {id(source): source for source in map(source_of, parts)}.values():
+        tensors = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
+        for name, tensor in tensors:
+            names.setdefault(id(tensor), []).append(plain(name))
+    return {name: shared for shared in names.values() for name in shared}
+
+
+def _read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mapping[str, str]) -> None:
+    """Read the seeds of sketched layers before the sketches are drawn, so that they are drawn once."""
+    for part in parts:
+        layers: Iterator[tuple[str, Any]] = compressed_layers(part)
+        for name, layer in layers:
+            if layer.record_mode == "seeded":
+                key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
+                record = stored.read(names[key], torch.empty(4, dtype=torch.int64))
+                layer.seed = read_record(record, layer.num_terms, key)
+
+
+def _read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str]) -> None:
+    """Read the values of a part, module by module."""
+    modules = {module_name(name): module for name, module in part.named_modules(remove_duplicate=False)}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, value in plain_state(part, keep_vars=True).items():
+        owner, _, key = name.rpartition(".")
+        entries.setdefault(owner, {})[key] = name, value
+    filled: set[int] = set()
+    for owner, owner_entries in entries.items():
+        state = {}
+        for key, (name, value) in owner_entries.items():
+            state[key] = value if id(value) in filled else stored.read(names[name], value)
+            filled.add(id(value))
+        # load_state_dict of the module also checks the records of its form.
+        modules[owner].load_state_dict(state, strict=False)

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from panther._torch import assign_attribute, buffers_of, unsaved_buffers_of
-from panther.distributed.pipeline.sketched_halves import FirstHalf, SecondHalf, can_halve
+from panther.distributed.pipeline.stage_modules import FirstHalf, SecondHalf, can_halve
 
 _HALF = "panther_half"  # key in a node's meta, for the class of the half of a layer that the node calls
 

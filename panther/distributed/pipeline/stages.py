@@ -24,8 +24,7 @@ from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.distributed.pipeline.balance import balance_stages, stages_of_rank
-from panther.distributed.pipeline.sketched_halves import Children, begin_inside
-from panther.distributed.pipeline.stage_modules import from_source_
+from panther.distributed.pipeline.stage_modules import Children, begin_inside, from_source_
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
 

@@ -191,7 +191,7 @@ def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: 
 @contextmanager
 def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: Any = None) -> Iterator[None]:
     """Replace the parameters of modules by their local tensors within the block, for the modules' own forward."""
-    held = [parameters_of(module) for module in modules]
+    own_parameters = [parameters_of(module) for module in modules]
     for module in modules:
         tensors = {name: local_tensor(parameter) for name, parameter in parameters_of(module).items()}
         names = [name for name in summed if tensors.get(name) is not None]
@@ -200,7 +200,7 @@ def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: A
     try:
         yield
     finally:
-        for module, parameters in zip(modules, held, strict=True):
+        for module, parameters in zip(modules, own_parameters, strict=True):
             put_parameters(module, parameters)
 
 
@@ -225,7 +225,7 @@ def _must_stay_plain(module: nn.Module) -> str | None:
     if type(module).forward is nn.Module.forward or "forward" in vars(module):
         return "other modules read them"
     sketch_names = getattr(module, "sketch_names", ())  # packed ones are such tensors
-    held = [
+    leaves = [
         leaf
         for key, value in vars(module).items()
         if not key.startswith("_forward") and key not in sketch_names
@@ -233,7 +233,7 @@ def _must_stay_plain(module: nn.Module) -> str | None:
     ]
     registered = {id(tensor) for values in (parameters_of(module), buffers_of(module)) for tensor in values.values()}
     # nn.LSTM and similar modules also keep their weights in a list, which would not be updated.
-    if any(isinstance(leaf, Tensor) and id(leaf) not in registered for leaf in held) or hides_weights(module):
+    if any(isinstance(leaf, Tensor) and id(leaf) not in registered for leaf in leaves) or hides_weights(module):
         return "it keeps tensors in other attributes too"
     return None
 

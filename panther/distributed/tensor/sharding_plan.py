@@ -205,15 +205,15 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
                 yield prefix, *layers
                 break
         if type(module).forward is nn.Sequential.forward:
-            before: str | None = None
+            previous_layer: str | None = None
             for name, child in module.named_children():
-                if is_linear(child) and before is not None:
-                    yield prefix, before, dot + name
-                    before = None
+                if is_linear(child) and previous_layer is not None:
+                    yield prefix, previous_layer, dot + name
+                    previous_layer = None
                 elif is_linear(child):
-                    before = dot + name
+                    previous_layer = dot + name
                 elif not is_elementwise(child):
-                    before = None
+                    previous_layer = None
 
 
 def _add_many_rows(plan: Plan, survey: _Survey) -> None:

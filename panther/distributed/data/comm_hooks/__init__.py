@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import value_hint
-from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback, StatefulHook
+from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback, StatefulHook, hold_group
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
 from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
@@ -40,18 +40,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
-_groups_with_hooks: set[dist.ProcessGroup] = set()
 _states: WeakKeyDictionary[nn.Module, StatefulHook] = WeakKeyDictionary()
 """The states that the hooks of wrapped or sharded models keep between steps."""
-
-
-def _hold_group(group: dist.ProcessGroup) -> None:
-    """Keep the group of a communication hook alive until the process ends. Call it for every registered hook.
-
-    A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
-    thread would destroy the group, wait for itself, and abort the process.
-    """
-    _groups_with_hooks.add(group)
 
 
 def check_hook(name: str | None, settings: dict[str, Any]) -> None:
@@ -72,11 +62,7 @@ def check_hook(name: str | None, settings: dict[str, Any]) -> None:
 
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
     """Register a hook of DDP by its name; None as a setting is its default."""
-    _hold_group(parallel.process_group)
-    state, hook = _state_and_hook(name, settings, parallel.process_group)
-    if isinstance(state, StatefulHook):
-        _states[parallel] = state
-    parallel.register_comm_hook(state, hook)
+    parallel.register_comm_hook(*_state_and_hook(parallel, name, settings, parallel.process_group))
 
 
 def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any], mesh: DeviceMesh) -> None:
@@ -88,25 +74,26 @@ def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any],
         settings: The settings of all hooks; None is a default.
         mesh: The axes of the replicas and of the shards.
     """
-    group = mesh.get_group(0)
-    _hold_group(group)
-    state, hook = _state_and_hook(name, settings, group)
-    if isinstance(state, StatefulHook):
-        _states[model] = state
+    state, hook = _state_and_hook(model, name, settings, mesh.get_group(0))
     if isinstance(state, ErrorFeedback):
         state.shards = mesh.get_group(1)
     reduce_over_replicas(model, partial(hook, state))
 
 
-def _state_and_hook(name: str, settings: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, Any]:
+def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, Any]:
     values = {key: settings[key] or default for key, default in DEFAULTS.items()}
+    state: Any
     if name == "powersgd":
-        return PowerSGD(group, values["powersgd_rank"], values["powersgd_start_step"]), PowerSGD.send
-    if name == "topk":
-        return TopK(group, values["topk_fraction"]), TopK.send
-    if name == "sketch":
-        return Sketch(group, values["sketch_fraction"]), Sketch.send
-    return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
+        state = PowerSGD(group, values["powersgd_rank"], values["powersgd_start_step"])
+    elif name == "topk":
+        state = TopK(group, values["topk_fraction"])
+    elif name == "sketch":
+        state = Sketch(group, values["sketch_fraction"])
+    else:
+        hold_group(group)
+        return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
+    _states[model] = state
+    return state, type(state).send
 
 
 def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:

@@ -1,14 +1,25 @@
 """Hooks with a state; error feedback: what a compressed gradient lacks is added to the gradient of the next step."""
 
-__all__ = ["ErrorFeedback", "StatefulHook"]
+__all__ = ["ErrorFeedback", "StatefulHook", "hold_group"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+_groups_with_hooks: set[dist.ProcessGroup] = set()
+
+
+def hold_group(group: dist.ProcessGroup) -> None:
+    """Keep the group of a communication hook alive until the process ends. Call it for every registered hook.
+
+    A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
+    thread would destroy the group, wait for itself, and abort the process.
+    """
+    _groups_with_hooks.add(group)
 
 
 class StatefulHook(ABC):
@@ -18,13 +29,9 @@ class StatefulHook(ABC):
         group: The ranks that share gradients.
     """
 
-    # gloo runs the callbacks of a hook on a thread of the group, and frees them after the step has continued. If they
-    # held the last reference to the group, this thread would end the group's threads, including itself, which aborts
-    # the process.
-    _last_group: ClassVar[dist.ProcessGroup | None] = None
-
     def __init__(self, group: dist.ProcessGroup) -> None:
-        StatefulHook._last_group = self.group = group
+        hold_group(group)
+        self.group = group
 
     @abstractmethod
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
