@@ -130,6 +130,6 @@ def _checked(name: str, value: Any, kind: Any, owner: str) -> Any:
         return float(value)
     # In Python a bool is an int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        words = " or ".join(_WORDS[accepted_type] for accepted_type in accepted)
-        raise ConfigError(f"{name}={value!r} must be {words}, not {type(value).__name__}")
+        expected = " or ".join(_WORDS[accepted_type] for accepted_type in accepted)
+        raise ConfigError(f"{name}={value!r} must be {expected}, not {type(value).__name__}")
     return value

@@ -157,8 +157,8 @@ def install_command(extra: str) -> str:
         >>> install_command("demo")
         "pip install '.[demo]' in Panther's checkout"
     """
-    where = " in Panther's checkout" if _INSTALLED_FROM == "." else ""
-    return f"pip install '{_INSTALLED_FROM}[{extra}]'{where}"
+    place = " in Panther's checkout" if _INSTALLED_FROM == "." else ""
+    return f"pip install '{_INSTALLED_FROM}[{extra}]'{place}"
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

@@ -70,7 +70,7 @@ def test_the_wheel_holds_every_module_and_no_top_level_kernels(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"panther", wheel.name.split("-py3")[0] + ".dist-info"}
-    assert "panther/py.typed" in names
+    assert {"panther/py.typed", "panther/hints.toml"} <= set(names)
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "panther").rglob("*.py")}
     expected |= {f"panther/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "kernels").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected

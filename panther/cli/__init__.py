@@ -138,8 +138,8 @@ def _hint(parser: argparse.ArgumentParser, argument: str) -> str:
 
 def _explain(error: PantherError | OSError) -> int:
     """Print an error as one sentence and return the exit status that it stands for."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"panther: error: {text}", file=sys.stderr)
+    message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"panther: error: {message}", file=sys.stderr)
     # If a launcher started this process, it reads the failure from a file.
     import_module("panther.distributed.comm.ending").record_failure(error)
     # The classes of panther.errors about failed work derive from RuntimeError. The classes about bad input derive from

@@ -25,14 +25,14 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def add_option(
-    parser: Any, flag: str, kind: Callable[[str], Any], text: str, default: Any = None, metavar: str = "N"
+    parser: Any, flag: str, kind: Callable[[str], Any], help_text: str, default: Any = None, metavar: str = "N"
 ) -> None:
     """Add an option to a parser or group; its help ends in the default, if there is one."""
     default_text = "" if default is None else " (default: %(default)s)"
-    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + default_text)
+    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=help_text + default_text)
 
 
-def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
+def whole_number(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
     """Return a function that converts a text to a whole number in a range; its errors end argparse with status 2."""
 
     def convert(text: str) -> int:
@@ -40,8 +40,8 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
+        if not minimum <= value <= maximum:
+            bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
             raise argparse.ArgumentTypeError(f"{value} must be {bound}")
         return value
 

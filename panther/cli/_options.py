@@ -28,6 +28,7 @@ _NUMBERS = {"int", "float"}
 _TEXTS = {"str", "Literal", "tuple"}  # The class of a tuple divides a text at its commas.
 _LISTS = {"Sequence", "Selector"}
 _MARKUP = re.compile(r":[\w:]+:`~?(?:[\w.]+\.(?=\w))?([^`<]+?)(?: <[^`]*>)?`|``([^`]*)``")
+_LONGEST_METAVAR = 45  # characters; longer lists of choices are in the help
 _LISTED_VALUE = re.compile(r'(?:^|[:.,;] | or )``"(\w[\w+-]*)"``')
 
 
@@ -68,7 +69,7 @@ def add_settings(
         if name in without or (names and name not in names) or (options := _options_of(name, setting)) is None:
             continue
         summary, default = _summary(setting.description), defaults.get(name, setting.default)
-        if "nargs" in options and setting.choices:
+        if setting.choices and not setting.types & _NUMBERS and not options["metavar"].startswith("{"):
             summary += f" ({', '.join(setting.choices)})"
         if default not in (None, ()) and default is not False:
             summary += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
@@ -164,7 +165,8 @@ def _options_of(name: str, setting: _Setting) -> dict[str, Any] | None:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     if not types & _TEXTS:
         return None
-    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else metavar
+    choices = "{" + ",".join(setting.choices) + "}"
+    metavar = choices if 2 < len(choices) < _LONGEST_METAVAR else metavar
     return {"type": _text_or_none if "None" in types else str, "metavar": metavar}
 
 

@@ -32,9 +32,9 @@ def signals_raised(is_wanted: bool) -> Iterator[None]:
         _received.append(number)
         raise _error_of(number)
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
+    previous_handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # A shell lets jobs in the background ignore it.
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, end)
+        previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, end)
     try:
         yield
     except (KeyboardInterrupt, TerminatedError):
@@ -45,7 +45,7 @@ def signals_raised(is_wanted: bool) -> Iterator[None]:
         raise
     finally:
         _received.clear()
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

@@ -183,9 +183,9 @@ def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_si
     # Models rely on the token that the tokenizer puts before every text. A token that the tokenizer puts after the text
     # is left out, because it would mark the end of the text.
     first = tokenizer("a")["input_ids"][:1]
-    before = first if first == [tokenizer.bos_token_id] else []
-    step = length - len(before)
-    windows = [before + tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step)]
+    prefix = first if first == [tokenizer.bos_token_id] else []
+    step = length - len(prefix)
+    windows = [prefix + tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step)]
     if len(windows) < _MIN_SAMPLES:
         raise PantherError(
             f"{path} has {len(tokens)} tokens, {len(windows)} windows of {length}, and needs at least "

@@ -101,8 +101,8 @@ def explained(failure: str) -> Iterator[None]:
 def _described(error: Exception) -> str:
     """Return the first line of an exception, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 @contextmanager

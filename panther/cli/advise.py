@@ -61,8 +61,8 @@ def add_parser(commands: Any) -> None:
     # Measuring starts this many processes, and a plan has as many ranks.
     add_settings(parser, _CLUSTER, "gpus", flags=_FLAGS)
     add_old_spelling(parser, "--gpus", "--world-size")
-    text = "measure this machine with --world-size processes, or as a rank of a running job, and write the file"
-    parser.add_argument("--measure", metavar="FILE", help=text)
+    help_text = "measure this machine with --world-size processes, or as a rank of a running job, and write the file"
+    parser.add_argument("--measure", metavar="FILE", help=help_text)
     parser.add_argument("--cluster", metavar="FILE", help="plan with the speeds of a file that --measure wrote")
     add_option(parser, "--memory", _memory, "memory of a device, as 80GB (default: --device's)", metavar="BYTES")
     parser.add_argument("--device", choices=_DEVICES, help=f"kind of device (default: {_DEVICES[0]})")

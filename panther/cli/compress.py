@@ -54,15 +54,15 @@ def add_parser(commands: Any) -> None:
     documentation = ("compression:compress",)
     size = parser.add_mutually_exclusive_group(required=True)
     add_settings(size, _CONFIG, *_SIZES, described_in=documentation)
-    text = "a text file, one sample a line, or module:function, which returns batches"
-    add_option(parser, "--calibration", str, text, metavar="TEXT")
+    help_text = "a text file, one sample a line, or module:function, which returns batches"
+    add_option(parser, "--calibration", str, help_text, metavar="TEXT")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     # --reader implies the format, the setting "target".
     add_settings(parser, _CONFIG, described_in=documentation, without=(*_SIZES, "target"), seed=0)
-    text = "steps of distillation afterwards"
-    parser.add_argument("--heal", dest="heal_steps", type=positive, metavar="STEPS", help=text)
-    text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch-dir"
-    parser.add_argument("--stream", action="store_true", help=f"{text}; for a folder")
+    help_text = "steps of distillation afterwards"
+    parser.add_argument("--heal", dest="heal_steps", type=positive, metavar="STEPS", help=help_text)
+    help_text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch-dir"
+    parser.add_argument("--stream", action="store_true", help=f"{help_text}; for a folder")
     add_settings(parser.add_argument_group("with --stream"), _FOLDER, *_STREAMED)
     add_old_spelling(parser, "--scratch", "--scratch-dir")
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)

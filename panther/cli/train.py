@@ -37,7 +37,8 @@ _LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backen
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     # An abbreviated name of a setting would be taken for another setting, such as --epoch for --epochs.
-    parser = commands.add_parser("train", allow_abbrev=False)
+    usage = "panther train [MODEL] [--config FILE] [--data NAME] [options]"
+    parser = commands.add_parser("train", usage=usage, allow_abbrev=False)
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_FUNCTIONS["model"])
     parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_option(parser, "--config", str, "TOML or JSON file with settings and functions", metavar="FILE")
@@ -47,8 +48,8 @@ def add_parser(commands: Any) -> None:
     for flag in _LAUNCHER_FLAGS:  # the error about them shows the command to use instead
         parser.add_argument(flag, help=argparse.SUPPRESS)
     functions = parser.add_argument_group("functions, in place of the file's")
-    for name, text in list(_FUNCTIONS.items())[1:]:
-        options: Any = {"type": _options.value_of, "default": argparse.SUPPRESS, "metavar": "NAME", "help": text}
+    for name, help_text in list(_FUNCTIONS.items())[1:]:
+        options: Any = {"type": _options.value_of, "default": argparse.SUPPRESS, "metavar": "NAME", "help": help_text}
         functions.add_argument(_options.flag_of(name), **options)
     settings = parser.add_argument_group("settings of panther.train.TrainConfig, in place of the file's")
     _options.add_settings(settings, _CONFIG)

@@ -24,8 +24,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tree", description="Show a model's modules with parameters, bytes, and what is sketched or quantized."
     )
-    text = f"{_KINDS}, or module:function, which returns a model. Only the headers of files are read"
-    parser.add_argument("model", metavar="MODEL", help=text)
+    help_text = f"{_KINDS}, or module:function, which returns a model. Only the headers of files are read"
+    parser.add_argument("model", metavar="MODEL", help=help_text)
     add_option(parser, "--depth", non_negative, "levels below the model to list; all if it is left out")
     parser.add_argument("--compare", metavar="OTHER", help="a second model: show the modules that are different in it")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")

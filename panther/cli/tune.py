@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _CONFIG = "tuning.config:TuneConfig"
 _FUNCTIONS = ("model", "evaluate", "calibration")
 _HELP = """\
-The file is TOML or JSON. Its settings are the options above, with underscores,
-and:
+The file is TOML or JSON. Its settings are the options above, with
+underscores, and:
 
   model = "module:function"        returns an nn.Module, or a pair of one and
                                    batches; or a folder of transformers
@@ -31,10 +31,10 @@ and:
   calibration = "module:function"  returns batches, unless the model's
                                    function does
 
-objective and constraint can be functions too, in the same form, and catch
-names exceptions in it ("torch:OutOfMemoryError"). sampler, pruner, storage and
-heal are arguments of panther.tune. The table [space] has a table of settings
-for each glob of names, or the text "auto":
+objective and constraint can be functions too, in the same form, and
+catch names exceptions in it ("torch:OutOfMemoryError"). sampler, pruner,
+storage and heal are arguments of panther.tune. The table [space] has a
+table of settings for each glob of names, or the text "auto":
 
   [space]
   "encoder.*" = "auto"
@@ -49,8 +49,8 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser("tune", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON file with settings")
-    text = "module:function, or a folder of transformers, in place of the model in the file"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    help_text = "module:function, or a folder of transformers, in place of the model in the file"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
     parser.add_argument("--out", metavar="DIR", help="folder for the best model, new or empty")
     parser.add_argument("--report", metavar="FILE", help="write all trials as JSON")
     add_old_spelling(parser, "--json", "--report")

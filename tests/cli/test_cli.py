@@ -263,7 +263,9 @@ def test_options_are_those_of_the_settings(command, capsys):
         assert re.search(rf" --{known.get(name, name.replace('_', '-'))} N \w+ \w+", described), name
     for name in names:
         if typing.get_origin(types[name]) is typing.Literal:
-            assert f"--{name.replace('_', '-')} {{{','.join(typing.get_args(types[name]))}}}" in described
+            choices = typing.get_args(types[name])
+            short = f"--{name.replace('_', '-')} {{{','.join(choices)}}}"
+            assert short in described or f"({', '.join(choices)})" in described
 
 
 def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):

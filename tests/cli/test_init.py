@@ -1,5 +1,6 @@
 """The files of panther init: valid, quoted, and really run where this machine can."""
 
+import json
 import os
 import re
 import shlex
@@ -638,3 +639,11 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     assert err.startswith("panther: error: ")
     assert message in err
     assert not [path for path in Path().iterdir() if path.suffix != ".toml"]
+
+
+@pytest.mark.parametrize("data", [["--data", "work:load"], ["--data=work:load"], ["data=work:load"]])
+def test_the_data_may_be_among_the_arguments(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(f'model = "work:build"\n[launch]\nargs = {json.dumps(data)}\n')
+    assert main(["init", "torchrun", "--config", "run.toml"]) == 0
+    assert all(argument in Path("torchrun.sh").read_text() for argument in data)

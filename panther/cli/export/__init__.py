@@ -50,25 +50,25 @@ def add_parser(commands: Any) -> None:
         help="a folder that panther compress wrote, or save_pretrained of transformers; or one that pr.save_compressed "
         "wrote, with --model; or module:function, which returns a model",
     )
-    text = (
+    summary = (
         "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone; "
         "compressed-tensors: a folder with quantized layers, for programs without Panther"
     )
-    parser.add_argument("--to", choices=("onnx", "torch", "linears", "compressed-tensors"), required=True, help=text)
-    text = "program that will read a folder of compressed-tensors (default: transformers)"
-    parser.add_argument("--reader", choices=("transformers", "vllm"), help=text)
+    parser.add_argument("--to", choices=("onnx", "torch", "linears", "compressed-tensors"), required=True, help=summary)
+    summary = "program that will read a folder of compressed-tensors (default: transformers)"
+    parser.add_argument("--reader", choices=("transformers", "vllm"), help=summary)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
-    text = "module:function, which returns the architecture, where the folder has no config.json"
-    parser.add_argument("--model", metavar="FUNCTION", help=text)
-    text = "module:function, which returns inputs by name (default: tokens or an image, by config.json)"
-    parser.add_argument("--sample", metavar="FUNCTION", help=text)
-    text = "dtype of the weights (default: as they were saved)"
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=text)
-    text = (
+    summary = "module:function, which returns the architecture, where the folder has no config.json"
+    parser.add_argument("--model", metavar="FUNCTION", help=summary)
+    summary = "module:function, which returns inputs by name (default: tokens or an image, by config.json)"
+    parser.add_argument("--sample", metavar="FUNCTION", help=summary)
+    summary = "dtype of the weights (default: as they were saved)"
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=summary)
+    summary = (
         "int8: onnxruntime rounds the inputs of quantized layers to 8 bits, which is faster and changes outputs by "
         "some percent (default: as the layers do)"
     )
-    parser.add_argument("--activations", choices=("int8",), help=text)
+    parser.add_argument("--activations", choices=("int8",), help=summary)
     parser.set_defaults(run=run)
 
 
@@ -108,8 +108,8 @@ def _disk_errors_explained(out: Path) -> Iterator[None]:
     except Exception as error:
         if (reason := disk_failure(error)) is None:
             raise
-        text = f"{out} cannot be written ({reason}): free some of its disk, or give --out a folder of another disk"
-        raise OSError(text) from error
+        message = f"{out} cannot be written ({reason}): free some of its disk, or give --out a folder of another disk"
+        raise OSError(message) from error
 
 
 @contextmanager

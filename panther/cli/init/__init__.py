@@ -148,12 +148,12 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise PantherError(
             f"--config {file} is for panther train, which does not use Ray: name a script with a RayTrainer"
         )
-    if "data" not in settings and not any(word.startswith("data=") for word in args_there):
+    if "data" not in settings and not any(word.partition("=")[0] in ("--data", "data") for word in args_there):
         raise PantherError(
             f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a script'
         )
-    words = ["train", "--config", _path_there(args), *args_there]
-    return values | {"script": "panther", "module": True, "args": words}
+    arguments = ["train", "--config", _path_there(args), *args_there]
+    return values | {"script": "panther", "module": True, "args": arguments}
 
 
 def _path_there(args: argparse.Namespace) -> str:

@@ -61,14 +61,14 @@ def _slurm(job: JobConfig) -> str:
         "time": job.time,
         "partition": job.partition,
     }
-    words = job.options('"$head_node"', rdzv_id=f'{job.name}-"$SLURM_JOB_ID"')
+    launch_arguments = job.options('"$head_node"', rdzv_id=f'{job.name}-"$SLURM_JOB_ID"')
     return _fill(
         "slurm.sbatch",
         name=job.name,
         nodes=job.nodes,
         signal=f"USR1@{notice}",
         directives="".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items() if value is not None),
-        arguments="\n".join(f"    {word}" for word in (*words, *map(shlex.quote, job.command))),
+        arguments="\n".join(f"    {word}" for word in (*launch_arguments, *map(shlex.quote, job.command))),
     )
 
 
@@ -142,7 +142,7 @@ def _rayjob(job: JobConfig) -> str:
 def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str, Any]:
     """Return the values of the templates for Kubernetes; fields of a container are indented by ``indent`` spaces."""
     # $(NAME) is a variable to Kubernetes, and $$ a dollar sign.
-    words = job.options(host, f"$({rank_variable})") + [word.replace("$", "$$") for word in job.command]
+    launch_arguments = job.options(host, f"$({rank_variable})") + [word.replace("$", "$$") for word in job.command]
     limits = {
         "nvidia.com/gpu": job.gpus_per_node or None,
         "cpu": job.cpus_per_node,
@@ -162,7 +162,7 @@ def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str
         "port": job.port,
         "failures": job.nodes * job.max_restarts,
         "stop_s": job.grace + _EXIT_S,
-        "arguments": _sequence(words, indent),
+        "arguments": _sequence(launch_arguments, indent),
         # Kubernetes reads quantities as strings.
         "limits": json.dumps({name: str(value) for name, value in limits.items() if value is not None}),
         "mounts": json.dumps(mounts),
@@ -176,8 +176,9 @@ def _compose(job: JobConfig) -> str:
     services = ""
     for rank in range(job.nodes):
         # compose reads $ as the start of a variable, and $$ as a dollar sign.
-        words = ["panther", "launch", *job.options("node0", str(rank)), *(w.replace("$", "$$") for w in job.command)]
-        services += f"\n  node{rank}:\n    <<: *node\n    hostname: node{rank}\n    command:{_sequence(words, 4)}"
+        options = job.options("node0", str(rank))
+        command = ["panther", "launch", *options, *(word.replace("$", "$$") for word in job.command)]
+        services += f"\n  node{rank}:\n    <<: *node\n    hostname: node{rank}\n    command:{_sequence(command, 4)}"
         if job.gpus_per_node:  # each node gets different GPUs
             ids = [str(rank * job.gpus_per_node + number) for number in range(job.gpus_per_node)]
             device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
@@ -192,9 +193,9 @@ def _compose(job: JobConfig) -> str:
     )
 
 
-def _sequence(words: Sequence[str], indent: int) -> str:
+def _sequence(texts: Sequence[str], indent: int) -> str:
     """Return strings as a YAML sequence, each on a line."""
-    return "".join(f"\n{' ' * indent}- {_quoted(word)}" for word in words)
+    return "".join(f"\n{' ' * indent}- {_quoted(text)}" for text in texts)
 
 
 def _quoted(text: str) -> str:

@@ -105,7 +105,7 @@ def _record(args: argparse.Namespace, trace: Path) -> int:
 
 def _run_script(args: argparse.Namespace) -> int:
     """Run a script in this process with the arguments and the search path that Python gives; return its exit status."""
-    before = sys.argv, list(sys.path)
+    previous_state = sys.argv, list(sys.path)
     sys.argv = [args.script, *args.args]
     sys.path.insert(0, os.getcwd() if args.module else str(Path(args.script).resolve().parent))
     try:
@@ -118,5 +118,5 @@ def _run_script(args: argparse.Namespace) -> int:
             print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        sys.argv, sys.path[:] = before
+        sys.argv, sys.path[:] = previous_state
     return 0

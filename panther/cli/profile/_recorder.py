@@ -110,8 +110,8 @@ class Recorder:
         if self.steps is not None:
             steps = f"{min(self.steps, self.count - self.skip)} optimizer steps"
         print(f"\nProfile of {steps}, {wall_ms:,.1f} ms" + (", rank 0" if "RANK" in os.environ else ""))
-        where = "on the GPU" if self._on_gpu else "on the CPU"
-        rows = [[f"operations {where}", "calls", "own ms", "share", "total ms"]]
+        processor = "on the GPU" if self._on_gpu else "on the CPU"
+        rows = [[f"operations {processor}", "calls", "own ms", "share", "total ms"]]
         for name, (calls, own_ms, total_ms) in sorted(operations.items(), key=lambda item: -item[1][1])[:top]:
             rows.append([name[:48], f"{calls:,}", f"{own_ms:,.2f}", f"{own_ms / wall_ms:.1%}", f"{total_ms:,.2f}"])
         print(format_table(rows, align="<>"))
