@@ -53,9 +53,6 @@ def test_the_error_about_a_keyword_names_the_right_one(call):
 
 
 ATTRIBUTES = {
-    "panther.load": "panther.load_compressed",
-    "panther.save": "panther.save_compressed",
-    "panther.quantize": "panther.compress",
     "panther.nn.Linear": "torch.nn",
     "panther.nn.SKLinaer": "did you mean 'SKLinear'?",
     "panther.nn.Linear4bit": "panther.nn.QuantizedLinear.from_linear",
