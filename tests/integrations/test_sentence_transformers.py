@@ -74,7 +74,7 @@ def compress(model, calibration, **options):
 
 
 def vectors_elsewhere(folder, out, first_line="import panther", loader="SentenceTransformer", texts=TEXTS[:20]):
-    """Return the vectors of a model that a fresh process loads, with ``before`` run before and after the import."""
+    """Return the vectors of a model that a fresh process loads, with ``first_line`` run first."""
     waits.run([sys.executable, "-c", LOAD, first_line, str(folder), loader, json.dumps(texts), str(out)], check=True)
     return torch.load(out)
 
