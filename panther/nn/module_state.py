@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from panther._torch import loading_code_of, untracked_shard
 
 # Python modules whose methods and hooks accept all values that passed the checks before a load.
-_TRUSTED = ("torch.", "panther.nn.base", "panther.distributed.tensor.")
+_TRUSTED = ("torch.", "panther.nn.base", "panther.nn.protocol", "panther.distributed.tensor.")
 
 
 class ModuleState:

@@ -14,7 +14,7 @@ __all__ = [
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def _as_in_json(value: Any) -> Any:
 class CompressedModule(nn.Module):
     """Base of layers that replace a dense layer with fewer numbers or bits. The inference format can store them.
 
-    A subclass has to name its constructor's arguments and what it stores, and to define ``weight``,
+    A subclass has to name its constructor's arguments and what it stores, and to define ``weight``, ``dtype``,
     :meth:`stored_names` and :meth:`check_record`. Everything else has a default that is right for a layer whose tensors
     are plain parameters and buffers. :func:`allow_saving` lets files contain it.
     """
@@ -198,10 +198,11 @@ class CompressedModule(nn.Module):
 
     bias: nn.Parameter | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of input, output and bias: that of the first floating tensor, unless a layer says otherwise."""
-        return next(tensor.dtype for tensor in self.stored().values() if tensor.is_floating_point())
+    if TYPE_CHECKING:  # A layer can define it as a property, or set it.
+
+        @property
+        def dtype(self) -> torch.dtype:
+            """The dtype of input, output and bias."""
 
     @property
     def record_mode(self) -> str:

@@ -84,6 +84,7 @@ class Halves(CompressedModule):
     def __init__(self, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.dtype = dtype or torch.get_default_dtype()
         self.doubled = nn.Parameter(torch.randn(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
 
