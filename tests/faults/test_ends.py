@@ -47,7 +47,7 @@ CAUSES = {
     "a loader's worker is killed": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker is killed slowly": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker raises": ["OSError: this file is corrupt"],
-    "a loader's worker hangs": ["did not take part", "in _planned_windows", "next(loaded)"],
+    "a loader's worker hangs": ["did not take part", "in windows", "next(loaded)"],
 }
 
 

@@ -24,7 +24,7 @@ from panther._random_state import preserved_generators, seed_cpu_generators
 from panther.distributed import get_rank
 from panther.errors import ConfigError
 from panther.train.agreement import agree_on_order
-from panther.train.loading.loader_workers import WorkerSignals, closing_workers, signals_blocked
+from panther.train.loading.loader_workers import WorkerSignals, loaded_batches
 from panther.train.loading.streams import Batch, StreamWindows, count_samples
 
 Windows = Generator[list[Batch], None, None]
@@ -213,19 +213,18 @@ class Feed:
         ]
         if self._has_ended:  # the stream has ended in the epoch that is resumed
             self._has_ended = False
-            return self._stream_windows(iter(()), 0, is_alone)
-        with preserved_generators(), signals_blocked(self.loader):
-            loaded = iter(self.loader)
-        if plan is not None:
-            return self._planned_windows(plan[start:], loaded)
-        # Batches before the first window of a resumed epoch are fetched again and ignored, unless the loader continues
-        # from a state.
-        first_window, self._positioned = 0 if self._positioned else start, False
-        return self._stream_windows(loaded, first_window, is_alone)
-
-    def _planned_windows(self, plan: list[list[list[list[int]]]], loaded: Iterator[Any]) -> Windows:
-        with closing_workers(self.loader, loaded):
-            for window in plan:
+            yield from self._stream.read(iter(()), None, is_alone)
+            return
+        with loaded_batches(self.loader) as loaded:
+            if plan is None:
+                # Batches before the first window of a resumed epoch are fetched again and ignored, except for the last
+                # one, which may become a filler. A loader that continues from a state does not give them.
+                ignored, self._positioned = 0 if self._positioned else start * self.accumulation, False
+                batches = filter(count_samples, loaded)  # an empty batch is not the end
+                last = next(iter(deque(islice(batches, ignored), maxlen=1)), None)
+                yield from self._stream.read(batches, last, is_alone)
+                return
+            for window in plan[start:]:
                 total = sum(len(indices) for batch in window for indices in batch)
                 yield [
                     Batch(next(loaded), len(batch[self.rank]), len(batch[self.rank]) / total, batch[self.rank], largest)
@@ -257,13 +256,6 @@ class Feed:
             ]
         self.left_out = samples - sum(len(indices) for batch in batches for indices in batch)
         return [batches[i : i + self.accumulation] for i in range(0, len(batches), self.accumulation)]
-
-    def _stream_windows(self, loaded: Iterator[Any], start: int, is_alone: bool) -> Windows:
-        with closing_workers(self.loader, loaded):
-            batches = filter(count_samples, loaded)  # an empty batch is not the end
-            # Earlier batches are ignored, except for the last one, which may become a filler.
-            last = next(iter(deque(islice(batches, start * self.accumulation), maxlen=1)), None)
-            yield from self._stream.read(batches, last, is_alone)
 
     def state_dict(self) -> Any:
         """Return the state of the user's loader; None if the number of finished windows is enough to continue."""

@@ -5,7 +5,7 @@ batch, so the workers ignore the first signal while a Trainer runs. Otherwise a 
 multiprocessing sends a signal to each worker when the program ends, and waits for the worker without a limit.
 """
 
-__all__ = ["WorkerSignals", "closing_workers", "signals_blocked", "workers_needed"]
+__all__ = ["WorkerSignals", "loaded_batches", "workers_needed"]
 
 import multiprocessing
 import os
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from panther._random_state import preserved_generators
 from panther._torch import end_with_parent, kill_loader_workers
 from panther.distributed.comm.ending import SIGNALS
 from panther.errors import TrainingError
@@ -87,7 +88,7 @@ class WorkerSignals:
 
 
 @contextmanager
-def signals_blocked(loader: Any) -> Iterator[None]:
+def _signals_blocked(loader: Any) -> Iterator[None]:
     """Block signals while a loader starts its workers.
 
     Workers inherit the blocked mask, so no signal reaches them before they can ignore it.
@@ -109,16 +110,19 @@ def signals_blocked(loader: Any) -> Iterator[None]:
 
 
 @contextmanager
-def closing_workers(loader: Any, iterator: Any) -> Iterator[None]:
-    """End the workers of a loader's iterator at once if the block raises.
+def loaded_batches(loader: Any) -> Iterator[Iterator[Any]]:
+    """Yield an iterator over a loader, and end the loader's workers at once if the block raises.
 
-    The traceback of the exception refers to the iterator, so its workers would live as long as the traceback.
+    The traceback of the exception refers to the iterator, so its workers would live as long as the traceback. Making
+    the iterator leaves the random generators as they are.
 
     Raises:
         TrainingError: If a worker was killed. torch's own errors differ, for example ConnectionResetError.
     """
+    with preserved_generators(), _signals_blocked(loader):
+        iterator = iter(loader)
     try:
-        yield
+        yield iterator
     except GeneratorExit:  # the consumer needs no more batches: the iterator is deleted, and ends them itself
         raise
     except BaseException as error:
