@@ -5,15 +5,7 @@ loaded a checkpoint with sketches of its own, they are Parameters. ``sketch_seed
 the seed.
 """
 
-__all__ = [
-    "CompressedModule",
-    "LinearGeometry",
-    "SketchedModule",
-    "arguments_of",
-    "check_linear_input",
-    "is_autocasting",
-    "keep_own_forward",
-]  # The protocol's names are imported from here by modules that do not name nn/protocol.py yet.
+__all__ = ["LinearGeometry", "SketchedModule", "check_linear_input", "is_autocasting"]
 
 import math
 from collections.abc import Callable, Mapping
@@ -38,7 +30,7 @@ from panther.errors import (
     check_size,
 )
 from panther.kernels.ops.library import can_autocast
-from panther.nn.protocol import CompressedModule, arguments_of, keep_own_forward
+from panther.nn.protocol import CompressedModule
 from panther.nn.sketch_record import (
     RECORD_MARK,
     check_mark,

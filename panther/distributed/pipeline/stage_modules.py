@@ -24,7 +24,7 @@ from panther._torch import buffers_of, forward_pre_hooks_of, has_hooks, paramete
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
 from panther.nn import SKLinear
-from panther.nn.base import CompressedModule, keep_own_forward
+from panther.nn.protocol import CompressedModule, keep_own_forward
 from panther.sketch import signs
 
 

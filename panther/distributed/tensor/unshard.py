@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import before_fsdp, buffers_of, parameters_of
-from panther.nn.base import SketchedModule, keep_own_forward
+from panther.nn.base import SketchedModule
+from panther.nn.protocol import keep_own_forward
 
 
 @dataclass(frozen=True)
