@@ -12,8 +12,7 @@ from torch import nn
 
 from panther._keywords import explain_keywords
 from panther._settings import takes_settings
-from panther.compression.calibration.checks import check_adapters, check_model
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.eligibility import check_adapters, check_model, select_targets
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector
@@ -23,9 +22,8 @@ from panther.compression.forms.low_rank import convert_seeded
 from panther.compression.install import Outcome, install_layers
 from panther.compression.preparation import make_runner, prepare
 from panther.compression.report import CompressionReport, HealResult
-from panther.compression.selection.allocation import Allocation
+from panther.compression.selection.allocation import SUSPICIOUS_ERROR, Allocation
 from panther.compression.selection.measurement import Measured, measure
-from panther.compression.selection.refit import SUSPICIOUS_ERROR
 from panther.compression.selection.speed_target import SpeedTarget
 from panther.errors import NumericalWarning
 from panther.sketch import check_seed

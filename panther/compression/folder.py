@@ -13,8 +13,8 @@ from torch import nn
 from panther._descriptions import describe_function
 from panther._version import __version__
 from panther.compression._compress import compress_with, plain_tensors
-from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.descriptions import described_batches, shortened
+from panther.compression.calibration.eligibility import check_adapters, check_model
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig

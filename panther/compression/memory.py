@@ -23,8 +23,7 @@ from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import FormSettings
 from panther.compression.forms.metric import wide_dtype
-from panther.compression.moments.batch import run_step
-from panther.compression.moments.gather import moments_bytes
+from panther.compression.moments.gather import moments_bytes, run_step
 from panther.compression.moments.sums import Call, ShiftedSum
 
 KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at least twice as many bytes are free

@@ -37,9 +37,9 @@ from panther.compression.selection.allocation import (
     allocate_fast_forms,
     allocate_forms,
     byte_limit,
+    fit_and_allocate,
 )
 from panther.compression.selection.convex_hull import BYTES, Cost
-from panther.compression.selection.refit import fit_and_allocate
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
 from panther.compression.selection.timing import Timing, seconds, time_layers
 from panther.compression.selection.trials import Trials

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from panther._descriptions import describe_function
 from panther._random_state import preserved_generators
 from panther._settings import takes_settings
-from panther.compression.calibration.checks import check_adapters, check_model
 from panther.compression.calibration.descriptions import checksum, described_batches, shortened
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.eligibility import check_adapters, check_model, select_targets
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector
 from panther.compression.preparation import make_runner

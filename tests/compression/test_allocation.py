@@ -174,7 +174,7 @@ def test_batches_that_show_too_little_are_met_with_a_larger_ridge(seed, monkeypa
     with torch.no_grad():
         expected = model(other)
     for limit in (3.0, math.inf):
-        monkeypatch.setattr("panther.compression.selection.refit._REFIT_RATIO", limit)
+        monkeypatch.setattr("panther.compression.selection.allocation._REFIT_RATIO", limit)
         small = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NumericalWarning)  # that the held-out error is far from the predicted one

@@ -69,7 +69,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     A, G = metric(50, 1), metric(37, 2)
     whole = rounded(W, A, G, 3, 16)
     for block in (1, 7, 16):
-        monkeypatch.setattr("panther.compression.forms.nearest_plane._BLOCK", block)
+        monkeypatch.setattr("panther.compression.forms.rounding._BLOCK", block)
         codes = rounded(W, A, G, 3, 16).codes
         # Sums in another order can round an entry that is near a tie to its other side, and those after it.
         assert loss(QuantizedWeight(codes, whole.scales, whole.zeros, 16), W, A, G) == pytest.approx(

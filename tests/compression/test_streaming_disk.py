@@ -11,7 +11,7 @@ from torch import nn
 from panther.compression import fitting
 from panther.compression.config import CompressConfig
 from panther.compression.folder import compress_streamed
-from panther.compression.selection import refit
+from panther.compression.selection import allocation
 from panther.compression.streaming import spool
 from panther.compression.streaming.disk import Sections
 from panther.compression.streaming.spool import Spool
@@ -121,7 +121,7 @@ def test_moments_that_do_not_stay_change_no_bit(options, tmp_path, sizes, caplog
 
 
 def test_moments_that_stay_serve_a_second_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(refit, "_is_misleading", lambda fits, allocation: fits.ridge < 0.1)
+    monkeypatch.setattr(allocation, "_is_misleading", lambda fits, allocation: fits.ridge < 0.1)
     gather, descriptions = fitting.gather_moments, []
 
     def counted(*args, description, **kwargs):

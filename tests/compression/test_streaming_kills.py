@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from panther.compression.folder import CompressConfig, compress_streamed
-from panther.compression.selection import refit
+from panther.compression.selection import allocation
 from panther.compression.streaming import spool
 from panther.compression.streaming.source import SourceFiles
 from panther.errors import CompressionError
@@ -139,7 +139,7 @@ def test_a_run_that_is_killed_again_and_again(tmp_path, expected, killing):
 
 @pytest.mark.parametrize("method", [pytest.param("two_sided", marks=pytest.mark.slow), "activation"])
 def test_the_second_fit_with_a_larger_ridge(method, tmp_path, monkeypatch, killing):
-    monkeypatch.setattr(refit, "_is_misleading", lambda fits, allocation: fits.ridge < 0.1)
+    monkeypatch.setattr(allocation, "_is_misleading", lambda fits, allocation: fits.ridge < 0.1)
     (tmp_path / "expected").mkdir()
     expected = compressed(tmp_path / "expected", method=method)
     counter = killing()

@@ -10,8 +10,7 @@ from torch import nn
 import panther as pr
 from panther.compression.calibration.eligibility import select_targets
 from panther.compression.forms import Option
-from panther.compression.forms.nearest_plane import round_entries
-from panther.compression.forms.rounding import add_ridge_, feedback
+from panther.compression.forms.rounding import add_ridge_, feedback, round_entries
 from panther.compression.selection.timing import Times, Timing
 from panther.compression.weights.table import TableMoments, Use, fit_table, smoothed
 from panther.nn import QuantizedEmbedding, QuantizedLinear

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from panther.compression.forms import Form, register
-from panther.compression.forms.replacement import replace_layers
+from panther.compression.forms.base import replace_layers
 from panther.nn.protocol import CompressedModule
 
 # Quantiles of a normal distribution that contain zero, scaled to [-1, 1].

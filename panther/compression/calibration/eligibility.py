@@ -1,14 +1,16 @@
 """Find the layers to compress, and give the reason for every layer that is kept dense."""
 
-__all__ = ["is_selected", "select_targets", "selectors_of"]
+__all__ = ["check_adapters", "check_model", "is_selected", "select_targets", "selectors_of"]
 
 import fnmatch
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -25,8 +27,46 @@ from panther.compression.calibration.targets import (
     kind_of_layer,
     stacked_layers_of,
 )
+from panther.errors import CompressionError
 from panther.nn.factors import settings_refusal, weight_refusal
 from panther.nn.protocol import CompressedModule
+
+
+def check_model(model: Any) -> None:
+    """Raise unless the argument is a module whose layers can be replaced."""
+    if not isinstance(model, nn.Module):
+        instance = f"the class {model.__name__}: pass an instance of it" if isinstance(model, type) else None
+        raise TypeError(f"the model must be an nn.Module, not {instance or f'a {type(model).__name__}'}")
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        raise CompressionError(
+            f"the model is wrapped in {type(model).__name__}, which keeps references to the old parameters: compress "
+            "model.module, and wrap it again"
+        )
+    for name, parameter in model.named_parameters():
+        # A DTensor is recognized by its method, because torch may be built without DTensor.
+        if hasattr(parameter, "full_tensor"):
+            raise CompressionError(
+                f"{name!r} is a DTensor, on a device mesh: compress the model before it is sharded, or compress "
+                "panther.distributed.unshard_module(model)"
+            )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise if layers have adapters of PEFT.
+
+    PEFT merges adapters into a dense weight, and would lose them if the layer was replaced. The adapters themselves are
+    pairs of nn.Linear, and would be compressed too.
+    """
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")  # no model has adapters before this module is imported
+    if peft is None:
+        return
+    adapted = [name for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)]
+    if adapted:
+        raise CompressionError(
+            f"{len(adapted)} of the layers have adapters of PEFT (first {adapted[0]!r}), which would be compressed "
+            "too: detach them (unload() of the PEFT model) or merge them (merge_and_unload()), compress the base "
+            "model, and attach adapters to the result"
+        )
 
 
 def select_targets(
@@ -160,10 +200,11 @@ def is_selected(selector: Selector, names: Sequence[str], module: nn.Module) -> 
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    # Layers of a kind count even if pruning or weight_norm computes their weight, which is then not in `_parameters`.
-    # Quantized layers of torch hold packed weights, which are not parameters either.
+    # Linear layers and convolutions count even if pruning or weight_norm computes their weight, which is then not in
+    # `_parameters`. Quantized layers of torch hold packed weights, which are not parameters either.
+    kind = kind_of_layer(module)
     return (
-        kind_of_layer(module) is not None
+        (kind is not None and kind.takes_every_form)
         or has_packed_weights(module)
         or any(is_lazy(parameter) or parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )

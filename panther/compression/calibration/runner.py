@@ -44,13 +44,13 @@ from panther.compression.calibration.masks import (
     MASK_NAMES,
     Masks,
     Places,
+    ScoreFill,
     Shapes,
     counted,
     find_places,
     positions_of,
 )
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
-from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.sentence_transformers import is_sentence_model, with_features
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Target

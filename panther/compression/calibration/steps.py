@@ -1,8 +1,9 @@
 """Steps of a forward and a backward pass, in which hooks receive the gradients at the layers' outputs."""
 
-__all__ = ["SKIPPED_CALL", "Receive", "Step", "Tap", "Watch", "ignore", "send"]
+__all__ = ["SKIPPED_CALL", "Receive", "Step", "Tap", "Watch", "forward_replaced", "ignore", "send"]
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,20 @@ class Watch:
                 del self.untracked[index]
                 return receive
         return ignore
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another forward within the block; a forward that was set on it is set again afterwards."""
+    attributes = vars(module)
+    previous_forward = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        attributes.pop("forward", None)
+        if previous_forward is not None:
+            attributes["forward"] = previous_forward
 
 
 def ignore(gradient: Tensor) -> None:

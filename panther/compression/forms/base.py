@@ -6,21 +6,26 @@ can have.
 """
 
 __all__ = [
-    "DENSE", "LOW_RANK", "Choice", "Fits", "Form", "FormSettings", "Option", "Options", "TargetFit", "default_forms",
-    "form_named", "known_forms", "least_bytes", "register", "total_bytes", "total_loss",
+    "DENSE", "LOW_RANK", "Choice", "Fits", "Form", "FormSettings", "Option", "Options", "Replacement", "TargetFit",
+    "default_forms", "form_named", "inherit_flags", "known_forms", "least_bytes", "register", "replace_layers",
+    "total_bytes", "total_loss",
 ]  # fmt: skip
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from panther._process_settings import ignored_warnings
+from panther._torch import buffers_of, parameters_of
 from panther.compression.calibration.targets import LEAST_RANK, Target
 from panther.compression.forms.metric import RIDGE, Fit, Metric
 from panther.compression.forms.rounding import QuantizedFit
 from panther.compression.readers import Reader, why_weight_is_read
-from panther.errors import CompressionError
+from panther.errors import CompressionError, PerformanceWarning
+from panther.nn.factors import inherit_settings
 from panther.nn.protocol import CompressedModule, allow_saving
 
 DENSE, LOW_RANK = "dense", "low_rank"
@@ -304,3 +309,63 @@ class Fits:
     calibration_notes: tuple[str, ...] = ()
     ridge: float = RIDGE
     inputs: tuple[tuple[Target, ...], ...] = ()
+
+
+Replacement = dict[nn.Module, nn.Module]
+"""The new layer of each old layer."""
+
+
+def replace_layers(
+    target: Target,
+    make: Callable[[nn.Module], CompressedModule],
+    bias_change: Tensor | float = 0.0,
+    *,
+    share_buffers: bool = False,
+) -> Replacement:
+    """Make a new layer for each layer of the target.
+
+    Each new layer has the bias of its old layer plus ``bias_change``. All share the parameters of the first one, and
+    with ``share_buffers``, as codes need it, also its buffers.
+    """
+    with ignored_warnings(category=PerformanceWarning):  # the report lists the speed of every layer
+        new = {module: make(module) for module in target.modules}
+    first = new[target.modules[0]]
+    for module, layer in new.items():
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            with torch.no_grad():
+                layer.get_parameter("bias").copy_(bias + bias_change)
+        for name in parameters_of(first).keys() - {"bias"}:
+            layer.register_parameter(name, parameters_of(first)[name])
+        if share_buffers:
+            buffers_of(layer).update(buffers_of(first))
+    return dict(new)
+
+
+def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
+    """Give new layers the training mode and flags of the old ones, and what users set on them."""
+    for old, new in replacement.items():
+        inherit_settings(new, old)
+
+
+class Dense(Form):
+    """The dense weight."""
+
+    name = DENSE
+    is_default = True
+    fits_every_kind = True
+
+    def options(self, target: Target, settings: FormSettings) -> list[Option]:
+        """Return the dense weight."""
+        return [Option(DENSE, target.dense_bytes, error=0.0)]
+
+    def loss(self, fit: TargetFit, option: Option) -> tuple[float, float]:
+        """Return zeros."""
+        return 0.0, 0.0
+
+    def convert(self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int) -> Replacement:
+        """Return no new layers."""
+        return {}
+
+
+register(Dense())

@@ -5,9 +5,8 @@ __all__ = ["WIDTHS", "Codes", "convert_quantized"]
 from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
-from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
+from panther.compression.forms.base import Form, FormSettings, Option, Replacement, TargetFit, register, replace_layers
 from panther.compression.forms.metric import Fit
-from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.compression.forms.rounding import QuantizedWeight
 from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
 from panther.nn.quantized.grid import round_factors

@@ -5,10 +5,9 @@ __all__: list[str] = []
 from torch import nn
 
 from panther.compression.calibration.targets import Target
-from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
+from panther.compression.forms.base import Form, FormSettings, Option, Replacement, TargetFit, register
 from panther.compression.forms.codes import WIDTHS, Codes, convert_quantized
 from panther.compression.forms.metric import leading_components
-from panther.compression.forms.replacement import Replacement
 from panther.nn import QuantizedConv2d, QuantizedLinear
 
 # Largest rank of a correction. The rounding error has nearly equal singular values, so that higher ranks cost more

@@ -7,9 +7,8 @@ import copy
 from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
-from panther.compression.forms.base import Form, FormSettings, Option, TargetFit, register
+from panther.compression.forms.base import Form, FormSettings, Option, Replacement, TargetFit, register, replace_layers
 from panther.compression.forms.metric import Fit, leading_components
-from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.nn import InterpolativeLinear
 from panther.nn.interpolative import stored_bytes
 

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
-from panther.compression.forms.base import LOW_RANK, Form, FormSettings, Option, TargetFit, register
+from panther.compression.forms.base import (
+    LOW_RANK,
+    Form,
+    FormSettings,
+    Option,
+    Replacement,
+    TargetFit,
+    register,
+    replace_layers,
+)
 from panther.compression.forms.metric import Fit, leading_components, wide_dtype
-from panther.compression.forms.replacement import Replacement, replace_layers
 from panther.nn import LowRankConv2d, LowRankLinear
 from panther.nn.protocol import CompressedModule
 

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from panther._torch import parameters_of, refresh_flat_weights
 from panther.compression.calibration.batches import entries_of
-from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.masks import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import Runner, floating_tensor
-from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import replace_modules, swap_modules
 from panther.compression.config import HealConfig
 from panther.compression.forms import Replacement
-from panther.nn.quantized.state import QuantizedState, train_scales_
+from panther.nn.quantized.state import train_scales_
 
 
 class Distillation(nn.Module):
@@ -52,7 +51,7 @@ class Distillation(nn.Module):
         self.runner, self.seed, model = runner, seed, runner.model
         self.batches = [*runner.batches, *runner.held_out]
         self._new, self._old = replacement, {new: old for old, new in replacement.items()}
-        self._quantized = [layer for layer in replacement.values() if isinstance(layer, QuantizedState)]
+        self._quantized: list[Any] = [layer for layer in replacement.values() if hasattr(layer, "train_scales_")]
         train_scales_(self._quantized)
         factors = {parameter for layer in replacement.values() for parameter in layer.parameters()}
         trains_all = config.train == "all"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from panther._keywords import explain_keywords
 from panther._model_libraries import layers_replaced
-from panther.compression.calibration.checks import check_model
+from panther.compression.calibration.eligibility import check_model
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.compression.config import HealConfig

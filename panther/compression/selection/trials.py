@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import counted
+from panther.compression.calibration.masks import ScoreFill, counted
 from panther.compression.calibration.runner import Runner, return_freed_memory, row_blocks, squares
-from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.steps import Receive, Step
 from panther.compression.calibration.survey import watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules

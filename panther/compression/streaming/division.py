@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.masks import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import relative_error, squares
-from panther.compression.calibration.scores import ScoreFill
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.streaming.parts import Parts, dispatched, named_blocks

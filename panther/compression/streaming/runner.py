@@ -19,8 +19,7 @@ from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.streaming.disk import DiskPlan, Sections, TargetBytes, predict_disk_bytes
 from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
-from panther.compression.streaming.gradients import ResultGradients
-from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts
+from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts, ResultGradients
 from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
 from panther.errors import CompressionError

@@ -37,7 +37,6 @@ __all__ = ["ExpertSums", "ExpertsKind", "fit_stack", "num_joint_experts", "stack
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from torch import Tensor, nn
 
 from panther._torch import children_of, is_transformed
 from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.steps import forward_replaced
 from panther.compression.calibration.targets import Further, Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
 from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
@@ -407,15 +407,7 @@ class ExpertsKind(MatrixKind):
                 route.layers[name], route.targets[name] = layer, target
         with ExitStack() as restored:
             for experts, route in routes.items():
-                attributes = vars(experts)
-                forward = attributes.get("forward")
-                undo = (
-                    partial(attributes.pop, "forward")
-                    if forward is None
-                    else partial(attributes.update, forward=forward)
-                )
-                attributes["forward"] = route
-                restored.callback(undo)
+                restored.enter_context(forward_replaced(experts, route))
             yield
 
     def group_of(self, further: Further) -> int:

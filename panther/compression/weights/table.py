@@ -301,7 +301,7 @@ def _round_rows(
     """Return the codes of a weight whose columns are rounded in their order, all rows at once.
 
     Column j is moved by the errors of earlier columns times ``coefficients[j]``. The codes are those of
-    :func:`~panther.compression.forms.nearest_plane.round_entries`, which also takes many small matrices: with one
+    :func:`~panther.compression.forms.rounding.round_entries`, which also takes many small matrices: with one
     matrix of 2,730 x 384, products of a matrix and a vector take 0.09 s and its sums 0.42 s.
     """
     # Transposed, so that each column is contiguous.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import panther as pr
-from panther.compression.calibration.attribute_state import AttributeState
+from panther.compression.calibration.model_state import AttributeState
 from panther.errors import CompressionError, NumericalWarning
 
 
