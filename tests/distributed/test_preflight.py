@@ -16,10 +16,10 @@ import waits
 
 from panther.cli import main
 from panther.distributed.comm.store import Meeting, address_of
-from panther.distributed.preflight import check, pairs
+from panther.distributed.preflight import check
 from panther.distributed.preflight import report as report_module
-from panther.distributed.preflight.pairs import Measured, schedule
-from panther.distributed.preflight.report import Findings, NodeInfo, judge
+from panther.distributed.preflight.check import schedule
+from panther.distributed.preflight.report import Findings, Measured, NodeInfo, judge
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,7 @@ def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=300.0,
         if pid == 0:
             try:
                 torch.set_num_threads(1)
-                pairs._SEND_S = 0.01
+                check._SEND_S = 0.01
                 report_module._SLOW = 0.0  # A busy machine makes some of the connections slower than others.
                 inject(rank)
                 store = dist.FileStore(str(tmp_path / "store"), n)
@@ -91,7 +91,7 @@ def test_another_version(tmp_path):
 
 @pytest.mark.parametrize(("shift", "word"), [(3.0, "ahead of"), (-3.0, "behind")])
 def test_another_clock(shift, word, tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(2, pairs, "_clock", lambda: time.time() + shift)))
+    report = report_of(examine(tmp_path, 3, in_rank(2, check, "_clock", lambda: time.time() + shift)))
     assert report.faults == []
     (note,) = report.notes
     assert note.startswith("the clock of rank 2 (")
@@ -134,7 +134,7 @@ def test_a_folder_that_is_missing(victim, tmp_path):
 
 def redirect(victim, wrong_rank=None, wrong_port=None, only=None):
     """Let a rank connect to another port than that of its partner, or ask for another rank there."""
-    real = pairs.measure
+    real = check.measure
 
     def measure(address, port, rank, token, timeout_s):
         if only in (None, rank):
@@ -169,10 +169,10 @@ def test_somebody_else_at_the_address(tmp_path):
 
 def test_data_that_does_not_arrive(tmp_path, monkeypatch):
     def serve(self, connection):
-        pairs._read(connection, len(self._hello))
+        check._read(connection, len(self._hello))
         threading.Event().wait()
 
-    inject = in_rank(1, pairs.Listener, "_serve", serve)
+    inject = in_rank(1, check.Listener, "_serve", serve)
     monkeypatch.setattr(check, "_CONNECT_S", limit_s := waits.scaled(1))
     (fault,) = report_of(examine(tmp_path, 2, inject)).faults
     assert fault.startswith("rank 0 (")

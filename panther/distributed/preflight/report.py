@@ -1,6 +1,6 @@
 """Judge the findings of the ranks, and report faults, with which a run would fail or go wrong, notes, and a table."""
 
-__all__ = ["Findings", "NodeInfo", "Report", "describe_node", "judge", "resolves"]
+__all__ = ["Findings", "Measured", "NodeInfo", "Report", "describe_node", "judge", "resolves"]
 
 import os
 import platform
@@ -18,9 +18,19 @@ from panther.distributed.comm.agreement import differences
 from panther.distributed.comm.handshake import Agreement
 from panther.distributed.comm.ranks import name_ranks
 from panther.distributed.comm.store import address_of, find_route, interface_of, largest_packet_of
-from panther.distributed.preflight.pairs import Measured
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a connection, by the rank that made it."""
+
+    round_trip_s: float
+    offset_s: float
+    """Seconds by which the other rank's clock is ahead."""
+    bytes_per_s: float
+    """Bandwidth of a TCP connection, towards the rank that listens."""
 
 
 @dataclass(frozen=True)
