@@ -5,7 +5,6 @@ __all__ = [
     "QUANTIZATION_METHOD",
     "SYMMETRIC",
     "TRAINED_SCALES",
-    "allow_saving",
     "as_low_rank_layers",
     "build_modules",
     "config_entry",
@@ -29,7 +28,6 @@ from panther.nn.attention.record import attention_records
 from panther.nn.protocol import (
     TRAINED_SCALES,
     CompressedModule,
-    allow_saving,
     allowed_layers,
     arguments_of,
     compressed_layers,
