@@ -25,7 +25,7 @@ from panther.errors import TuningError
 from panther.nn.quantized.stacked import StackedExperts
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import Usage, difference, fingerprint, recording_usage
+from panther.tuning.guards import Usage, fingerprint, recording_usage
 from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
@@ -295,10 +295,11 @@ class _Subject:
 
     def check_unchanged(self, function: str) -> None:
         """Raise TuningError if a user's function has changed the model."""
-        if changed := difference(self._fingerprint, fingerprint(self.model)):
+        earlier, now = self._fingerprint, fingerprint(self.model)
+        if changed_names := [name for name in {**now, **earlier} if earlier.get(name) != now.get(name)]:
             raise TuningError(
-                f"{function} changed {changed} of {self.label}, and must not change the model: train or convert a "
-                "copy.deepcopy of it, and remove hooks"
+                f"{function} changed {changed_names[0]} of {self.label}, and must not change the model: train or "
+                "convert a copy.deepcopy of it, and remove hooks"
             )
 
 

@@ -4,7 +4,7 @@ A list in the model, or a forward that a library has stored, can reference a rep
 still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
 """
 
-__all__ = ["Usage", "difference", "fingerprint", "recording_usage"]
+__all__ = ["Usage", "fingerprint", "recording_usage"]
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,11 +40,6 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         entries[f"parameter {name!r}"] = hash_of(parameter)
         entries[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
     return entries | {f"buffer {name!r}": hash_of(buffer) for name, buffer in model.named_buffers()}
-
-
-def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Return the first name in which two fingerprints differ, or "" if they are equal."""
-    return next((name for name in {**second, **first} if first.get(name) != second.get(name)), "")
 
 
 @dataclass(frozen=True)

@@ -253,15 +253,16 @@ class TuneResult:
         is_new: Any = optuna.exceptions.ExperimentalWarning
         with quiet(), pyplot.rc_context(), ignored_warnings(category=is_new):  # Optuna changes matplotlib's style.
             study = _study_of(self, by, scale)
+            options: Any = {"target": lambda trial: trial.values[1], "target_name": "metric"}
             if x is None:
                 axes = plots.plot_pareto_front(study, target_names=[label, "metric"])
                 for name, trial, marker in (("best", self.best, "*"), ("unchanged", self.unchanged, "s")):
                     axes.plot(getattr(trial, by) / scale, trial.metric, marker, color="black", label=name)
                 axes.legend(frameon=False, fontsize=8)
             elif x == "trial":
-                axes = plots.plot_optimization_history(study, target=_metric, target_name="metric")
+                axes = plots.plot_optimization_history(study, **options)
             else:
-                axes = plots.plot_slice(study, params=[x], target=_metric, target_name="metric")
+                axes = plots.plot_slice(study, params=[x], **options)
             axes.figure.savefig(path, bbox_inches="tight")
             pyplot.close(axes.figure)
         return path
@@ -330,11 +331,6 @@ def _study_of(result: Any, by: str, scale: float) -> Any:
             )
             study.add_trial(frozen)
     return study
-
-
-def _metric(trial: Any) -> float:
-    metric: float = trial.values[1]
-    return metric
 
 
 def _horizontal_axis(result: Any) -> tuple[str, float, str]:

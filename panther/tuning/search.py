@@ -269,8 +269,15 @@ def _search(task: _Task, config: TuneConfig, began: float) -> TuneResult:
         best = _best(search, goal)
         tuned, report = models.build(best.plan)
         notes = [*opened.notes, *space.notes, *_notes(search, config, end_reason)]
-        if best.plan.heal:
-            notes += _repeat_notes(evaluator, best, tuned)
+        # The metric of a varying function cannot be compared.
+        if best.plan.heal and config.repeats == 1:
+            metric = evaluator.metric_of(tuned, "the best model")
+            if abs(metric - best.metric) > SAME * max(abs(metric), abs(best.metric)):
+                notes.append(
+                    f"the model of trial {best.number} was healed again for the result, and has the metric "
+                    f"{metric:.6g} instead of {best.metric:.6g} in the trial: fix the order of its data and its random "
+                    "numbers, or use the same number of threads"
+                )
         unchanged_trial = Trial(
             number=-1, params={}, state="complete", **asdict(unchanged), evaluate_s=evaluate_s, plan=Plan(),
             feasible=goal.feasible(unchanged, unchanged),
@@ -320,20 +327,6 @@ def _best(search: Study, goal: Goal) -> Trial:
         f"{goal.describe(nearest.figures)} (trial {nearest.number}), and the unchanged model has "
         f"{goal.describe(search.unchanged)}: relax the constraint, or set more trials or a larger space"
     )
-
-
-def _repeat_notes(evaluator: Evaluator, best: Trial, tuned: nn.Module) -> list[str]:
-    """Return a note if healing the best model again gave another result."""
-    if evaluator.repeats > 1:  # The metric of a varying function cannot be compared.
-        return []
-    metric = evaluator.metric_of(tuned, "the best model")
-    if abs(metric - best.metric) <= SAME * max(abs(metric), abs(best.metric)):
-        return []
-    return [
-        f"the model of trial {best.number} was healed again for the result, and has the metric {metric:.6g} instead of "
-        f"{best.metric:.6g} in the trial: fix the order of its data and its random numbers, or use the same number of "
-        "threads"
-    ]
 
 
 def _notes(search: Study, config: TuneConfig, end_reason: str) -> list[str]:
