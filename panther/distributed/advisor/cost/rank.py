@@ -370,7 +370,7 @@ class GradientMessages:
         """
         if self.hook not in ("topk", "powersgd"):
             return 0.0
-        stored = sum(map(prod, shapes))
+        stored: float = sum(map(prod, shapes))
         if self.hook == "powersgd":
             factors = [(self._factor_numbers(shape), prod(shape)) for shape in shapes]
             stored += sum(numbers for numbers, numel in factors if numbers < numel)
