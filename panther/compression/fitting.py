@@ -312,7 +312,7 @@ class _Weights:
         """Fit the weights of a part; ``over`` shows the progress through targets."""
         fitted_here = list(part.moments)
         # `fit` empties the dictionary and adds nothing to it.
-        self.fit(part.moments, part.energy, over(fitted_here))  # type: ignore[arg-type]
+        self.fit(part.moments, part.energy, over(fitted_here))
         losses = {target: (self.options_with_losses[target], self.losses_per_bit.get(target)) for target in fitted_here}
         losses = runner.exchange(losses, {target: names[target] for target in part.summaries})
         return _FittedPart(part.inputs, part.summaries, losses, part.state)

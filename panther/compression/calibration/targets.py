@@ -426,4 +426,6 @@ def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -
                 put_child(parent, name, new)
     for old, new in replacement.items():
         if _stands_for_parameter(old) and old.is_in_place:
-            put_child(*old.place, new)  # type: ignore[misc]
+            place: Any = old.place
+            holder, name = place
+            put_child(holder, name, new)

@@ -3,6 +3,7 @@
 __all__ = ["DOUBLE", "MatrixKind"]
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class MatrixKind(WeightKind):
     last dimension of the input, it also defines :meth:`input_rows` and :meth:`gradient_rows`.
     """
 
-    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool) -> Sums:
+    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool) -> Any:
         """Return the sums of products of inputs, and of gradients."""
         return Sums(targets, gradients, device, keep=keep)
 

@@ -15,6 +15,7 @@ from panther.compression.forms.base import FormSettings
 from panther.compression.weights.base import MatrixKind
 from panther.nn import LowRankLinear, QuantizedLinear, SKLinear
 from panther.nn.factors import overrides_forward
+from panther.nn.quantized.matrix import QuantizedMatrix
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -26,7 +27,7 @@ def is_conv1d(module: nn.Module) -> bool:
 class LinearKind(MatrixKind):
     """A matrix (out, in) that multiplies the last dimension of the input."""
 
-    classes = (nn.Linear,)
+    classes: tuple[type[nn.Module], ...] = (nn.Linear,)
     takes_every_form = True
     is_linear = True
 
@@ -56,7 +57,7 @@ class LinearKind(MatrixKind):
 
     def quantized_layer(
         self, target: Target, module: nn.Module, bits: int | None, rank: int, settings: FormSettings
-    ) -> QuantizedLinear:
+    ) -> QuantizedMatrix:
         """Return a QuantizedLinear."""
         layer = QuantizedLinear(
             target.inner, target.outer, bits, group_size=settings.group_size, low_rank=rank,

@@ -389,10 +389,10 @@ class TableKind(LinearKind):
         self, target: Target, module: nn.Module, bits: int | None, rank: int, settings: FormSettings
     ) -> QuantizedMatrix:
         """Return a quantized embedding or bag of embeddings, or the layer of a head."""
-        for dense_class, new_class in zip(_TABLES, (QuantizedEmbedding, QuantizedEmbeddingBag), strict=True):
-            if isinstance(module, dense_class):
-                return new_class.in_place_of(module, bits=bits, group_size=settings.group_size)
-        return super().quantized_layer(target, module, bits, rank, settings)
+        if self.multiplies(module):
+            return super().quantized_layer(target, module, bits, rank, settings)
+        new_class = QuantizedEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingBag
+        return new_class.in_place_of(module, bits=bits, group_size=settings.group_size)
 
 
 def table_work_bytes(target: Target) -> int:
