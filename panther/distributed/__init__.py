@@ -1,11 +1,25 @@
 """Sketched models on many processes, on torch's own engines."""
 
+# Written out, because type checkers do not read a computed list. A test compares it with the table below.
+__all__ = [
+    "AdvancedDistributedTrainer", "ClusterSpec", "ColwiseSKParallel", "CommunicationCounter", "CommunicationProfile",
+    "ContextParallelReport", "DeviceUtilization", "DistributedInfo", "DistributedLauncher",
+    "DistributedMetricsCollector", "DistributedSketchedModel", "HeadwiseParallel", "HybridParallelTrainer",
+    "LaunchConfig", "MicrobatchPipelineTrainer", "ModelStats", "ParallelismConfig", "ParallelismPlan",
+    "PipelineParallelSketchedModel", "PipelineSchedule", "ReduceOp", "RowwiseSKParallel", "TensorParallelModel",
+    "TensorParallelReport", "TensorParallelSKLinear", "TrainingRun", "all_gather", "all_reduce", "broadcast",
+    "checkpoint", "choose_parallelism_strategy", "cleanup_distributed", "context_parallel", "data_parallel",
+    "get_distributed_info", "get_rank", "get_world_size", "init", "inner_product_policy", "launch",
+    "launch_distributed_training", "make_mesh", "make_schedule", "materialize_", "no_sync", "plan_parallelism",
+    "profile_communication_overhead", "reduce_scatter", "setup_distributed", "shutdown", "split_stages",
+    "sync_sketches", "tensor_parallel", "unshard_module", "verify_sketches",
+]  # fmt: skip
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from panther._missing_names import missing_name
 
-# ruff: noqa: F401  # type checkers read the imports, and __all__ lists the same names from the table below
 if TYPE_CHECKING:
     from . import checkpoint
     from .advisor.cluster import ClusterSpec
@@ -77,8 +91,6 @@ _MODULES = {
     "tensor.unshard": ("unshard_module",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = sorted((*_HOME, "checkpoint"))
 
 
 def __getattr__(name: str) -> Any:
