@@ -193,7 +193,7 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
         for setting, name in (("data", "data"), ("loss_fn", "loss"), ("model", one.model))
     }
     command = [
-        *(sys.executable, "-m", "panther", "train", "--config", str(SETTINGS), "--nproc", "2"),
+        *(sys.executable, "-m", "panther", "train", "--config", str(SETTINGS), "--nproc-per-node", "2"),
         *(f"{key}={value}" for key, value in (functions | settings).items()),
     ]
     wall, cpu = time.monotonic(), _cpu_of_children()
