@@ -137,7 +137,7 @@ FUNCTIONS |= {name: partial(operator, name) for name in OPERATORS} | {
 
 
 def test_every_autograd_function_has_a_case():
-    functions, operators = set(), 0
+    functions, operators, attentions = set(), 0, 0
     for path in (path for package in PACKAGES for path in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and any(
@@ -146,11 +146,13 @@ def test_every_autograd_function_has_a_case():
                 functions.add(node.name)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "define":
                 operators += any(keyword.arg == "backward" for keyword in node.keywords)
+            attentions += isinstance(node, ast.Call) and ast.unparse(node.func) == "define_attention"
     cases = {part for name in FUNCTIONS for part in name.split(" and ")}
     assert functions - cases == {"Alias"}  # which saves nothing: it is a name for the memory of its input
     assert {"JoinedProduct", "_Product"} <= functions
-    # The backward passes of both attentions are operators too, for derivatives of second order, and csr_matmul refuses.
-    assert operators == len(OPERATORS) + 2 * len(ATTENTIONS) + 1
+    assert attentions == len(ATTENTIONS)
+    # define_attention defines the backward pass as an operator too, for derivatives of second order; csr_matmul refuses.
+    assert operators == len(OPERATORS) + 2 + 1
 
 
 def nodes_of(tensor):
