@@ -151,7 +151,7 @@ def test_every_autograd_function_has_a_case():
     assert functions - cases == {"Alias"}  # which saves nothing: it is a name for the memory of its input
     assert {"JoinedProduct", "_Product"} <= functions
     assert attentions == len(ATTENTIONS)
-    # define_attention defines the backward pass as an operator too, for derivatives of second order; csr_matmul refuses.
+    # define_attention makes the backward pass an operator too, for derivatives of second order; csr_matmul refuses.
     assert operators == len(OPERATORS) + 2 + 1
 
 
