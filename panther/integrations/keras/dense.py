@@ -144,7 +144,8 @@ class SKDense(SketchedLayer):
         Raises:
             ValueError: If the layer is not built yet.
         """
-        layer: CompressedModule = self.torch_class(self.S1.shape[0], self.units, **self._torch_options())
+        options = self._torch_options()  # raises an error if there are no weights yet
+        layer: CompressedModule = self.torch_class(self.S1.shape[0], self.units, **options)
         return self._copy_to_torch(layer)
 
     def get_config(self) -> dict[str, Any]:
