@@ -127,25 +127,6 @@ def _checks(device: str) -> Iterator[Check]:
         attention_operands, differentiable=3,
     )  # fmt: skip
     yield from _token_checks(device)
-    for causal in (True, False):
-
-        def exact(*operands: Tensor, causal: bool = causal) -> Tensor:
-            q, k, v, phi_q, phi_k, log_q, log_k = operands
-            return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, 64, causal)
-
-        def windowed(*operands: Tensor, causal: bool = causal) -> Tensor:
-            return panther.kernels.windowed_linear_attention(*operands, window=64, is_causal=causal)
-
-        def windowed_operands(dtype: torch.dtype) -> list[Tensor]:
-            q, k, v = randn(1, 2, 200, 64, scale=0.1)(dtype), randn(1, 2, 200, 64)(dtype), randn(1, 2, 200, 64)(dtype)
-            phi = [randn(*features, scale=0.3)(torch.float32).exp().to(dtype) for _ in range(2)]
-            logs = [torch.randn(1, 2, 200, device=device) for _ in range(2)]
-            return [q, k, v, *phi, *logs]
-
-        yield Check(
-            "windowed_attention", "causal" if causal else "both ways", windowed, exact, windowed_operands,
-            differentiable=5,
-        )  # fmt: skip
     for N, columns in ((256, 5), (1 << 12, 1)):
         yield Check(
             "hadamard", f"n {N} columns {columns}", panther.kernels.hadamard_transform,

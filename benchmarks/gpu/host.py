@@ -24,14 +24,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from panther.kernels import causal_linear_attention, hadamard_transform, windowed_linear_attention
+from panther.kernels import causal_linear_attention, hadamard_transform
 from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
 from benchmarks.harness import figure, print_table, write_csv
 from panther.nn import QuantizedLinear, RandMultiHeadAttention, SKConv2d, SKLinear
 
-_SIZE, _RANK, _HEAD_DIM, _LENGTH, _WINDOW, _FEATURES = 256, 16, 64, 64, 16, 128
+_SIZE, _RANK, _HEAD_DIM, _LENGTH, _FEATURES = 256, 16, 64, 64, 128
 _WARM_CALLS = 3
 # The device is waited for after this many calls, so that the queue of launches never fills.
 _CALLS_AT_ONCE = 20
@@ -91,12 +91,6 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     name = "causal_linear_attention, exponents"
     yield Case(name, lambda q: causal_linear_attention(q, q, q, log_scale), q, softmax)
 
-    def windowed(q: Tensor, is_causal: bool) -> Tensor:
-        options = {"window": _WINDOW, "is_causal": is_causal}
-        return windowed_linear_attention(q, q, q, q, q, log_scale, log_scale, **options)  # type: ignore[arg-type]
-
-    yield Case("windowed_linear_attention, causal", lambda q: windowed(q, True), q, softmax)
-    yield Case("windowed_linear_attention", lambda q: windowed(q, False), q, softmax)
     x = q[0]
     mha = nn.MultiheadAttention(_HEAD_DIM, 1, batch_first=True).to(device, dtype)
     mask = nn.Transformer.generate_square_subsequent_mask(_LENGTH, torch.device(device), dtype)

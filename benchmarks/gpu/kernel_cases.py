@@ -20,7 +20,6 @@ from panther.kernels._triton import (
     sketched,
     sketched_gradients,
     sparse,
-    windowed_attention,
 )
 from panther.kernels.reference.codes import code_bytes
 from torch import Tensor
@@ -113,19 +112,6 @@ def attention_token(D: int, E: int, scaled: bool = False, batch: int = 64) -> La
         q, v, state = meta(batch, 1, D, dtype=t), meta(batch, 1, E, dtype=t), meta(batch, D, E + 1, dtype=F32)
         c = meta(batch, 1, dtype=F32) if scaled else None
         attention.step_plan(q, q, v, c, state, c)(q, q, v, c, state, c)
-
-    return launch
-
-
-def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: int = 64) -> Launch:
-    """Windowed attention, forward and backward."""
-
-    def launch(t: torch.dtype) -> None:
-        q, v, phi = (meta(16, 4096, width, dtype=t) for width in (D, E, m))
-        a = meta(16, 4096, dtype=F32) if scaled else None
-        operands = (q, q, v, phi, phi, a, a)
-        y, log_den = windowed_attention.forward_plan(*operands, window, causal)(*operands)
-        windowed_attention.backward_plan(v, *operands, y, log_den, window, causal)(v, *operands, y, log_den)
 
     return launch
 
@@ -224,11 +210,6 @@ CASES = [
     Case("attention, one token, D 64", attention_token(64, 64), precisions=FULL),
     Case("attention, one token, D 256 E 128, scaled", attention_token(256, 128, scaled=True, batch=1024), ALL, FULL),
     Case("attention, one token, D 33 E 17, scaled", attention_token(33, 17, scaled=True), (F16, F32), FULL),
-    Case("windowed D 64 m 64", windowed(64, 64, 64, causal=True), precisions=FULL),
-    Case("windowed D 64 m 128, not causal", windowed(64, 64, 128, causal=False), (BF16,)),
-    Case("windowed D 128 m 128, not scaled", windowed(128, 128, 128, causal=True, scaled=False), precisions=FULL),
-    Case("windowed D 256 m 256, not causal", windowed(256, 256, 256, causal=False), precisions=FULL),
-    Case("windowed D 33 E 17 m 20, window 24", windowed(33, 17, 20, causal=True, window=24), (F16, F32), FULL),
     Case("quantized int4 batch 1, rank 32", quantized_product(1, 4096, 4096, 4, rank=32)),
     Case("quantized int4 batch 512, rank 32", quantized_product(512, 4096, 4096, 4, rank=32), ALL, FULL),
     Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),

@@ -1,6 +1,6 @@
 """The Walsh-Hadamard transform, sparse sketches and both linear attentions on a GPU, each against what torch has."""
 
-__all__ = ["attention_problems", "hadamard_problems", "sparse_problems", "windowed_problems"]
+__all__ = ["attention_problems", "hadamard_problems", "sparse_problems"]
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -165,86 +165,6 @@ def _attention(length: int, features: int, dim: int, dtype: torch.dtype, device:
             exact if length <= _EXACT_ATTENTION_LIMIT else None,
         )
     return Problem(alternatives, "SDPA", "bfloat16" if dtype is torch.bfloat16 else "tf32")
-
-
-def windowed_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
-    """Sixteen heads of 64, windows of 64 and 64 or 128 features, from the length at which a CPU gains."""
-    window, dim = (4, 8) if tiny else (64, 64)
-    for dtype in ("bfloat16", "float32"):
-        for backward in (False, True):
-            for causal in (True, False):
-                for features in (8,) if tiny else (64, 128):
-                    for length in (10, 24) if tiny else (8192, 2048, 32768):  # that with an aim first
-                        facts = {
-                            "case": f"length {length} features {features}, {'causal' if causal else 'both ways'}",
-                            "dtype": dtype,
-                            "precision": "high" if dtype == "float32" else "",
-                            "direction": "forward+backward" if backward else "forward",
-                        }
-                        arguments = (length, features, dim, window, causal, getattr(torch, dtype), device, backward)
-                        yield facts, lambda arguments=arguments: _windowed(*arguments)  # type: ignore[misc]
-
-
-def _windowed(
-    length: int,
-    features: int,
-    dim: int,
-    window: int,
-    causal: bool,
-    dtype: torch.dtype,
-    device: str,
-    backward: bool,
-) -> Problem:
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-
-    def randn(width: int) -> Tensor:
-        return torch.randn(1, _HEADS, length, width, device=device, dtype=dtype)
-
-    q, k, v, grad = randn(dim) / dim**0.5, randn(dim), randn(dim), randn(dim)
-    phi_q, phi_k = randn(features).exp(), randn(features).exp()
-    logs = [torch.randn(1, _HEADS, length, device=device) for _ in range(2)]
-    rows = float(_HEADS) * length
-    near, far = (2 if causal else 3) * window, features if length > 2 * window else 0
-    flops = rows * (near * 4 * dim + far * 4 * (dim + 1))
-    dense_flops = rows * length * 4 * dim / (2 if causal else 1)
-    times = 2.5 if backward else 1.0
-
-    def windowed(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor) -> Tensor:
-        log_q, log_k = logs
-        return panther.kernels.windowed_linear_attention(
-            q, k, v, phi_q, phi_k, log_q, log_k, window=window, is_causal=causal
-        )
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor) -> Tensor:
-        log_q, log_k = (log.double() for log in logs)
-        return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
-
-    operands = (q, k, v, phi_q, phi_k)
-
-    def exact() -> list[Tensor]:
-        return list(_call(plain, [t.double() for t in operands], grad.double(), backward)())
-
-    def least(*tensors: Tensor) -> float:
-        forward = sum(t.nbytes for t in tensors) + v.nbytes
-        return forward + (2.0 * forward if backward else 0.0)
-
-    return Problem(
-        {
-            "SDPA": Alternative(_call(sdpa, (q, k, v), grad, backward), least(q, k, v), times * dense_flops),
-            "panther": Alternative(
-                _call(windowed, operands, grad, backward),
-                least(*operands),
-                times * flops,
-                exact if length <= _EXACT_ATTENTION_LIMIT else None,
-            ),
-        },
-        "SDPA",
-        "bfloat16" if dtype is torch.bfloat16 else "tf32",
-    )
 
 
 def _call(

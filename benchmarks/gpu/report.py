@@ -43,7 +43,6 @@ _TABLES = {
     "hadamard": "Walsh-Hadamard transform",
     "sparse": "Sparse sketches",
     "attention": "Causal linear attention",
-    "windowed": "Windowed linear attention",
     "host": "Time on the host",
 }
 # A block of a page: a heading with its level, a paragraph or list, or the rows of a table.
@@ -76,10 +75,6 @@ AIMS = (
         for direction in ("forward", "forward+backward")
     ),
     Aim("sklinear", "8192x8192 R 16 batch 64", "SKLinear, packed", "graph", "forward", "x_baseline", 4),
-    *(
-        Aim("windowed", f"length 8192 features 64, {way}", "panther", "eager", "forward", "x_baseline", 2)
-        for way in ("causal", "both ways")
-    ),
 )
 
 

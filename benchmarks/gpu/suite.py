@@ -47,7 +47,6 @@ SECTIONS = {
     "sklinear": 100,
     "quantized": 40,
     "attention": 40,
-    "windowed": 25,
     "host": 20,
     "hadamard": 15,
     "sparse": 15,

@@ -16,7 +16,7 @@ from panther.kernels import selection
 
 from benchmarks.gpu.correctness import LEFT_OUT, correctness_checks
 from benchmarks.gpu.host import host_rows
-from benchmarks.gpu.kernels import attention_problems, hadamard_problems, sparse_problems, windowed_problems
+from benchmarks.gpu.kernels import attention_problems, hadamard_problems, sparse_problems
 from benchmarks.gpu.layers import sklinear_problems
 from benchmarks.gpu.quantized import quantized_problems
 from benchmarks.gpu.report import TIME_IS_UP, Recorder, read_rows, stamp
@@ -27,7 +27,6 @@ PROBLEMS = {
     "sklinear": sklinear_problems,
     "quantized": quantized_problems,
     "attention": attention_problems,
-    "windowed": windowed_problems,
     "hadamard": hadamard_problems,
     "sparse": sparse_problems,
 }

@@ -206,30 +206,47 @@ def _uses_triton(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> bool:
     return use_triton(_NAME, q.device, refusal)
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    if log_scale is None and q.is_cpu and q.numel():
-        return attention_inference(q, k, v)
-    return attention_forward(q, k, v, log_scale)
-
-
-def _make_plans() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from .._triton.attention import backward_plan, forward_plan
-
-    return forward_plan, backward_plan
-
-
 # The plans of the Triton kernels.
 _forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
 _backward_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]] = Plans()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    operands = q, k, v, log_scale
+    key = plan_key((), *operands) if runs_kernels(q) else None
+    if key is not None and (plan := _forward_plans.get(key)) is not None:
+        return plan(*operands)
+    _check(*operands)
+    if _uses_triton(*operands):
+        from .._triton.attention import forward_plan
+
+        plan = forward_plan(*operands)
+        return (plan if key is None else _forward_plans.add(key, plan))(*operands)
+    by_torch = attention_inference(q, k, v) if log_scale is None and q.is_cpu and q.numel() else None
+    y, den = by_torch or attention_forward(*operands)
+    return y.contiguous(), den.contiguous()
+
+
+def _backward(*operands: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients from the gradient of the output, the operands and both results."""
+    key = plan_key((), *operands) if runs_kernels(operands[0]) else None
+    plan = None if key is None else _backward_plans.get(key)
+    if plan is None and _uses_triton(*operands[1:4]):
+        from .._triton.attention import backward_plan
+
+        plan = backward_plan(*operands)
+        if key is not None:
+            _backward_plans.add(key, plan)
+    return attention_backward(*operands) if plan is None else plan(*operands)
+
+
 _causal_linear_attention = define_attention(
     _NAME,
     "Tensor q, Tensor k, Tensor v, Tensor? log_scale",
     "",
     "den",
     check=_check,
-    uses_triton=_uses_triton,
-    by_torch=(_by_torch, attention_backward),
+    forward=_forward,
+    backward=_backward,
     reference=reference.causal_linear_attention,
-    make_plans=_make_plans,
-    plans=(_forward_plans, _backward_plans),
 )

@@ -1,4 +1,4 @@
-"""What the operators of attention share: their plans, their gradients, their second derivatives and their batches."""
+"""What the operators of attention share: their gradients, their second derivatives and their batches."""
 
 __all__ = ["check_rows", "define_attention"]
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..selection import runs_kernels
-from ._plans import Plans, plan_key
 from .library import define
 
 
@@ -34,11 +32,9 @@ def define_attention(
     denominator: str,
     *,
     check: Callable[..., None],
-    uses_triton: Callable[..., bool],
-    by_torch: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor | None, ...]],
     reference: Callable[..., Tensor],
-    make_plans: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]],
-    plans: tuple[Plans[Callable[..., Any]], Plans[Callable[..., Any]]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Define the operators of an attention and of its gradients, and return a function that calls the first of them.
 
@@ -51,40 +47,17 @@ def define_attention(
         settings: The settings in the language of schemas, each after a comma.
         denominator: The name of the second result.
         check: Raises unless operands and settings fit.
-        uses_triton: Returns whether the Triton kernels take the operands.
-        by_torch: Forward and backward in torch. Backward takes the gradient, the operands, both results and settings.
+        forward: Returns both results, contiguous.
+        backward: Takes the gradient, the operands, both results and settings.
         reference: The output in torch, differentiable any number of times.
-        make_plans: Returns functions that make the plans of forward and backward by Triton kernels.
-        plans: The plans of forward and backward.
     """
     count = operands.count("Tensor")
-    forward_plans, backward_plans = plans
 
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        q = args[0]
-        key = plan_key(args[count:], *args[:count]) if runs_kernels(q) else None
-        if key is not None and (plan := forward_plans.get(key)) is not None:
-            return plan(*args[:count])  # type: ignore[no-any-return]
-        check(*args)
-        if not uses_triton(*args[:count]):
-            y, den = by_torch[0](*args)
-            return y.contiguous(), den.contiguous()
-        plan = make_plans()[0](*args)
-        return (plan if key is None else forward_plans.add(key, plan))(*args[:count])  # type: ignore[no-any-return]
-
-    def backward(*args: Any) -> tuple[Tensor, ...]:  # the gradient of the output, operands, both results, settings
-        operands, tensors = args[1 : count + 1], args[: count + 3]
-        key = plan_key(args[count + 3 :], *tensors) if runs_kernels(args[0]) else None
-        plan = None if key is None else backward_plans.get(key)
-        if plan is None and uses_triton(*operands):
-            plan = make_plans()[1](*args)
-            if key is not None:
-                backward_plans.add(key, plan)
-        grads = by_torch[1](*args) if plan is None else plan(*tensors)
+    def all_gradients(*args: Any) -> tuple[Tensor, ...]:  # An operator cannot return None.
         return tuple(
             [
                 args[1].new_empty(0) if x is None or part is None else part.reshape(x.shape).to(x.dtype).contiguous()
-                for x, part in zip(operands, grads, strict=True)
+                for x, part in zip(args[1 : count + 1], backward(*args), strict=True)
             ]
         )
 
@@ -137,7 +110,7 @@ def define_attention(
     backward_operator: Callable[..., tuple[Tensor, ...]] = define(
         f"{name}_backward(Tensor grad, {operands}, Tensor y, Tensor {denominator}{settings}) "
         f"-> ({', '.join(['Tensor'] * count)})",
-        backward,
+        all_gradients,
         fake_backward,
         setup_context=set_up_backward,
         backward=differentiate_backward,

@@ -1,8 +1,7 @@
-"""Attention that is exact in a window and linear beyond it, by Triton kernels on a GPU and by torch elsewhere."""
+"""Attention that is exact in a window and linear beyond it, by torch on every device."""
 
 __all__ = ["windowed_linear_attention"]
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.windowed_attention import WindowedOperands, windowed_backward, windowed_forward
-from ..selection import use_triton
-from ._plans import Plans
-from .attention import _WIDEST, _reaches_kernel
 from .attention_operator import check_rows, define_attention
-from .library import autocast, check_one_device, needs_torch, refused_dtype
+from .library import autocast, check_one_device, needs_torch
 
 _NAME = "windowed_linear_attention"
 
@@ -69,8 +65,6 @@ def windowed_linear_attention(
     Raises:
         ValueError: If shapes do not agree, the operands are on several devices, or the window is not positive.
         TypeError: If q, k, v and the features differ in dtype, an operand is not floating, or the mask is not boolean.
-        RuntimeError: If ``PANTHER_KERNELS=triton``, and the kernel does not take the operands: float64, or D, E or m
-            not from 1 to 256.
 
     Cost: about ``n (4 w (D + E) + 4 m E)`` flops for each batch entry with w = ``window``, ``n (6 w (D + E) + 4 m E)``
     if not causal; backward, 2.5 times that. States take ``n / w`` times m (E + 1) numbers. Under autograd the inputs,
@@ -92,8 +86,6 @@ def windowed_linear_attention(
         ... ).squeeze(-1)
         tensor([0.0000, 1.0000, 1.5000, 2.0000])
     """
-    if key_mask is None and _reaches_kernel(q, v, phi_q):
-        return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
     _check(WindowedOperands(q, k, v, phi_q, phi_k, log_q, log_k), key_mask, window)
     if key_mask is not None:
         keys = torch.zeros(key_mask.shape, device=q.device) if log_k is None else log_k
@@ -125,36 +117,23 @@ def _check(all_operands: WindowedOperands, key_mask: Tensor | None, window: int)
         raise ValueError(f"window of {_NAME} must be at least 1, not {window}: 64 is usual")
 
 
-def _uses_triton(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, *_: Tensor | None) -> bool:
-    """Return whether the Triton kernels take the operands."""
-    D, E, m = q.shape[-1], v.shape[-1], phi_q.shape[-1]
-    refusal = refused_dtype(q.dtype)
-    if refusal is None and not all(1 <= width <= _WIDEST for width in (D, E, m)):
-        refusal = f"takes widths from 1 to {_WIDEST}, not D={D}, E={E} and m={m}"
-    return use_triton(_NAME, q.device, refusal)
+def _check_operator(*args: Any) -> None:
+    _check(WindowedOperands(*args[:7]), None, args[7])
 
 
-def _make_plans() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from .._triton.windowed_attention import backward_plan, forward_plan
+def _check_and_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    _check_operator(*args)
+    y, log_den = windowed_forward(WindowedOperands(*args[:7]), *args[7:])
+    return y.contiguous(), log_den.contiguous()
 
-    return forward_plan, backward_plan
 
-
-# The plans of the Triton kernels.
-_forward_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
-_backward_plans: Plans[Callable[..., tuple[Tensor | None, ...]]] = Plans()
 _windowed_linear_attention = define_attention(
     _NAME,
     "Tensor q, Tensor k, Tensor v, Tensor phi_q, Tensor phi_k, Tensor? log_q, Tensor? log_k",
     ", int window, bool causal",
     "log_den",
-    check=lambda *args: _check(WindowedOperands(*args[:7]), None, args[7]),
-    uses_triton=_uses_triton,
-    by_torch=(
-        lambda *args: windowed_forward(WindowedOperands(*args[:7]), *args[7:]),
-        lambda grad, *args: windowed_backward(grad, WindowedOperands(*args[:7]), *args[7:]),
-    ),
+    check=_check_operator,
+    forward=_check_and_forward,
+    backward=lambda grad, *args: windowed_backward(grad, WindowedOperands(*args[:7]), *args[7:]),
     reference=reference.windowed_linear_attention,
-    make_plans=_make_plans,
-    plans=(_forward_plans, _backward_plans),
 )

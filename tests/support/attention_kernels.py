@@ -1,27 +1,9 @@
-"""What tests of both attention kernels share: poisoned memory, graphs of the compiler, derivatives, memory."""
+"""What tests of both attention kernels share: graphs of the compiler, derivatives, memory."""
 
 import torch
 from tolerances import assert_close
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-
-
-class _Poisoned:
-    """Torch, whose new memory is full of NaN."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *args, **kwargs):
-        return torch.full(args[0] if isinstance(args[0], tuple | torch.Size) else args, torch.nan, **kwargs)
-
-    def empty_like(self, x):
-        return torch.full_like(x, torch.nan)
-
-
-def poison_memory(module, monkeypatch):
-    """Let a module of kernels take memory full of NaN, so that a number that is not written is seen."""
-    monkeypatch.setattr(module, "torch", _Poisoned())
 
 
 def assert_one_graph_for_every_length(function, check):
