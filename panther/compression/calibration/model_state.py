@@ -3,24 +3,21 @@
 A forward may write its buffers, assign attributes, append to a list, or draw from a generator of the model. Each
 forward of a calibration starts from the same state, and the model is unchanged after the calibration.
 
-A model can also keep its state in a cache object, a dictionary of dictionaries, a NumPy array or its own generator.
-What attributes hold is therefore saved at any depth. The objects stay the same, and get the contents that they had.
+Of an attribute's value, the contents of a list, set or dictionary, the attributes of an object such as a config, the
+values of a tensor and the state of a generator are saved, but not what lies deeper, as in a dictionary of dictionaries.
 """
 
-__all__ = [
-    "AttributeState", "ModelState", "class_attributes", "deferred_interrupts", "is_same", "refill", "restore_classes",
-    "without_compiled_blocks",
-]  # fmt: skip
+__all__ = ["ModelState", "deferred_interrupts", "refill", "without_compiled_blocks"]
 
 import random
 import signal
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType, MemberDescriptorType
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -37,119 +34,17 @@ from panther._torch import (
     version_of,
     without_inner_wrappers,
 )
-from panther.compression.calibration.batches import SHARED
 from panther.errors import CompressionError
 from panther.nn.protocol import CompressedModule
 
-# A model can refer to its trainer and so to a whole data set. Of what is neither an attribute nor an entry of one, no
-# more objects are looked at, and no more bytes of tensors are copied. The limit of bytes is for all arrays.
-_MOST_OBJECTS = 10_000
-_MOST_BYTES = 1 << 26
 # Objects of Python's own libraries, such as pools of threads and loggers, change in ways that must not be undone, so
-# they are not saved. The classes of collections and types are exceptions, because they only hold values.
-_PLAIN_MODULES = frozenset({"collections", "types"})
+# they are not saved. Namespaces only hold values.
+_SYSTEM = sys.stdlib_module_names - {"types"} | {"torch", "numpy", "builtins"}
 _LIBRARIES = frozenset({"torch", "panther"})
-_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MISSING = object()
 
 
-class AttributeState:
-    """The contents of everything that can be reached from some values, as they are when this object is made.
-
-    Args:
-        values: The values of the modules' attributes.
-        modules: The modules, into which the search does not go.
-        is_deep: Whether what the values refer to is saved too, and not only their own contents.
-
-    Attributes:
-        tensors: The tensors that were reached. Their contents are not saved here.
-    """
-
-    def __init__(self, values: Iterable[Any], modules: Iterable[nn.Module], *, is_deep: bool = True) -> None:
-        self.tensors: list[Tensor] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._dictionaries: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._slots: list[tuple[Any, MemberDescriptorType, Any]] = []
-        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
-        self._generators: list[tuple[Callable[[Any], Any], Any]] = []
-        self._copied_bytes = 0
-        visited = set(map(id, modules))
-        queue = deque((0, value) for value in values)
-        deep_objects = 0
-        while queue and deep_objects < _MOST_OBJECTS:  # the nearest ones come first
-            depth, value = queue.popleft()
-            if value is None or type(value) in _PROXIES or id(value) in visited:
-                continue
-            if isinstance(value, SHARED) and not isinstance(value, nn.Module):
-                continue
-            visited.add(id(value))
-            deep_objects += depth > 1
-            entries = self._save(value, depth)
-            if is_deep:
-                queue.extend((depth + 1, entry) for entry in entries)
-
-    def _save(self, value: Any, depth: int) -> Iterable[Any]:
-        """Save the contents of one value; return what it refers to."""
-        if isinstance(value, Tensor):
-            if depth <= 1 or self._has_room(value.nbytes if value.layout is torch.strided else 0):
-                self.tensors.append(value)
-            return ()
-        if isinstance(value, np.ndarray):
-            if value.flags.writeable and not value.dtype.hasobject and self._has_room(value.nbytes):
-                self._arrays.append((value, value.copy()))
-            return ()
-        if (generator := _generator_state(value)) is not None:
-            self._generators.append(generator)
-            return ()
-        entries: list[Any] = []
-        if isinstance(value, (list, set, deque)):
-            entries = [*value]
-            self._containers.append((value, [*value]))
-        elif isinstance(value, dict):
-            entries = [*value.values()]
-            self._dictionaries.append((value, dict(value)))
-        elif isinstance(value, (tuple, frozenset)):
-            return [*value]
-        if not _holds_values(type(value)):
-            return entries
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            entries += attributes.values()
-            self._dictionaries.append((attributes, dict(attributes)))
-        for descriptor in _slots_of(type(value)):
-            content = _slot(value, descriptor)
-            entries.append(None if content is _MISSING else content)
-            self._slots.append((value, descriptor, content))
-        return entries
-
-    def _has_room(self, size: int) -> bool:
-        if self._copied_bytes + size > _MOST_BYTES:
-            return False
-        self._copied_bytes += size
-        return True
-
-    def restore(self) -> None:
-        """Put the contents back, except for the values of tensors."""
-        for dictionary, saved in self._dictionaries:
-            refill(dictionary, saved)
-        for container, entries in self._containers:
-            if len(container) != len(entries) or any(a is not b for a, b in zip(container, entries, strict=True)):
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(entries)
-        for value, descriptor, content in self._slots:
-            if _slot(value, descriptor) is not content:
-                if content is _MISSING:
-                    descriptor.__delete__(value)
-                else:
-                    descriptor.__set__(value, content)
-        for array, values in self._arrays:
-            if array.shape == values.shape and array.tobytes() != values.tobytes():
-                array[...] = values
-        for put_state, state in self._generators:
-            put_state(state)
-
-
-def is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+def _is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
     """Return whether two dictionaries have the same objects."""
     return first.keys() == second.keys() and all(second[key] is value for key, value in first.items())
 
@@ -165,63 +60,43 @@ def refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[s
     present.update(entries)
 
 
-def class_attributes(kinds: Iterable[type]) -> dict[type, dict[str, Any]]:
-    """Return the attributes of classes of modules and of their bases, except for the classes of torch and Panther."""
-    bases = {base for kind in kinds for base in kind.__mro__ if _holds_values(base)}
-    return {base: _attributes(base) for base in bases if base.__module__.partition(".")[0] not in _LIBRARIES}
+def _refill_container(container: Any, entries: list[Any]) -> None:
+    if len(container) != len(entries) or any(a is not b for a, b in zip(container, entries, strict=True)):
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(entries)
 
 
-def restore_classes(classes: Mapping[type, Mapping[str, Any]]) -> None:
-    """Let classes have the attributes again that :func:`class_attributes` returned."""
-    for kind, saved in classes.items():
-        if not is_same(saved, present := _attributes(kind)):
-            for name in present.keys() - saved.keys():
-                delattr(kind, name)
-            for name, value in saved.items():
-                setattr(kind, name, value)
+def _restorers_of(values: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """Yield functions that give values the contents again that they have now."""
+    for value in {id(value): value for value in values}.values():
+        kind = type(value)  # and not isinstance, which asks the object of a weak proxy
+        if issubclass(kind, (list, set, deque)):
+            yield partial(_refill_container, value, [*value])
+        elif issubclass(kind, dict):
+            yield partial(refill, value, dict(value))
+        elif issubclass(kind, (torch.Generator, np.random.RandomState)):
+            yield partial(value.set_state, value.get_state())
+        elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+            yield partial(value.setstate, value.getstate())
+        elif issubclass(kind, (np.random.Generator, np.random.BitGenerator)):
+            bits = value.bit_generator if issubclass(kind, np.random.Generator) else value
+            yield partial(setattr, bits, "state", bits.state)
+        elif not issubclass(kind, nn.Module) and kind.__module__.partition(".")[0] not in _SYSTEM:
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                yield partial(refill, attributes, dict(attributes))
 
 
-def _attributes(kind: type) -> dict[str, Any]:
+def _attributes_of(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
 
-def _generator_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:
-    """Return the function that sets the state of a random generator, and its state; None for other values."""
-    if isinstance(value, torch.Generator):
-        return value.set_state, value.get_state()
-    if isinstance(value, np.random.RandomState):
-        return value.set_state, value.get_state()
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.setstate, value.getstate()
-    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-    if isinstance(bits, np.random.BitGenerator):
-        return lambda state: setattr(bits, "state", state), bits.state
-    return None
-
-
-def _holds_values(kind: type) -> bool:
-    """Return whether objects of a class only hold values, as far as its module tells."""
-    module = kind.__module__.partition(".")[0]
-    if issubclass(kind, nn.Module) or module in _PLAIN_MODULES:
-        return True
-    return module not in ("torch", "numpy", "builtins") and module not in sys.stdlib_module_names
-
-
-def _slots_of(kind: type) -> list[MemberDescriptorType]:
-    return [
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-        if isinstance(member, MemberDescriptorType)
-    ]
-
-
-def _slot(value: Any, descriptor: MemberDescriptorType) -> Any:
-    try:
-        return descriptor.__get__(value)
-    except AttributeError:
-        return _MISSING
+def _restore_class(kind: type, saved: Mapping[str, Any]) -> None:
+    if not _is_same(saved, present := _attributes_of(kind)):
+        for name in present.keys() - saved.keys():
+            delattr(kind, name)
+        for name, value in saved.items():
+            setattr(kind, name, value)
 
 
 # Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
@@ -291,31 +166,31 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 class ModelState:
     """The buffers, attributes and generators of a model's modules at the time when this object is made.
 
-    The contents of attributes are saved too: of containers, and of objects with their attributes, at any depth within
-    the limits of :class:`AttributeState`. Parameters are not copied, and neither are the codes of compressed layers,
-    which no forward writes. While this object is in use, parameters and buffers that were made in inference mode are
-    replaced by normal tensors of the same memory, because autograd refuses tensors of inference mode.
+    Parameters are not copied, and neither are the codes of compressed layers, which no forward writes. While this
+    object is in use, parameters and buffers that were made in inference mode are replaced by normal tensors of the same
+    memory, because autograd refuses tensors of inference mode.
 
-    Cost: a copy of all buffers, and of tensors and arrays that are attributes.
+    Cost: a copy of all buffers, and of tensors that are attributes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._changes: list[_Change] = []  # by the last forward
         self._attributes = {module: dict(vars(module)) for module in model.modules()}
-        values: list[Any] = []
+        bases = {base for module in self._attributes for base in type(module).__mro__ if issubclass(base, nn.Module)}
+        self._classes = {
+            base: _attributes_of(base) for base in bases if base.__module__.partition(".")[0] not in _LIBRARIES
+        }
+        values = [value for attributes in self._classes.values() for value in attributes.values()]
         values_of_modules: list[Any] = []
-        tensors: dict[int, Tensor] = {}
+        written: list[Any] = []
         for module, attributes in self._attributes.items():
-            writable = [] if isinstance(module, CompressedModule) else [*buffers_of(module).values()]
-            tensors |= {id(tensor): tensor for tensor in writable if tensor is not None and _is_written(tensor)}
+            written += [] if isinstance(module, CompressedModule) else buffers_of(module).values()
             for name, value in attributes.items():
                 (values_of_modules if name in _OF_MODULES else values).append(value)
-        self._classes = class_attributes(map(type, self._attributes))
-        values += [value for attributes in self._classes.values() for value in attributes.values()]
-        self._held = AttributeState(values, self._attributes)
-        self._held_by_torch = AttributeState(values_of_modules, self._attributes, is_deep=False)
-        tensors |= {id(tensor): tensor for tensor in self._held.tensors if _is_written(tensor)}
+        self._restorers = [*_restorers_of(values)]
+        self._restorers_of_modules = [*_restorers_of(values_of_modules)]
+        tensors = {id(value): value for value in [*written, *values] if _is_written(value)}
         aliases = self._use_normal_tensors()
         self._contents = [_Contents(aliases.get(key, tensor)) for key, tensor in tensors.items()]
         self._writes = [
@@ -378,7 +253,7 @@ class ModelState:
             self._changes = [
                 (table, names, entries, changed_entries)
                 for table, names, entries in tables
-                if (table or entries) and not is_same(entries, changed_entries := _entries(table, names))
+                if (table or entries) and not _is_same(entries, changed_entries := _entries(table, names))
             ]
         if self._changes:
             _check_parameters(self._changes, {id(value) for *_, entries in tables for value in entries.values()})
@@ -402,12 +277,15 @@ class ModelState:
         self._undo()
         for module, attributes in self._attributes.items():
             refill(vars(module), attributes)
-        self._held_by_torch.restore()
+        for restore in self._restorers_of_modules:
+            restore()
         self._restore_values(thorough=True)
 
     def _restore_values(self, *, thorough: bool) -> None:
-        restore_classes(self._classes)
-        self._held.restore()
+        for kind, attributes in self._classes.items():
+            _restore_class(kind, attributes)
+        for restore in self._restorers:
+            restore()
         for contents in self._contents:
             contents.restore(thorough=thorough)
 
@@ -437,9 +315,9 @@ def _has_values(value: Any) -> bool:
     return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and bool(value.state_dict()))
 
 
-def _is_written(x: Tensor) -> bool:
-    """Return whether a forward could write to a tensor."""
-    return not (x.is_meta or is_lazy(x) or isinstance(x, nn.Parameter))
+def _is_written(x: Any) -> bool:
+    """Return whether a value is a tensor that a forward could write to."""
+    return issubclass(type(x), Tensor) and not (x.is_meta or is_lazy(x) or isinstance(x, nn.Parameter))
 
 
 @contextmanager

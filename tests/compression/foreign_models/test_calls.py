@@ -5,10 +5,7 @@ a fraction of a second.
 """
 
 import copy
-import random
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from compressing import low_rank
@@ -17,7 +14,6 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import panther as pr
-from panther.compression.calibration.model_state import AttributeState
 from panther.errors import CompressionError, NumericalWarning
 
 
@@ -29,72 +25,6 @@ def errors_of(model, **options):
     with torch.no_grad():
         ours, expected = (each.eval()(batches[-1]).clone() for each in (model, exact))
     return report, ((ours - expected).norm() / expected.norm()).item()
-
-
-class Counter:
-    """Counts in an attribute of a slot's object, in an array, in nested containers, and in generators."""
-
-    def __init__(self):
-        self.slotted = SimpleNamespace(inner=SlottedCount())
-        self.array = np.zeros(2)
-        self.nested = {"layers": [{"steps": torch.zeros(1)}], "seen": []}
-        self.generators = [np.random.default_rng(0), random.Random(0), np.random.RandomState(0), np.random.PCG64(0)]
-
-    def step(self):
-        """Return what differs in every call, unless all of this is put back between them."""
-        self.slotted.inner.count += 1
-        self.slotted.inner.late = 1
-        self.slotted.late = 1
-        self.array += 1
-        self.nested["layers"][0]["steps"] += 1
-        self.nested["seen"].append(1)
-        default, python, legacy, bits = self.generators
-        draws = default.random(), python.random(), legacy.rand(), float(bits.random_raw() % 1000)
-        counts = self.slotted.inner.count, self.array[0], self.nested["layers"][0]["steps"].item()
-        return (*counts, len(self.nested["seen"]), *draws)
-
-
-class SlottedCount:
-    __slots__ = ("count", "late")
-
-    def __init__(self):
-        self.count = 0
-
-
-class Counting(Model):
-    def __init__(self):
-        super().__init__()
-        self.state = Counter()
-
-    def forward(self, x):
-        step = self.state.step()
-        STEPS.add(step)
-        return self.network(x) * step[0]
-
-
-STEPS: set[tuple[float, ...]] = set()
-
-
-def test_what_attributes_hold_is_put_back_at_any_depth():
-    STEPS.clear()
-    model = Counting()
-    expected = copy.deepcopy(model.state).step()
-    report, error = errors_of(model)
-    assert expected in STEPS
-    assert len(STEPS) == 1
-    assert report.measured_error == pytest.approx(error, rel=1e-3)
-    assert not any("differ by" in note for note in report.notes)
-
-
-def test_the_search_of_attributes_ends():
-    owner = SimpleNamespace(pool=[], count=0)
-    owner.itself, owner.tensors = owner, [[torch.zeros(4) for _ in range(20_000)]]
-    state = AttributeState([owner], [])
-    assert 0 < len(state.tensors) < 20_000
-    owner.count, owner.pool = 1, [owner]
-    state.restore()
-    assert (owner.count, owner.pool) == (0, [])
-    assert len(owner.tensors[0]) == 20_000
 
 
 class Static(Model):
