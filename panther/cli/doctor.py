@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="check names, interfaces, versions, clocks, disk and the connections of all pairs of ranks; takes the "
+        help="check interfaces, versions, clocks, disk and the connections of all pairs of ranks; takes the "
         "options of panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
     )
     parser.add_argument("--folder", type=Path, metavar="PATH", help="a folder that all nodes should share")
@@ -92,7 +92,7 @@ def _check_nodes(args: argparse.Namespace) -> int:
     from panther.distributed.comm.bandwidth import profile_communication_overhead
     from panther.distributed.comm.process_group import ranks_from_environment, shutdown, start_group
     from panther.distributed.comm.store import open_store
-    from panther.distributed.preflight.check import check_nodes
+    from panther.distributed.preflight import check_nodes
 
     rank, world_size = ranks_from_environment()
     meeting = open_store(rank, world_size, args.timeout)

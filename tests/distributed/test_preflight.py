@@ -15,11 +15,9 @@ import torch.distributed as dist
 import waits
 
 from panther.cli import main
+from panther.distributed import preflight
 from panther.distributed.comm.store import Meeting, address_of
-from panther.distributed.preflight import check
-from panther.distributed.preflight import report as report_module
-from panther.distributed.preflight.check import schedule
-from panther.distributed.preflight.report import Findings, Measured, NodeInfo, judge
+from panther.distributed.preflight import Findings, NodeInfo, judge
 
 pytestmark = pytest.mark.distributed
 
@@ -32,13 +30,11 @@ def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=300.0,
         if pid == 0:
             try:
                 torch.set_num_threads(1)
-                check._SEND_S = 0.01
-                report_module._SLOW = 0.0  # A busy machine makes some of the connections slower than others.
                 inject(rank)
                 store = dist.FileStore(str(tmp_path / "store"), n)
                 meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s, "here", folder=tmp_path)
                 own = folder(rank) if callable(folder) else folder
-                result = asdict(check.check_nodes(meeting, rank, n, own, **settings))
+                result = asdict(preflight.check_nodes(meeting, rank, n, own, **settings))
             except Exception as error:
                 result = f"{type(error).__name__}: {error}"
             finally:
@@ -83,7 +79,7 @@ def in_rank(victim, module, name, value):
 
 
 def test_another_version(tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(1, report_module, "__version__", "0.0.1")))
+    report = report_of(examine(tmp_path, 3, in_rank(1, preflight, "__version__", "0.0.1")))
     (fault,) = report.faults
     assert fault.startswith("Panther is ")
     assert fault.endswith(" on ranks 0, 2 and 0.0.1 on rank 1: install the same version everywhere")
@@ -91,7 +87,7 @@ def test_another_version(tmp_path):
 
 @pytest.mark.parametrize(("shift", "word"), [(3.0, "ahead of"), (-3.0, "behind")])
 def test_another_clock(shift, word, tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(2, check, "_clock", lambda: time.time() + shift)))
+    report = report_of(examine(tmp_path, 3, in_rank(2, preflight, "_clock", lambda: time.time() + shift)))
     assert report.faults == []
     (note,) = report.notes
     assert note.startswith("the clock of rank 2 (")
@@ -103,7 +99,7 @@ def test_a_full_disk(tmp_path):
     def usage(path):
         return SimpleNamespace(free=5e8)
 
-    report = report_of(examine(tmp_path, 2, in_rank(1, report_module, "shutil", SimpleNamespace(disk_usage=usage))))
+    report = report_of(examine(tmp_path, 2, in_rank(1, preflight, "shutil", SimpleNamespace(disk_usage=usage))))
     (fault,) = report.faults
     assert fault.startswith("rank 1 (")
     assert " has 500 MB free in " in fault
@@ -134,14 +130,14 @@ def test_a_folder_that_is_missing(victim, tmp_path):
 
 def redirect(victim, wrong_rank=None, wrong_port=None, only=None):
     """Let a rank connect to another port than that of its partner, or ask for another rank there."""
-    real = check.measure
+    real = preflight.connect
 
-    def measure(address, port, rank, token, timeout_s):
+    def connect(address, port, rank, token, timeout_s):
         if only in (None, rank):
             port, rank = wrong_port or port, rank if wrong_rank is None else wrong_rank
         return real(address, port, rank, token, timeout_s)
 
-    return in_rank(victim, check, "measure", measure)
+    return in_rank(victim, preflight, "connect", connect)
 
 
 def test_a_pair_that_cannot_connect_is_named(tmp_path):
@@ -168,12 +164,12 @@ def test_somebody_else_at_the_address(tmp_path):
 
 
 def test_data_that_does_not_arrive(tmp_path, monkeypatch):
-    def serve(self, connection):
-        check._read(connection, len(self._hello))
+    def serve(connection, hello):
+        preflight._read(connection, len(hello))
         threading.Event().wait()
 
-    inject = in_rank(1, check.Listener, "_serve", serve)
-    monkeypatch.setattr(check, "_CONNECT_S", limit_s := waits.scaled(1))
+    inject = in_rank(1, preflight, "_serve", serve)
+    monkeypatch.setattr(preflight, "_CONNECT_S", limit_s := waits.scaled(1))
     (fault,) = report_of(examine(tmp_path, 2, inject)).faults
     assert fault.startswith("rank 0 (")
     expected = (
@@ -183,17 +179,16 @@ def test_data_that_does_not_arrive(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_ends_meanwhile_is_named(tmp_path):
-    inject, timeout_s = in_rank(2, check, "measure", lambda *_: leave()), waits.scaled(2)
+    inject, timeout_s = in_rank(2, preflight, "connect", lambda *_: leave()), waits.scaled(2)
     report = report_of(examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[2]))
     (fault,) = report.faults
     assert fault == (
-        f"rank 2 did not answer within {timeout_s:g} s, testing its connection with rank 1: it has exited or "
-        "hangs; see its log"
+        f"rank 2 did not answer within {timeout_s:g} s, testing its connections: it has exited or hangs; see its log"
     )
 
 
 def test_rank_0_that_ends_is_named(tmp_path):
-    inject, timeout_s = in_rank(0, check, "judge", lambda *_: leave()), waits.scaled(1)
+    inject, timeout_s = in_rank(0, preflight, "judge", lambda *_: leave()), waits.scaled(1)
     results = examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[0])
     assert results == [
         f"DistributedError: rank 0 did not answer rank {rank} of 3 within {2 * timeout_s:g} s: it has exited or "
@@ -224,21 +219,12 @@ def test_an_interface_that_does_not_exist(variable, tmp_path):
 @pytest.mark.parametrize("value", ["l", "=lo", "^docker0", "lo,eth7"])
 def test_the_forms_that_nccl_knows(value, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
-    assert report_module._wrong_interface("NCCL_SOCKET_IFNAME") is None
+    assert preflight._wrong_interface("NCCL_SOCKET_IFNAME") is None
 
 
 def test_the_address_of_an_interface():
     assert address_of("lo") == "127.0.0.1"
     assert address_of("no-such-interface-at-all") is None
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_every_two_ranks_meet_once(n):
-    met = []
-    for partners in schedule(n):
-        assert all(partners[partners[rank]] == rank != partners[rank] for rank in partners)
-        met += partners.items()
-    assert sorted(met) == sorted(permutations(range(n), 2))
 
 
 # Several nodes, made up
@@ -250,10 +236,10 @@ def nodes():
     found = Findings(3, False, "at 10.0.0.1:29500, tried from 10.0.0.1")
     for rank in range(3):
         found.nodes[rank] = NodeInfo(
-            f"node{rank}", f"10.0.0.{rank + 1}", f"10.0.0.{rank + 1}", "eth0", 1500, {"torch": "2.13"}, "/data",
+            f"node{rank}", f"10.0.0.{rank + 1}", "eth0", 1500, {"torch": "2.13"}, "/data",
             10**11, 10**9, 8, (), 4000 + rank,
         )  # fmt: skip
-    found.pairs = {pair: Measured(1e-4, 1e-5, 1e9) for pair in permutations(range(3), 2)}
+    found.connections = {pair: (1e-5, 1e-4) for pair in permutations(range(3), 2)}
     return found
 
 
@@ -266,18 +252,9 @@ def test_three_nodes(nodes):
         "0     node0  10.0.0.1  eth0       1500  2.13   8     100 GB     0",
         "1     node1  10.0.0.2  eth0       1500  2.13   8     100 GB     0",
         "2     node2  10.0.0.3  eth0       1500  2.13   8     100 GB     0",
-        "6 connections between pairs: 1 GB/s to 1 GB/s, round trip 100 us to 100 us",
+        "6 connections between pairs",
         "no faults",
     ]
-
-
-def test_a_slow_pair(nodes):
-    nodes.pairs[2, 1] = Measured(1e-4, 0.0, 1e8)
-    (note,) = judge(nodes, 1e9).notes
-    assert note == (
-        "from rank 2 (node2) to rank 1 (node1) a connection carries 100 MB/s, less than half of the median of all "
-        "pairs (1 GB/s)"
-    )
 
 
 def test_one_address_on_two_nodes(nodes):
@@ -289,15 +266,10 @@ def test_one_address_on_two_nodes(nodes):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"own_name_resolves_to": ""}, "rank 1 cannot resolve its own host name: Panther finds the interface"),
-        (
-            {"own_name_resolves_to": "127.0.1.1"},
-            "on rank 1 the own host name leads to the loopback interface (/etc/hosts)",
-        ),
         ({"mtu": 9000}, "the MTU is 1500 on ranks 0, 2 and 9000 on rank 1: set the same on all nodes"),
         ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm of rank 1 has 67.1 MB free"),
     ],
-    ids=["unknown name", "Debian", "MTU", "shared memory"],
+    ids=["MTU", "shared memory"],
 )
 def test_notes(change, expected, nodes):
     nodes.nodes[1] = replace(nodes.nodes[1], **change)
@@ -311,18 +283,12 @@ def test_many_pairs_that_fail(nodes):
     for rank in range(3, 12):
         nodes.nodes[rank] = replace(nodes.nodes[0], host=f"node{rank}", address=f"10.0.0.{rank + 1}")
     nodes.world_size = 12
-    nodes.pairs = {pair: Measured(1e-4, 0.0, 1e9) for pair in permutations(range(12), 2)}
+    nodes.connections = {pair: (0.0, 1e-4) for pair in permutations(range(12), 2)}
     for a in range(8):
-        nodes.pairs[a, a + 1] = "no answer"
+        nodes.connections[a, a + 1] = "no answer"
     *first, last = judge(nodes, 1e9).faults
     assert len(first) == 5
     assert last.startswith("3 more pairs cannot connect: 5 to 6, 6 to 7, 7 to 8; let all ports through")
-
-
-def test_pairs_that_there_was_no_time_for(nodes):
-    del nodes.pairs[0, 1]
-    nodes.stopped_after_s = 300.0
-    assert judge(nodes, 1e9).notes == ("1 connection was not tested, as 300 s had passed",)
 
 
 # The command

@@ -13,7 +13,7 @@ import waits
 from launchers import Launcher, until
 from two_nodes import UnavailableError, two_nodes
 
-from panther.distributed.preflight import check
+from panther.distributed import preflight
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -192,13 +192,7 @@ def test_the_doctor_finds_nothing(doctor, tmp_path):
     assert [line.split()[:5] for line in report[2:4]] == [
         [str(rank), NAMES[rank], ADDRESSES[rank], f"ptr-{'ab'[rank]}", "1500"] for rank in range(2)
     ]
-    assert report[4].startswith("2 connections between pairs: ")
-    fix = "Panther finds the interface by the route; programs without it need GLOO_SOCKET_IFNAME"
-    rest = [line for line in report[5:] if "a connection carries" not in line]  # the machine may be busy
-    assert rest == [
-        f"note: on ranks 0, 1 the own host name leads to the loopback interface (/etc/hosts): {fix}",
-        "no faults",
-    ]
+    assert report[4:] == ["2 connections between pairs", "no faults"]
 
 
 def test_the_doctor_finds_a_firewall(doctor, firewall):
@@ -207,9 +201,8 @@ def test_the_doctor_finds_a_firewall(doctor, firewall):
     assert code == 1
     (fault,) = [line for line in report if line.startswith("fault: rank 0 (panther-a)")]
     assert "cannot connect to rank 1 (panther-b) at 10.99.0.2:" in fault
-    connect_s = min(check._CONNECT_S, timeout_s / 4)
+    connect_s = min(preflight._CONNECT_S, timeout_s / 2)
     assert f"no answer within {connect_s:g} s, for example because a firewall drops packets" in fault
-    assert "note: rank 1 cannot resolve panther-a, the host name of rank 0: give addresses" in "\n".join(report)
 
 
 def test_the_doctor_finds_a_folder_that_is_not_shared(doctor, tmp_path):

@@ -4,12 +4,10 @@ A store may contain entries of earlier attempts of the same run, because the sto
 restarts. So an entry counts only if it answers the present processes. Rank 0 writes a new *token*. Every other rank
 writes a random *nonce* under this token. Rank 0 writes its decision under the token as well, and a rank accepts the
 decision only if its nonce is in it. The process group then uses only keys with the token, or a file of that name.
-Without a process group, ranks that have checked in exchange values in steps, by :class:`Exchange`.
 """
 
 __all__ = [
-    "Agreement", "EndedError", "Exchange", "MissingRanksError", "RankInfo", "check_in", "decide",
-    "lost_store_explained", "meet", "own_gpu",
+    "Agreement", "RankInfo", "check_in", "decide", "lost_store_explained", "meet", "own_gpu", "pauses", "values_of",
 ]  # fmt: skip
 
 import json
@@ -17,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +32,6 @@ from panther.errors import DistributedError
 
 _POLL_S = (0.002, 0.1)  # first pause and longest
 _GRACE_S = 2.0  # additional time for a decision that rank 0 is about to write
-_READ_S = 5.0  # time in which all ranks read the last message of an exchange
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ def _machine() -> str:
 def _lead(meeting: Meeting, info: RankInfo) -> Agreement:
     store, token, other_ranks = meeting.store, uuid.uuid4().hex, range(1, info.world_size)
     store.set("token", token)
-    hellos = _values_of(store, f"hello/{token}", other_ranks, meeting.deadline)
+    hellos = values_of(store, f"hello/{token}", other_ranks, meeting.deadline)
     nonces = {other: hello["nonce"] for other, hello in hellos.items()}
     try:
         if len(hellos) < len(other_ranks):
@@ -165,7 +162,7 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
     store, nonce, token, answer = meeting.store, uuid.uuid4().hex, "", {}
     hello = json.dumps({"nonce": nonce, "info": asdict(info)})
     store.set(f"hello/{token}/{rank}", hello)  # other ranks name it in their errors if rank 0 never comes
-    for _ in _pauses():
+    for _ in pauses():
         if store.check(["token"]):
             current_token = store.get("token").decode()
             if current_token not in ("", token):  # the first token, or a new one after the token of an earlier attempt
@@ -176,7 +173,7 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
                 if answer["nonces"].get(str(rank)) == nonce:
                     break
         if time.monotonic() > meeting.deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
-            present = _values_of(store, f"hello/{token}", range(1, info.world_size), meeting.deadline)
+            present = values_of(store, f"hello/{token}", range(1, info.world_size), meeting.deadline)
             _raise_missing(list(present), info.world_size, meeting)
     store.delete_key(f"hello//{rank}")
     if "error" in answer:
@@ -195,9 +192,9 @@ def meet(store: dist.Store, key: str, count: int, deadline: float) -> bool:
     return arrived >= count
 
 
-def _values_of(store: dist.Store, name: str, ranks: Collection[int], deadline: float) -> dict[int, Any]:
+def values_of(store: dist.Store, name: str, ranks: Collection[int], deadline: float) -> dict[int, Any]:
     """Return the values that ranks have stored under a name, once all have stored one, or at the deadline."""
-    for _ in _pauses():
+    for _ in pauses():
         present = [rank for rank in ranks if store.check([f"{name}/{rank}"])]
         if len(present) == len(ranks) or time.monotonic() > deadline:
             break
@@ -212,94 +209,11 @@ def _raise_missing(present: list[int], world_size: int, meeting: Meeting) -> NoR
     )
 
 
-def _pauses() -> Iterator[None]:
+def pauses() -> Iterator[None]:
+    """Pause between the looks at a store, longer each time; raise if the launcher of this process has ended."""
     pause, longest = _POLL_S
     while True:
         yield
         check_parent()
         time.sleep(pause)
         pause = min(1.5 * pause, longest)  # short waits stay short, and long ones do not load the store
-
-
-class MissingRanksError(Exception):
-    """Ranks that did not answer, on rank 0."""
-
-    def __init__(self, ranks: list[int], text: str) -> None:
-        super().__init__(text)
-        self.ranks = ranks
-
-
-class EndedError(Exception):
-    """Rank 0 has ended the checks; the argument is its last message."""
-
-
-class Exchange:
-    """Steps in which rank 0 gathers a value of every rank, or gives a value to all. Every rank makes the same calls.
-
-    Args:
-        store: A store whose keys belong to this run only.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        timeout_s: Seconds for which rank 0 waits for the other ranks in each step; they wait for rank 0 twice as long.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self._store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
-        self._step = 0
-
-    def gather(self, value: Any, doing: Callable[[int], str]) -> dict[int, Any]:
-        """Return the values of all ranks on rank 0, and an empty dictionary on the other ranks.
-
-        Args:
-            value: The value of this rank, which can be written as JSON.
-            doing: A function of a rank that describes this step, for the error.
-
-        Raises:
-            MissingRanksError: On rank 0, if ranks do not answer in time.
-        """
-        self._step += 1
-        name, other_ranks = f"from/{self._step}", range(1, self.world_size)
-        if self.rank:
-            self._store.set(f"{name}/{self.rank}", json.dumps(value))
-            return {}
-        values = {0: value} | _values_of(self._store, name, other_ranks, time.monotonic() + self.timeout_s)
-        if absent := [rank for rank in other_ranks if rank not in values]:
-            within = f"within {self.timeout_s:g} s"
-            reasons = "; ".join(f"rank {rank} did not answer {within}, {doing(rank)}" for rank in absent[:5])
-            more = f"; and {len(absent) - 5} more" if len(absent) > 5 else ""
-            raise MissingRanksError(absent, f"{reasons}{more}: it has exited or hangs; see its log")
-        return values
-
-    def give(self, value: Any = None) -> Any:
-        """Return rank 0's value on all ranks.
-
-        Raises:
-            EndedError: On the other ranks, if rank 0 has ended the checks.
-            DistributedError: On the other ranks, if rank 0 gives nothing in time.
-        """
-        self._step += 1
-        key = f"to/{self._step}"
-        if self.rank == 0:
-            self._store.set(key, json.dumps(value))
-            return value
-        deadline = time.monotonic() + 2 * self.timeout_s
-        for _ in _pauses():
-            if self._store.check([key]):
-                break
-            if self._store.check(["end"]):
-                raise EndedError(json.loads(self._store.get("end")))
-            if time.monotonic() > deadline:
-                raise DistributedError(
-                    f"rank 0 did not answer rank {self.rank} of {self.world_size} within {2 * self.timeout_s:g} s: it "
-                    "has exited or hangs; see its log"
-                )
-        return json.loads(self._store.get(key))
-
-    def end(self, value: Any, num_absent: int) -> None:
-        """Publish the last message, on rank 0, and wait until all ranks have read it, except for absent ranks."""
-        self._store.set("end", json.dumps(value))
-        meet(self._store, "read", self.world_size - num_absent, time.monotonic() + _READ_S)
-
-    def has_read(self) -> None:
-        """Tell rank 0, which may host the store, that this rank has read the last message."""
-        self._store.add("read", 1)
