@@ -1,10 +1,9 @@
 """A process beside a launcher that ends the launcher's workers if the launcher itself is killed.
 
 A worker that hangs, is stopped, or still imports cannot notice that its launcher has died. The guardian is a Python
-process in a separate session that imports only the standard library. It reads the workers and folders to guard from its
-standard input, a pipe that the launcher holds open. At the end of the input, the guardian asks the workers that are
-still alive to save and end, by SIGTERM, and ends the remaining workers after the grace period by SIGKILL. If the
-launcher has not announced its end, it was killed, and the guardian removes its temporary folders.
+process in a separate session that imports only the standard library. Once its parent, the launcher, has died, it asks
+the workers that are still alive to save and end, by SIGTERM, ends the remaining workers after the grace period by
+SIGKILL, and removes the launcher's temporary folders. It needs /proc, as Linux has it.
 """
 
 __all__ = ["Guardian"]
@@ -17,17 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 _POLL_S = 0.1
-_guardians: "weakref.WeakSet[Guardian]" = weakref.WeakSet()
+_Workers = list[tuple[int, str]]  # the number and start time of each: a later process may have the same number
 
 
 class Guardian:
-    """Start the guardian and tell it what to guard, in the launcher. If the process cannot start, nothing is guarded.
+    """Start and stop the guardian, in the launcher. If the process cannot start, nothing is guarded.
 
     Args:
         grace_period_s: Seconds that workers have to save and end once the launcher has died.
@@ -35,101 +32,69 @@ class Guardian:
     """
 
     def __init__(self, grace_period_s: float, folders: Sequence[str] = ()) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._grace_period_s, self._folders = grace_period_s, folders
+        self._workers: _Workers = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def guard(self, pids: Collection[int]) -> None:
+        """Guard these workers in place of earlier workers, which have ended."""
+        self._stop()
+        self._workers = [(pid, started) for pid in pids if (started := _start_time(pid))]
+        arguments = [os.getpid(), self._workers, self._grace_period_s, list(self._folders)]
         with contextlib.suppress(OSError):  # without a guardian, a worker that hangs outlives a killed launcher
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-I", "-S", __file__, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # so that a signal to the launcher's process group does not end it
-                text=True,
             )
-        _guardians.add(self)
-        self._tell("limits", [grace_period_s, list(folders)])
-
-    def guard(self, pids: Collection[int]) -> None:
-        """Guard these workers in place of earlier workers."""
-        self._tell("workers", [[pid, _start_time(pid)] for pid in pids])
 
     def end(self) -> None:
-        """Announce that the launcher ends by itself. The guardian still ends workers that are left."""
-        self._tell("end", True)
+        """Stop the guardian, because the launcher ends by itself, and end workers that are left."""
+        self._stop()
+        _end(self._workers, self._grace_period_s)
+
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            process.kill()
             process.wait()
 
-    def forget(self) -> None:
-        """Close the pipe in a forked process, whose copy would hide the death of the launcher."""
-        process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            process.returncode = 0  # not a child of this process
 
-    def _tell(self, name: str, value: Any) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # another process has ended the guardian
-                self._process.stdin.write(f"{json.dumps([name, value])}\n")
-                self._process.stdin.flush()
-
-
-def _forget_guardians() -> None:
-    for guardian in list(_guardians):
-        guardian.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_guardians)
-
-
-def _start_time(pid: int) -> str:
-    """Return the start time of a process, which differs for a later process of the same number; "" if it is unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _main() -> None:
-    """Wait for the end of the input, and clean up after the launcher."""
-    state: dict[str, Any] = {"limits": [0.0, []], "workers": [], "end": False}
-    for line in sys.stdin:
-        with contextlib.suppress(ValueError):  # the launcher was killed while it wrote the line
-            name, value = json.loads(line)
-            state[name] = value
-    grace_period_s, folders = state["limits"]
-    workers = [(pid, started) for pid, started in state["workers"] if started]
-    if state["end"]:
-        folders = []
-    _send(workers, signal.SIGTERM)
-    deadline = time.monotonic() + grace_period_s
-    while _alive(workers) and time.monotonic() < deadline:
+def _main(launcher: int, workers: _Workers, grace_period_s: float, folders: Sequence[str]) -> None:
+    """Wait for the death of the launcher, and clean up after it."""
+    while os.getppid() == launcher:
         time.sleep(_POLL_S)
-    # A stopped process reacts to no other signal, and children of a worker may outlive the worker.
-    if workers:
-        _send(workers, signal.SIGKILL)
+    _end(workers, grace_period_s)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(workers: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    return [(pid, started) for pid, started in workers if _start_time(pid) == started and not _is_zombie(pid)]
+def _end(workers: _Workers, grace_period_s: float) -> None:
+    _send(workers, signal.SIGTERM)
+    deadline = time.monotonic() + grace_period_s
+    while _alive(workers) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    _send(workers, signal.SIGKILL)  # a stopped process reacts to no other signal
 
 
-def _is_zombie(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
+def _start_time(pid: int) -> str:
+    """Return the start time of a process; "" if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else fields[18]
 
 
-def _send(workers: Sequence[tuple[int, str]], number: int) -> None:
+def _alive(workers: _Workers) -> list[int]:
+    return [pid for pid, started in workers if _start_time(pid) == started]
+
+
+def _send(workers: _Workers, number: int) -> None:
     """Send a signal to the workers that are alive, and to the process groups that they lead."""
-    for pid, _ in _alive(workers):
+    for pid in _alive(workers):
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, number)
@@ -138,4 +103,4 @@ def _send(workers: Sequence[tuple[int, str]], number: int) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(*json.loads(sys.argv[1]))
