@@ -1,6 +1,6 @@
 """Private names of torch that the kernels need, each with its reason and its public fallback.
 
-No other module of the kernels uses a private name of torch. ``panther/_torch.py`` has the private names for the rest
+No other module of the kernels uses a private name of torch. ``panther/_torch`` has the private names for the rest
 of Panther, which the kernels do not import.
 """
 

@@ -1,0 +1,115 @@
+"""What torch is doing: modes, backward passes, the compiler, and the operators that it calls."""
+
+__all__ = [
+    "ASSERT_TENSOR_METADATA", "TorchDispatchMode", "assign_attribute", "compiler_stance", "disable_dispatch_modes",
+    "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_mutable_operator", "operator_name",
+    "run_backward", "running_backward_id", "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
+    "without_fake_log",
+]  # fmt: skip
+
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+# Backward pass of a loss and a second root. torch.autograd.backward ends in the same function, after checks in Python
+# that took 2 % of a step of 1 ms; it is the public fallback.
+from torch.autograd.graph import _engine_run_backward as run_backward
+
+# Assigns a tensor or module to a GraphModule under a dotted name, and makes the modules between. fx fills a GraphModule
+# with it. The public fallback is add_submodule with register_buffer and register_parameter.
+from torch.fx.graph_module import _assign_attr as assign_attribute
+
+# A mode sees every operation of a block of code. torch documents modes for extensions, but has no public name for the
+# class, and no public function that leaves all modes, so that code computes with real tensors, or that returns the
+# active mode. The fallback, a subclass of torch.Tensor, would have to be passed through the user's model.
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+
+from panther._process_settings import Block, ProcessSetting
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_NO_FAKE_LOG = ProcessSetting(lambda: _FAKE_LOG.disabled, partial(setattr, _FAKE_LOG, "disabled"), True)
+
+ASSERT_TENSOR_METADATA = torch.ops.aten._assert_tensor_metadata.default
+"""The operator that torch.export adds after a cast. It must be removed, because a stage may get a different dtype, for
+example under autocast. torch has no public name for it."""
+
+
+def is_dispatch_mode_active() -> bool:
+    """Return whether a dispatch mode is active, such as the mode of fake tensors, in which tensors have no values.
+
+    torch has no public function that returns the active mode. The fallback is never to read values.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def is_backward_running() -> bool:
+    """Return whether a backward pass is running, as when activation checkpointing repeats a forward.
+
+    The id of the running graph is -1 outside of a backward pass. torch has no public function that returns it.
+    """
+    return running_backward_id() != -1
+
+
+def running_backward_id() -> int:
+    """Return the number of the running backward pass, -1 outside of one. torch has no public function that returns it.
+
+    The fallback is to take a backward pass for a new one if it reaches a module for the second time.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def saved_tensor_hooks_are_set() -> bool:
+    """Return whether hooks for saved tensors are active, for example of activation checkpointing.
+
+    The public functions set such hooks, and no public function returns whether hooks are set.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_dynamo_loaded() -> bool:
+    """Return whether the compiler is loaded. Loading, the public fallback, takes a second and 40 MB."""
+    return "torch._dynamo" in sys.modules
+
+
+def compiler_stance() -> tuple[Any, ...]:
+    """Return the stance of the compiler, which a block that sets one keeps to restore it.
+
+    torch has no public function that returns the stance. The fallback is to restore the default.
+    """
+    block = torch.compiler.set_stance("force_eager")
+    block.__exit__(None, None, None)
+    stance: Any = block.prev
+    return stance.stance, stance.skip_guard_eval_unsafe, stance.backend
+
+
+def set_compiler_stance(stance: tuple[Any, ...]) -> None:
+    """Set a stance that :func:`compiler_stance` returned."""
+    torch.compiler.set_stance(stance[0], skip_guard_eval_unsafe=stance[1], force_backend=stance[2])
+
+
+def is_mutable_operator(target: Any) -> bool:
+    """Return whether an operator of a graph changes a tensor in place. The schema has no public name."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def schema_of(operator: Any) -> Any:
+    """Return an operator's schema, which names its arguments. The public ``str(operator)`` has only the name."""
+    return operator._schema
+
+
+def operator_name(packet: Any) -> str:
+    """Return the name of an overload packet, such as "aten::add". The public ``str(packet)`` is "aten.add"."""
+    return packet._qualified_op_name
+
+
+def without_fake_log() -> Block:
+    """Return a block that keeps torch from logging the errors of fake tensors, which are raised as well.
+
+    Since torch 2.14 they reach standard error. The name of the logger is private. The public fallback is the
+    environment variable TORCH_LOGS, which torch reads once.
+    """
+    return _NO_FAKE_LOG.held()
