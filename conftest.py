@@ -1,4 +1,4 @@
-"""What tests, docstrings and pages share: Triton's interpreter, what is not collected, marks, and the limit of time.
+"""What tests, docstrings and pages share: Triton's interpreter, what is not collected, marks, and limits of tests.
 
 This file is at the root because pytest does not read tests/conftest.py for docstrings and pages alone.
 """
@@ -6,13 +6,15 @@ This file is at the root because pytest does not read tests/conftest.py for docs
 import importlib
 import json
 import os
+import resource
 import signal
+import sys
+import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import garbage  # noqa: F401 (before torch)
-import processor_time
 import pytest
 import torch
 import waits
@@ -73,9 +75,6 @@ collect_ignore = [
     ),
 ]
 
-# Tests with these marks are not in `make test`, and may take longer than a test there.
-LONG_MARKS = ("slow", "tool", "extra", "engine", "engine_slow", "torture", "gpu")
-_long = []
 _file_seconds = Counter()
 # They train, or plan for many layouts. Run alone, a page is not deselected.
 SLOW_PAGES = ("migrate-ddp.rst", "advisor.rst")
@@ -126,44 +125,21 @@ def pytest_timeout_set_timer(item, settings):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Note a test of ``make test`` that takes more than 5 s of processor time on the reference machine.
-
-    Processor time, because the time on the clock says nothing about a test on a busy machine.
-    """
-    processor_time.sample_speed()
-    begun = processor_time.processor_s()
+    """Count the seconds of processor time of each file. The time on the clock says nothing on a busy machine."""
+    begun = _processor_s()
     result = yield
-    used = processor_time.processor_s() - begun
-    _file_seconds[item.location[0]] += used
-    if used > processor_time.LIMIT_S and not _may_be_long(item):
-        limit = processor_time.limit_s()
-        if used > limit:
-            _long.append((used, limit, item.nodeid))
+    _file_seconds[item.location[0]] += _processor_s() - begun
     return result
 
 
-def _may_be_long(item):
-    """Return whether ``make test`` leaves the test out, or another number of examples was asked for."""
-    if "PANTHER_FUZZ_EXAMPLES" in os.environ and item.get_closest_marker("fuzz"):
-        return True
-    return any(item.get_closest_marker(name) for name in LONG_MARKS)
+def _processor_s():
+    """Return the processor seconds of this process, of its children that have ended, and of the pools of ranks."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    pool = sys.modules.get("pool")
+    return time.process_time() + ended.ru_utime + ended.ru_stime + (pool.processor_s() if pool else 0.0)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """List the tests that took too long."""
-    if _long:
-        terminalreporter.section(f"tests of more than {processor_time.LIMIT_S:g} s of processor time")
-        for used, limit, name in sorted(_long, reverse=True):
-            terminalreporter.line(f"{used:6.1f} s, and the limit is {limit:.1f} s on this machine now: {name}")
-        terminalreporter.line(
-            "Make them faster (smaller sizes, fewer repetitions, a fixture that tests share, fewer processes), or mark "
-            "them slow and keep a smaller case without the mark. Seconds include child processes and ranks."
-        )
-
-
-def pytest_sessionfinish(session, exitstatus):
-    """Write the seconds of each file for the queue of checks, and fail if ``PANTHER_LONG_TESTS=fail`` asks for it."""
+def pytest_sessionfinish(session):
+    """Write the seconds of each file for the queue of checks."""
     if path := os.environ.get("PANTHER_SECONDS_FILE"):
         Path(path).write_text(json.dumps(_file_seconds))
-    if _long and exitstatus == 0 and os.environ.get("PANTHER_LONG_TESTS") == "fail":
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -124,7 +124,6 @@ def test_two_tasks_train_and_a_requeue_changes_no_bit(cluster, job):
         lambda: len(list(script.parent.glob("waiting-*"))) == 2,
         lambda: next(script.parent.glob("requeued-*.out")).read_text(),
         limit_s=300,
-        root=waits.EVERY_PROCESS,
     )
     assert cluster.state(number)["JobState"] == "RUNNING"
     assert cluster.call("scontrol", "requeue", number) == ""

@@ -153,5 +153,4 @@ class SlurmCluster:
             lambda: f"no {what}: {self.call('squeue')}",
             limit_s,
             period_s=0.1,
-            root=waits.EVERY_PROCESS,
         )

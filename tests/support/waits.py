@@ -1,28 +1,24 @@
 """Waits with limits that a busy machine does not reach. Tests wait through this module alone.
 
-A limit counts seconds on a clock that knows what the processes of the tests do. The clock runs while all of them sleep.
-While one of them can run, it counts the processor time of the thread that gets most, so it nearly stops while the
-processes wait for a processor or a disk. A deadlock therefore ends after its limit, an endless loop after its limit of
-processor time, and work on a busy machine gets the time that it needs, up to ``LONGEST`` times its limit.
+A limit counts seconds on a clock that is slower the more threads want to run for each core. Work on a busy machine thus
+gets the time that it needs, up to ``LONGEST`` times its limit. On an idle machine a deadlock ends after its limit.
 """
 
 import contextlib
 import faulthandler
+import glob
 import os
 import re
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 
 import pytest_timeout
 
 LONGEST = 10
-PERIOD_S = 0.5  # Looking at all threads of a pool of four ranks takes 5 ms.
-EVERY_PROCESS = 1  # as ``root``: for programs that detach themselves from the tests
+PERIOD_S = 0.5
 _TESTS = os.getpid()
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STACKS_SIGNAL = signal.SIGUSR2
 
 # Processes that are forked from this one inherit the handler and the file, and so can show their stacks.
@@ -36,74 +32,27 @@ class WaitError(AssertionError):
 
 
 class Deadline:
-    """The moment at which a wait ends, on the clock that the module describes.
+    """The moment at which a wait of ``limit_s`` seconds ends, on the clock that the module describes."""
 
-    Args:
-        limit_s: Seconds on this clock.
-        root: The process whose descendants, itself included, are waited for; by default the process of pytest.
-    """
-
-    def __init__(self, limit_s, root=_TESTS):
-        self.limit_s, self._root = limit_s, root
-        self._counted_s, self._processor_s = 0.0, {}
-        self._begun = self._sampled = time.monotonic()
+    def __init__(self, limit_s):
+        self.limit_s, self._counted_s, self._sampled = limit_s, 0.0, time.monotonic()
 
     def passed(self):
         """Return whether the wait has to end; to be called at least every ``PERIOD_S``."""
         now = time.monotonic()
-        elapsed = now - self._sampled
-        if elapsed >= min(PERIOD_S, self.limit_s / 4):
-            # What is more was not seen: this process itself was starved, or the machine was suspended.
-            self._counted_s += self._counted(min(elapsed, 2 * PERIOD_S))
-            self._sampled = now
-        return self._counted_s >= self.limit_s or now - self._begun >= LONGEST * self.limit_s
-
-    def _counted(self, elapsed):
-        threads = _threads(self._root)
-        if threads is None:
-            return elapsed / slowdown()
-        gained = (seconds - self._processor_s.get(thread, seconds) for thread, (_, seconds) in threads.items())
-        progress = max(gained, default=0.0)
-        self._processor_s = {thread: seconds for thread, (_, seconds) in threads.items()}
-        runnable = any(state in "RD" for state, _ in threads.values())
-        return min(elapsed, progress) if runnable else elapsed
-
-
-def _threads(root):
-    """Return the state and the processor seconds of each thread below ``root`` except for the caller's, by its id.
-
-    None where the system does not tell.
-    """
-    if not os.path.exists("/proc/self/stat"):
-        return None
-    threads = {}
-    for pid in descendants(root):
-        try:
-            thread_ids = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            continue
-        for thread_id in thread_ids:
-            if fields := _stat_fields(f"/proc/{pid}/task/{thread_id}/stat"):
-                threads[int(thread_id)] = (fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
-    threads.pop(threading.get_native_id(), None)
-    return threads
-
-
-def _stat_fields(path):
-    """Return the fields that follow the name of the program, from the state on; None if the process has gone."""
-    try:
-        with open(path, "rb") as file:
-            return file.read().rpartition(b")")[2].split() or None
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+        # If a longer time has passed, this process was starved, or the machine was suspended.
+        self._counted_s += min(now - self._sampled, 2 * PERIOD_S) / slowdown()
+        self._sampled = now
+        return self._counted_s >= self.limit_s
 
 
 def descendants(root=_TESTS):
     """Return the ids of a process and of all processes below it."""
     children = {}
-    for name in os.listdir("/proc") if os.path.exists("/proc/self/stat") else ():
-        if name.isdigit() and (fields := _stat_fields(f"/proc/{name}/stat")):
-            children.setdefault(int(fields[1]), []).append(int(name))
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path, "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.split("/")[2]))
     pids = [root]
     for pid in pids:
         pids += children.get(pid, [])
@@ -135,16 +84,15 @@ def scaled(seconds):
     return float(round(seconds * slowdown(), 1))
 
 
-def until(condition, what, limit_s=120, *, period_s=0.02, root=_TESTS):
+def until(condition, what, limit_s=120, *, period_s=0.02):
     """Wait until ``condition()`` is true.
 
     Args:
         condition: A function that is called once every ``period_s``.
         what: What did not happen, for the error: words, or a function that returns them.
         limit_s: The limit.
-        root: As for ``Deadline``.
     """
-    deadline = Deadline(limit_s, root)
+    deadline = Deadline(limit_s)
     while not condition():
         if deadline.passed():
             raise WaitError(f"after {limit_s:g} s: {what() if callable(what) else what}")
