@@ -136,7 +136,6 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_text $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_scratch $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.train.trial_optimizers $(filter --quick,$(ARGS))
-	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.train.trial_muon_ranks $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.train.trial_default_optimizers $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_activations $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.distributed.trial_link $(filter --quick,$(ARGS))

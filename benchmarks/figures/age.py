@@ -69,7 +69,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
-    "muon-ranks": ("benchmarks/train/trial_muon_ranks.py", "panther/optim"),
     "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),
     "optimizer-steps": ("benchmarks/train/optimizer_steps.py", "panther/optim"),
     "optimizers": (

@@ -19,7 +19,7 @@ from benchmarks.harness import RESULTS, ROOT
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
-SUBJECTS = ("optimizers", "default-optimizers", "muon-ranks", "activations")
+SUBJECTS = ("optimizers", "default-optimizers", "activations")
 SUMMARIZED = "optimizers"
 MAIN_METHODS = ("AdamW", "channel, a quarter", "tensor, rank 1", "Muon", "AdamW, narrower", "Adafactor")
 GENERATED = ".. Written by python -m benchmarks.figures.optimizers_table.\n\n"

@@ -161,13 +161,13 @@ def _adafactor(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     return torch.optim.Adafactor(_groups(model), lr=lr)
 
 
-def muon(task: OptimizerTask, model: nn.Module, lr: float, *, rank: int | None = None) -> Optimizer:
-    """Return MuonAdamW for the hidden layers, with updates of a rank, at most the width, or whole ones."""
+def muon(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
+    """Return MuonAdamW for the hidden layers."""
     hidden = _hidden(task, model)
     groups = pr.optim.param_groups(
         model, lr=lr, factor_lr=lr, weight_decay=_DECAY, include=lambda name, _: name in hidden
     )
-    return pr.optim.MuonAdamW(groups, betas=_BETAS, rank=rank and min(rank, task.width))
+    return pr.optim.MuonAdamW(groups, betas=_BETAS)
 
 
 def _sketched_adamw(task: OptimizerTask, model: nn.Module, lr: float, *, update: str, rank: int | None) -> Optimizer:

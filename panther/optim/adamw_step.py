@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from panther._setting_names import advice_for
 from panther.errors import CheckpointError
 from panther.optim.matrix_updates import local_part, moment_dtype, placed_like
 from panther.optim.rounding import copy_rounded
@@ -126,9 +127,10 @@ class CheckedGroups(torch.optim.Optimizer):
         unknown = group.keys() - self.defaults.keys() - _PASSIVE_KEYS - set(_ABSENT_SETTINGS)
         if unknown:
             key = min(unknown)
+            advice = advice_for(key, type(self).__name__)
             raise ValueError(
-                f"a group has {key}={group[key]!r}, which {type(self).__name__} does not read: leave it out, or add "
-                "labels for other code to optimizer.param_groups"
+                f"a group has {key}={group[key]!r}, which {type(self).__name__} does not read: "
+                f"{advice or 'leave it out, or add labels for other code to optimizer.param_groups'}"
             )
 
 

@@ -88,17 +88,6 @@ def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[No
     apply_updates(batch, (yield from orthogonalize_shards(shards, layout, owners_of_batch)))
 
 
-def add_up(x: Tensor, layout: ShardLayout) -> Generator[None, None, Tensor]:
-    """Return the sum of a tensor over the ranks that share matrices; yield while the terms travel."""
-    message = x.to(sending_device(layout.group, x))
-    with watched(_CALL, layout.group):
-        work = dist.all_reduce(message, group=layout.group, async_op=True)
-    yield
-    with watched(_CALL, layout.group):
-        work.wait()
-    return message.to(x.device)
-
-
 def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str) -> None:
     """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
 

@@ -4,17 +4,17 @@ __all__ = ["MuonAdamW"]
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from panther._keywords import explain_keywords
+from panther._setting_names import advice_for
 from panther._torch import default_store
-from panther.errors import DistributedError, DTypeError, ShapeError, check_size
+from panther.errors import CheckpointError, DistributedError, DTypeError, ShapeError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
-from panther.optim.low_rank import LowRankUpdate, update_low_rank
 from panther.optim.matrix_updates import (
     MatrixUpdate,
     batch_limit,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from panther.optim.shards import ShardLayout
 
 _log = logging.getLogger(__name__)
+_NAME = "MuonAdamW"
 
 
 class MuonAdamW(CheckedGroups):
@@ -54,18 +55,14 @@ class MuonAdamW(CheckedGroups):
         momentum: Momentum of the orthogonalised updates.
         orthogonalize: Whether groups without this key are orthogonalised. None selects hidden matrices, if no group has
             the key. Groups that are added later get AdamW unless they have it.
-        rank: Rank r of orthogonalised updates, for groups without this key; None is the full rank. Updates are then
-            :math:`P Q^T` from one step of power iteration per step, and the momentum keeps what they leave out, as in
-            Dion (arXiv:2504.05295).
-        precision: ``"bfloat16"`` or ``"float32"``, for Newton-Schulz iterations of full rank. None is bfloat16
-            on GPUs and CPUs with instructions for it (AVX-512 BF16, AMX, ARM's BF16), and else float32; the first
-            process that takes a step decides for a job, and checkpoints keep the choice. Float64 parameters, and
-            matrices with a side below 64, iterate in float32 or wider.
+        precision: ``"bfloat16"`` or ``"float32"``, for Newton-Schulz iterations. None is bfloat16 on GPUs and CPUs with
+            instructions for it (AVX-512 BF16, AMX, ARM's BF16), and else float32; the first process that takes a step
+            decides for a job, and checkpoints keep the choice. Float64 parameters, and matrices with a side below 64,
+            iterate in float32 or wider.
 
     Raises:
         ValueError: If a setting is out of range, or if no group is orthogonalised.
-        TypeError: If ``rank`` is not an integer.
-        ShapeError: If an orthogonalised group has a parameter that is not a matrix, or a side is smaller than ``rank``.
+        ShapeError: If an orthogonalised group has a parameter that is not a matrix.
         DTypeError: If an orthogonalised group has a complex parameter.
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
@@ -88,9 +85,7 @@ class MuonAdamW(CheckedGroups):
         >>> optimizer.step()
     """
 
-    complete_states = frozenset({"basis"})
-    """States that every rank with a shard of a matrix has in full, for the predictions of a plan."""
-
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any],
@@ -101,15 +96,13 @@ class MuonAdamW(CheckedGroups):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         orthogonalize: bool | None = None,
-        rank: int | None = None,
         precision: str | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.selects_matrices = False
         if orthogonalize is None:
-            sides = max(2, rank or 0)
-            params, self.selects_matrices = split_groups(params, "orthogonalize", (True, False), sides, {2, 3})
-        defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "rank": rank, "precision": precision}
+            params, self.selects_matrices = split_groups(params, "orthogonalize", (True, False), 2, {2, 3})
+        defaults |= {"momentum": momentum, "orthogonalize": bool(orthogonalize), "precision": precision}
         super().__init__(params, defaults)
         trained = sum(len(group["params"]) for group in self.param_groups)
         if trained and not any(group["orthogonalize"] for group in self.param_groups):
@@ -144,15 +137,15 @@ class MuonAdamW(CheckedGroups):
                 loss = closure()
         orthogonalized = [group for group in self.param_groups if group["orthogonalize"]]
         for group in orthogonalized:
-            if group.get("rank") is None and group.get("precision") is None and group["params"]:
+            if group.get("precision") is None and group["params"]:
                 group["precision"] = _job_precision(group["params"][0].device)
         layouts = self._agreed_layouts(_named_matrices(orthogonalized))
         for group in self.param_groups:
             for p in group["params"]:
                 self._refuse_sparse(f"a parameter of shape {tuple(p.shape)}", p)
-                _check_moments(p, self.state.get(p, {}), group.get("rank") if group["orthogonalize"] else None)
+                _check_moments(p, self.state.get(p, {}))
         updates = [
-            _update_class(group)(p, group, self.state[p], layouts.get(p))
+            MatrixUpdate(p, group, self.state[p], layouts.get(p))
             for group in orthogonalized
             for p in group["params"]
             if p.grad is not None
@@ -164,16 +157,21 @@ class MuonAdamW(CheckedGroups):
         """Load a state of :meth:`state_dict`, with its settings, as torch's optimizers do.
 
         Raises:
-            CheckpointError: Before anything changes, if the state is of another kind of optimizer.
+            CheckpointError: Before anything changes, if the state is of another kind of optimizer, or has updates of
+                low rank, which earlier versions had.
         """
         for number, group in enumerate(state_dict["param_groups"]):
             subject = f"group {number} of the state"
+            if group.get("rank") is not None and group.get("orthogonalize"):
+                raise CheckpointError(f"{subject} has updates of rank {group['rank']}: {advice_for('rank', _NAME)}")
             self._check_kind(subject, group, ("orthogonalize", "momentum", "betas"))
             keys = ("momentum_buffer",) if group["orthogonalize"] else ("exp_avg", "exp_avg_sq", "step")
             for state in filter(None, map(state_dict["state"].get, group["params"])):
                 self._check_kind(subject, state, keys)
         orthogonalized = [group["orthogonalize"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.pop("rank", None)  # which groups of earlier versions have
         for number, (group, was_orthogonalized) in enumerate(zip(self.param_groups, orthogonalized, strict=True)):
             if was_orthogonalized and not group["orthogonalize"]:
                 _log.warning(
@@ -181,33 +179,23 @@ class MuonAdamW(CheckedGroups):
                 )
 
     def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
-        from panther.optim import exchange, low_rank
+        from panther.optim.exchange import mean_bytes
 
-        if not group["orthogonalize"]:
-            return 0.0
-        if group["rank"] is None:
-            return exchange.mean_bytes(layout, iteration_dtype(parameter, group))
-        # The side of the basis does not depend on the layout, which transposes some square matrices.
-        is_transposed = parameter.shape[0] < parameter.shape[1]
-        return low_rank.mean_bytes(layout.oriented(is_transposed), group["rank"])
+        return mean_bytes(layout, iteration_dtype(parameter, group)) if group["orthogonalize"] else 0.0
 
     def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
         """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""
         if sharded := [update for update in updates if update.layout is not None]:
-            from panther.optim.exchange import Owners, add_up, update_shards
+            from panther.optim.exchange import Owners, update_shards
 
             owners = Owners()
             for batch in batches_of(sharded, batch_limit):
-                layout = batch[0].layout
-                if isinstance(batch[0], LowRankUpdate) and layout is not None:
-                    yield update_low_rank(batch, partial(add_up, layout=layout))
-                else:
-                    yield update_shards(batch, owners)
+                yield update_shards(batch, owners)
         for group in self.param_groups:
             if not group["orthogonalize"]:
                 yield self._step_adamw(group)
         for batch in batches_of((update for update in updates if update.layout is None), batch_limit):
-            yield update_low_rank(batch) if isinstance(batch[0], LowRankUpdate) else orthogonalize_batch(batch)
+            yield orthogonalize_batch(batch)
 
     def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:
         step_adamw(group, [p for p in group["params"] if p.grad is not None], self.state)
@@ -232,14 +220,9 @@ def _check_matrices(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be in [0, 1), not {group['momentum']}")
     precision = group.get("precision")
-    if precision not in (None, "bfloat16", "float32") or (precision and group.get("rank") is not None):
-        raise ValueError(
-            f"precision={precision!r} must be 'bfloat16', 'float32' or None, and None with a rank, whose updates are "
-            "computed in float64"
-        )
+    if precision not in (None, "bfloat16", "float32"):
+        raise ValueError(f"precision={precision!r} must be 'bfloat16', 'float32' or None")
     if group["orthogonalize"]:
-        if (rank := group.get("rank")) is not None:
-            check_size("rank", rank, least=1)
         if any(p.is_complex() for p in group["params"]):
             raise DTypeError(
                 "a group with orthogonalize=True has a complex matrix, and orthogonalised updates are of real ones: "
@@ -251,12 +234,6 @@ def _check_matrices(group: dict[str, Any]) -> None:
                 "a group with orthogonalize=True takes matrices (m, n) and stacks of them (experts, m, n), not a "
                 f"parameter of shape {wrong}: make the groups by panther.optim.param_groups(model)"
             )
-        small = next((tuple(p.shape) for p in group["params"] if rank is not None and rank > min(p.shape[-2:])), None)
-        if small is not None:
-            raise ShapeError(
-                f"rank={rank} must be at most the sides of every matrix, and one has the shape {small}: use a smaller "
-                "rank, or a group with rank=None for it"
-            )
 
 
 def _named_matrices(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -267,18 +244,12 @@ def _named_matrices(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]
             yield names[place] if names else f"parameter {place} of matrix group {number}, of shape {shape},", p
 
 
-def _check_moments(p: Tensor, state: Mapping[str, Any], rank: int | None) -> None:
-    """Raise an error if a parameter or the rank of its group has changed since its state, or only it is sharded."""
+def _check_moments(p: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise an error if a parameter has changed its shape since its state was made, or only it is sharded."""
     shape = tuple(p.shape)
-    for key in ("momentum_buffer", "exp_avg", "basis"):
-        if (tensor := state.get(key)) is None:
-            continue
-        if key == "basis" and rank is not None and tensor.shape[-1] != rank:
-            raise ShapeError(
-                f"the basis of a parameter of shape {shape} has the rank {tensor.shape[-1]}, and its group now has "
-                f"rank={rank}: make a new optimizer after the rank changes"
-            )
-        if key != "basis" and tensor.shape != p.shape:
+    for key in state.keys() & {"momentum_buffer", "exp_avg"}:
+        tensor = state[key]
+        if tensor.shape != p.shape:
             raise ShapeError(
                 f"{key} has the shape {tuple(tensor.shape)}, and its parameter now has the shape {shape}: make a new "
                 "optimizer after parameters change their shape"
@@ -288,8 +259,3 @@ def _check_moments(p: Tensor, state: Mapping[str, Any], rank: int | None) -> Non
                 f"a parameter of shape {shape} is sharded, and its {key} is a complete tensor: load the state by "
                 "panther.distributed.checkpoint.load"
             )
-
-
-def _update_class(group: dict[str, Any]) -> type[MatrixUpdate]:
-    # Groups of checkpoints of earlier versions have no rank.
-    return MatrixUpdate if group.get("rank") is None else LowRankUpdate

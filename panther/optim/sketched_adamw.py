@@ -2,18 +2,22 @@
 
 __all__ = ["SketchedAdamW"]
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from panther._keywords import explain_keywords
 from panther.errors import CheckpointError, ConfigError, ShapeError, check_flag, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.parameter_groups import split_groups
 from panther.optim.sketched_update import UPDATES, PeriodSigns, SketchedUpdate, apply_sketched
-from panther.optim.step_in_backward import BackwardSteps
 from panther.sketch import check_seed
 
 if TYPE_CHECKING:
@@ -22,18 +26,89 @@ if TYPE_CHECKING:
 # Under these names wrappers hold a module: DistributedDataParallel, DataParallel and AveragedModel, torch.compile,
 # activation checkpointing, the older FSDP, and Lightning Fabric.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
-_OTHER_SETTINGS = {
-    "update_proj_gap": "period= takes its value",
-    "scale": "updates have the size of Adam's at the same lr, so leave it out",
-    "scale_type": "update='channel' or 'tensor' takes its value",
-    "proj": "projections have random signs, so leave it out",
-    "proj_type": "projections act on the shorter side, so leave it out",
-}
-"""What to do with settings of GaLore and APOLLO."""
 _PLAIN = ("step", "exp_avg", "exp_avg_sq")
 _SKETCHED = ("step", "sketch_avg", "sketch_avg_sq", "update_norm")
 _Entry: TypeAlias = tuple[str, Tensor, dict[str, Any]]
 """The name of a parameter, the parameter and its group."""
+
+
+class _BackwardSteps:
+    """Hooks of an optimizer's parameters; a hook takes the step of its parameter in the backward pass.
+
+    Parameters hold their hooks, and Python's garbage collector does not look into them. Therefore hooks refer weakly to
+    this object, and this object to the optimizer; both end with the optimizer, and hooks then do nothing.
+
+    Args:
+        step_one: A method that takes the step of one parameter, from the number of its group and its index there.
+    """
+
+    def __init__(self, step_one: Callable[[int, int], None]) -> None:
+        self._step_one = weakref.WeakMethod(step_one)
+        self._handles: list[RemovableHandle] = []
+        self._trained: set[Tensor] = set()
+        self._stepped: set[Tensor] = set()
+        self._is_checked = False
+
+    def add(self, number: int, index: int, name: str, parameter: Tensor) -> None:
+        """Register the hook of a parameter; the numbers are the arguments of ``step_one``."""
+        if parameter.requires_grad:
+            hook = partial(_call, weakref.WeakMethod(self._run), number, index, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._trained.add(parameter)
+            self._is_checked = False
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def end_step(self) -> None:
+        """Allow each parameter its next step."""
+        self._stepped.clear()
+
+    def _run(self, number: int, index: int, name: str, parameter: Tensor) -> None:
+        step_one = self._step_one()
+        if parameter.grad is None or step_one is None:
+            return
+        if not self._is_checked:
+            _refuse_ddp(self._trained)
+            self._is_checked = True
+        if parameter in self._stepped:
+            raise RuntimeError(
+                f"{name} took its step in a backward pass already, and gets a second gradient before "
+                "optimizer.step(): call optimizer.step() after every backward pass, and step_in_backward_(False) to "
+                "accumulate gradients"
+            )
+        with torch.no_grad():
+            step_one(number, index)
+        parameter.grad = None
+        self._stepped.add(parameter)
+
+
+def _call(reference: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any) -> None:
+    method = reference()
+    if method is not None:
+        method(*arguments)
+
+
+def _refuse_ddp(parameters: set[Tensor]) -> None:
+    """Raise ConfigError if DistributedDataParallel, whose averages come after the hooks, has one of the parameters.
+
+    It leaves no trace at its parameters, therefore this looks through the objects of the process, once.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    wrapper = nn.parallel.DistributedDataParallel
+    # A wrapper that is not used any more may wait for the garbage collector.
+    for collect in (lambda: None, gc.collect):
+        collect()
+        models = [value for value in gc.get_objects() if issubclass(type(value), wrapper)]
+        if not any(p in parameters for model in models for p in model.parameters()):
+            return
+    raise ConfigError(
+        "step_in_backward_() takes steps before DistributedDataParallel averages the gradients, which it keeps in "
+        "its buckets in any case: shard the model by fully_shard, or do not call step_in_backward_()"
+    )
 
 
 class SketchedAdamW(CheckedGroups):
@@ -102,12 +177,13 @@ class SketchedAdamW(CheckedGroups):
 
     # Copies and unpickled optimizers have the attributes of the class, and only settings and states of their own.
     _has_agreed = False
-    _backward_steps: BackwardSteps | None = None
+    _backward_steps: _BackwardSteps | None = None
     # benchmarks.train.sketch_variants replaces it, to compare kinds of sketches.
     _update_class: type[SketchedUpdate] = SketchedUpdate
     grad_scale: Tensor | None
     found_inf: Tensor
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any],
@@ -136,8 +212,8 @@ class SketchedAdamW(CheckedGroups):
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]
-        _check_group_settings(group)
         super()._check_group(number)
+        _check_group_settings(group)
         group["seed"] = check_seed(0 if group["seed"] is None else group["seed"])
         for index in range(len(self.param_groups[number]["params"])):
             _check_sketch(*self.entry(number, index))
@@ -200,13 +276,13 @@ class SketchedAdamW(CheckedGroups):
         """
         if self._backward_steps is not None:
             self._backward_steps.remove()
-        self._backward_steps = BackwardSteps(self._step_one) if enabled else None
+        self._backward_steps = _BackwardSteps(self._step_one) if enabled else None
         if self._backward_steps is not None:
             for number in range(len(self.param_groups)):
                 self._add_hooks(self._backward_steps, number)
         return self
 
-    def _add_hooks(self, steps: BackwardSteps, number: int) -> None:
+    def _add_hooks(self, steps: _BackwardSteps, number: int) -> None:
         for index in range(len(self.param_groups[number]["params"])):
             name, p, _ = self.entry(number, index)
             steps.add(number, index, name, p)
@@ -361,10 +437,7 @@ def _is_sketched(p: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def _check_group_settings(group: Mapping[str, Any]) -> None:
-    """Raise an error if a setting of a group is out of range, or belongs to GaLore or APOLLO."""
-    for key, advice in _OTHER_SETTINGS.items():
-        if key in group:
-            raise ValueError(f"a group has {key}={group[key]!r}, and SketchedAdamW has no such setting: {advice}")
+    """Raise an error if a setting of a group is out of range."""
     if group["update"] not in UPDATES:
         raise ValueError(f"update={group['update']!r} must be one of {', '.join(map(repr, UPDATES))}")
     check_size("period", group["period"], least=1)

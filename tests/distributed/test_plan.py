@@ -1,7 +1,6 @@
 """What a plan predicts against what ranks hold and send, in real processes and in a thousand pretended ones."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,20 +13,16 @@ from ranks import on_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
 from panther import optim
-from panther.distributed import CommunicationCounter
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.model import Layout, estimate
-from panther.distributed.advisor.cost.rank import GradientMessages
-from panther.distributed.advisor.cost.schedule import _interleaved, _listed_by_torch, order_of
+from panther.distributed.advisor.cost.schedule import order_of
 from panther.distributed.advisor.plan import ParallelismPlan, plan_parallelism
 from panther.distributed.advisor.reasons import Option
 from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
 from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError
 from panther.nn import LowRankLinear, SKLinear
@@ -264,18 +259,9 @@ def test_bubbles_are_those_of_the_formula(name, ranks, m):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
-@pytest.mark.parametrize(
-    ("ranks", "m"), [(1, 1), (2, 2), (2, 8), (3, 3), (4, 3), (4, 6), (4, 16), (5, 20), (8, 16), (3, 4)]
-)
-def test_orders_are_those_that_torch_lists(name, ranks, m):
-    assert _interleaved(name, ranks, m) == _listed_by_torch(name, ranks, m)
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
-def test_torch_and_the_planner_refuse_the_same_microbatches(name):
-    for listed in (_interleaved, _listed_by_torch):
-        with pytest.raises(ShapeError, match="microbatches on 2 ranks"):
-            listed(name, 2, 5)
+def test_microbatches_that_a_schedule_does_not_support_are_refused(name):
+    with pytest.raises(ShapeError, match="microbatches on 2 ranks"):
+        order_of(name, 2, 5)
 
 
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
@@ -546,48 +532,6 @@ def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
         assert storages(model.parameters()) == pytest.approx(predicted.memory.parameters, rel=0.01)
 
 
-COMPRESSED = {
-    "bf16": {},
-    "topk": {"topk_fraction": 0.05},
-    "sketch": {"sketch_fraction": 0.1},
-    "powersgd": {"powersgd_rank": 2, "powersgd_start_step": 2},
-}
-
-
-@pytest.mark.parametrize(
-    ("hook", "layout"),
-    [
-        *((hook, Layout(dp=2, strategy="ddp")) for hook in COMPRESSED),
-        *((hook, Layout(dp=2, replicate=2, strategy="fsdp")) for hook in COMPRESSED),
-    ],
-    ids=str,
-)
-def test_compressed_gradients_are_predicted(hook, layout):
-    """The bytes of a step after PowerSGD has begun, and the memory of what was not sent."""
-    messages = GradientMessages(hook, COMPRESSED[hook])
-    stats = ModelStats.of(perceptron(64, 128, 3), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
-    predicted = estimate(stats, ClusterSpec.preset("cpu", layout.world), layout, 8, messages=messages)
-    plain = estimate(stats, ClusterSpec.preset("cpu", layout.world), layout, 8)
-
-    def run():
-        plan = replace(plan_of_one(predicted), messages=messages)
-        model = plan.apply(perceptron(64, 128, 3))
-        for _ in range(4):
-            with CommunicationCounter() as counter:
-                model(torch.randn(2, 64)).square().mean().backward()
-        leaves = tree_leaves(hook_state(model))
-        # Without the words of PowerSGD's random generator.
-        stored = storages(leaf for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point())
-        return counter.bytes, stored
-
-    payload = sum(traffic.payload for traffic in predicted.traffic)
-    assert predicted.sent() < 0.95 * plain.sent()
-    for sent, stored in on_ranks(run, layout.world):
-        assert sent == pytest.approx(payload, rel=0.1)
-        unsent = predicted.memory.communication - plain.memory.communication
-        assert stored == pytest.approx(unsent, rel=0.1, abs=64)
-
-
 def linear_layers():
     """Return a tall, a square and a wide matrix, and one with few rows."""
     torch.manual_seed(0)
@@ -605,14 +549,13 @@ OPTIMIZERS = {
         optim.sketched_param_groups(m, rank=4), rank=4, update="projected", seed=0
     ),
     "muon": lambda m: optim.MuonAdamW(optim.param_groups(m, lr=1e-3, include=hidden)),
-    "muon of rank 4": lambda m: optim.MuonAdamW(optim.param_groups(m, lr=1e-3, include=hidden), rank=4),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_states_and_the_messages_of_an_optimizer_are_predicted(name):
+def test_the_states_of_an_optimizer_are_predicted(name):
     make = OPTIMIZERS[name]
     states = OptimizerStates.of(linear_layers(), make)
     stats = ModelStats.of(linear_layers(), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
@@ -630,23 +573,15 @@ def test_the_states_and_the_messages_of_an_optimizer_are_predicted(name):
         model = plan_of_one(predicted).apply(linear_layers())
         optimizer = make(model)
         model(torch.randn(2, 64)).square().mean().backward()
-        optimizer.step()  # the first one also compares settings
-        with CommunicationCounter() as counter:
-            optimizer.step()
+        optimizer.step()
         values = [value for state in optimizer.state.values() for value in state.values()]
-        state_bytes = storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
-        n = dist.get_world_size() // predicted.layout.replicate
-        shares = {"allreduce_": 2 * (n - 1) / n, "alltoall_base_": 1.0}
-        return state_bytes, sum(shares[name] * count for name, count in counter.bytes_by_operation.items())
+        return storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
 
     for layout in layouts:
         cluster = ClusterSpec.preset("cpu", layout.world)
         predicted = estimate(stats, cluster, layout, 8, optimizer_states=states)
-        state_bytes, sent = zip(*on_ranks(lambda predicted=predicted: run(predicted), layout.world), strict=True)
+        state_bytes = on_ranks(lambda predicted=predicted: run(predicted), layout.world)
         assert max(state_bytes) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
-        exchanged = sum(traffic.sent_bytes for traffic in predicted.traffic if traffic.axis == "optimizer")
-        # Ranks also compare which gradients there are.
-        assert sum(sent) / len(sent) == pytest.approx(exchanged, rel=0.1, abs=64), (name, layout)
 
 
 def test_a_plan_takes_a_function_that_makes_an_optimizer():
@@ -667,14 +602,3 @@ def test_a_plan_takes_a_function_that_makes_an_optimizer():
         )
     with pytest.raises(ShapeError, match="optimizer_states=-1 must be at least 0"):
         plan_parallelism(linear_layers(), cluster, optimizer_states=-1, **arguments)
-
-
-def test_a_plan_refuses_hooks_that_it_cannot_count():
-    with pytest.raises(
-        ValueError, match="'sketch', None; 'projected' was removed, because 'sketch' reaches a lower loss"
-    ):
-        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="projected")
-    with pytest.raises(TypeError, match="'fraction' is not a setting of comm_hook"):
-        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="sketch", fraction=0.1)
-    with pytest.raises(ValueError, match=r"topk_fraction=0\.1 needs comm_hook='topk'"):
-        plan_it(perceptron(64, 128, 2), ClusterSpec.preset("cpu", 2), comm_hook="sketch", topk_fraction=0.1)

@@ -180,16 +180,20 @@ def test_states_of_other_optimizers_are_refused_before_anything_changes(make):
     optimizer.step()
 
 
-def test_a_rank_that_changes_is_refused_before_anything_changes():
+def test_updates_of_low_rank_which_earlier_versions_had_are_refused_with_advice():
     p = nn.Parameter(torch.ones(4, 3))
-    p.grad = torch.ones(4, 3)
-    optimizer = MuonAdamW([p], orthogonalize=True, rank=2)
-    optimizer.step()
-    momentum = optimizer.state[p]["momentum_buffer"].clone()
-    optimizer.param_groups[0]["rank"] = 3
-    with pytest.raises(ShapeError, match="has the rank 2, and its group now has rank=3"):
-        optimizer.step()
-    assert torch.equal(optimizer.state[p]["momentum_buffer"], momentum)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rank': updates of low rank are no more"):
+        MuonAdamW([p], orthogonalize=True, rank=2)
+    with pytest.raises(ValueError, match=r"a group has rank=2.*SketchedAdamW\(rank=\) for a smaller state"):
+        MuonAdamW([{"params": [p], "orthogonalize": True, "rank": 2}])
+    optimizer = MuonAdamW([p], orthogonalize=True)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["rank"] = None  # as earlier versions wrote it
+    optimizer.load_state_dict(state)
+    assert "rank" not in optimizer.param_groups[0]
+    state["param_groups"][0]["rank"] = 2
+    with pytest.raises(CheckpointError, match="group 0 of the state has updates of rank 2: updates of low rank are"):
+        optimizer.load_state_dict(state)
 
 
 def test_a_trainer_takes_it():

@@ -110,8 +110,7 @@ def test_groups_keep_their_settings_and_are_divided():
     [
         lambda: MuonAdamW(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)).parameters()),
         lambda: MuonAdamW(nn.Conv1d(4, 4, 3).parameters(), momentum=0.9),
-        lambda: MuonAdamW(sequential().parameters(), rank=17),
-        lambda: MuonAdamW(sequential().parameters(), orthogonalize=False, rank=4),
+        lambda: MuonAdamW(sequential().parameters(), orthogonalize=False),
         lambda: MuonAdamW(param_groups(nn.Linear(3, 2))),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_gradient_with_nan_changes_no_other_parameter(update):
 
 OTHER_STATES = {
     "AdamW": (lambda model: torch.optim.AdamW(model.parameters()), r"groups of \[4\] parameters, .* has \[1, 3\]"),
-    "Muon": (lambda model: MuonAdamW(model.parameters()), r"the state of 0\.weight has no 'update'"),
+    "Muon": (lambda model: MuonAdamW(model.parameters()), r"the state of 0\.weight has no 'rank'"),
     "moments of AdamW": (lambda model: make(model, rank=None), r"the state of 0\.weight has no 'sketch_avg'"),
     "moments of another rank": (
         lambda model: make(model, rank=3),
@@ -288,7 +288,7 @@ def test_settings_of_groups_are_checked():
         ({"seed": 0.5}, TypeError, "seed must be an integer or None"),
         ({"maximize": True}, ValueError, "maximize=True, and this optimizer has no such setting"),
         ({"amsgrad": True}, ValueError, "amsgrad=True"),
-        ({"update_proj_gap": 50}, ValueError, "update_proj_gap=50, and SketchedAdamW has no such setting: period="),
+        ({"update_proj_gap": 50}, ValueError, "update_proj_gap=50, which SketchedAdamW does not read: period="),
         ({"scale": 0.25}, ValueError, r"scale=0\.25, .* updates have the size"),
         ({"scale_type": "tensor"}, ValueError, "scale_type='tensor', .* update="),
         ({"proj": "random"}, ValueError, "proj='random', .* random signs"),
