@@ -140,6 +140,10 @@ def _processor_s():
 
 
 def pytest_sessionfinish(session):
-    """Write the seconds of each file for the queue of checks."""
-    if path := os.environ.get("PANTHER_SECONDS_FILE"):
-        Path(path).write_text(json.dumps(_file_seconds))
+    """Write the numbers of tests by result, and the seconds of each file, for the queue of checks."""
+    if path := os.environ.get("PANTHER_RESULTS_FILE"):
+        stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+        words = {"passed": ("passed", "xpassed"), "failed": ("failed",), "errors": ("error",)}
+        words["skipped"] = ("skipped", "xfailed")
+        counts = {word: sum(len(stats.get(key, ())) for key in keys) for word, keys in words.items()}
+        Path(path).write_text(json.dumps({"counts": counts, "seconds": _file_seconds}))

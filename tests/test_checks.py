@@ -4,9 +4,8 @@ import sys
 
 import checks
 import count_lines
-import measured_seconds
-from command_queue import Command, CommandQueue, counts_of_tests
-from measured_seconds import NUM_SHARES, Unit, divide, pack
+from checks import NUM_SHARES, Unit, divide, pack
+from command_queue import Command, CommandQueue
 
 PATHS = [f"tests/{folder}/test_{name}.py" for folder in ("cli", "linalg", "nn", "train") for name in "abcdef"]
 PATHS += ["tests/cli/test_init_schemas.py", "tests/docs/test_site.py", "docs/howto", "panther/nn"]
@@ -23,7 +22,7 @@ def selected(commands):
     return pairs
 
 
-measured = set(measured_seconds.paths_of_tests()) | set(PATHS)
+measured = set(checks.paths_of_tests()) | set(PATHS)
 
 
 def test_shares_have_equal_seconds_and_contain_every_unit_once():
@@ -67,9 +66,9 @@ def test_six_commits_in_a_row_execute_the_whole_gallery():
 
 
 def test_every_test_file_is_in_a_unit():
-    paths = measured_seconds.paths_of_tests()
+    paths = checks.paths_of_tests()
     for file in ("tests/test_checks.py", "tests/nn/test_linear.py", "panther/nn/linear.py", "docs/howto/keras.rst"):
-        assert measured_seconds.unit_path(file, paths)
+        assert checks.unit_path(file, paths)
 
 
 def test_recently_changed_folders_come_first():
@@ -87,11 +86,11 @@ def test_what_has_no_test_in_a_set_does_not_start_pytest():
     assert checks.recent_units(units, ["panther/nn/linear.py"]) == units[1:]
 
 
-def test_folders_are_packed_into_commands_of_about_equal_seconds():
+def test_units_are_packed_into_commands_of_about_equal_seconds():
     units = [Unit("test", f"tests/{folder}/test_{name}.py", 30.0) for folder in ("a", "b", "nn") for name in "abcd"]
-    groups = pack([*units, Unit("test", "tests/c/test_x.py", 1.0)], command_seconds=60)
+    groups = pack([*units, Unit("test", "panther/nn", 1.0)], command_seconds=120)
     assert {name: sum(unit.seconds for unit in group) for name, group in groups.items()} == {
-        "a 1/2": 60, "a 2/2": 60, "b 1/2": 60, "b 2/2": 60, "c": 1, "nn 1/2": 60, "nn 2/2": 60,
+        "tests 1/3, a to a": 120, "tests 2/3, b to b": 120, "tests 3/3, nn to nn": 120, "pages 1/1, nn to nn": 1,
     }  # fmt: skip
 
 
@@ -124,11 +123,19 @@ def test_the_limit_leaves_out_and_stops_what_is_optional(tmp_path):
 
 
 def test_results_of_pytest_are_counted(tmp_path):
-    path = tmp_path / "results.xml"
-    inside = "<testcase/><testcase><failure/></testcase><testcase><skipped/></testcase><testcase><error/></testcase>"
-    path.write_text(f"<testsuites><testsuite>{inside}</testsuite></testsuites>")
-    assert counts_of_tests(path) == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
-    assert counts_of_tests(tmp_path / "missing.xml") == {}
+    (tmp_path / "test_all.py").write_text(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): assert False\n"
+        "def test_c(): pytest.skip()\n"
+        "def test_d(no_fixture): pass\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-p", "conftest", str(tmp_path))
+    variables = {"PYTHONPATH": str(checks.ROOT / "tests/support")}
+    tests = Command("test: it", command, 1, variables=variables, is_pytest=True)
+    queue = CommandQueue([tests], tmp_path, show=lambda line: None)
+    queue.run()
+    assert queue.outcomes[0].counts == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
 
 
 def test_pytest_that_ends_before_its_summary_has_an_error(tmp_path):

@@ -12,8 +12,11 @@ of everything else is one of its commands.
 """
 
 import argparse
+import csv
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,22 +27,16 @@ from pathlib import Path
 import count_lines
 from command_queue import Command, CommandQueue
 from instruction_sets import FILES, FOLDERS, instruction_set_variables
-from measured_seconds import (
-    DEFAULT_SECONDS,
-    NUM_SHARES,
-    ROOT,
-    SECONDS_FILE,
-    START_SECONDS,
-    Unit,
-    divide,
-    pack,
-    parse_seconds,
-    paths_of_tests,
-    read_seconds,
-    unit_path,
-    units_of,
-    write_seconds,
-)
+
+ROOT = Path(__file__).parents[2]
+# The processor seconds of each unit, which divide the longer sets into shares, start the longest commands first, and
+# tell what would not end before the limit. ``checks.py verify --record`` writes the file anew.
+SECONDS_FILE = Path(__file__).with_name("seconds.csv")
+NUM_SHARES = 6
+# Of a unit that is not in the file, because it is new or takes less than a second.
+DEFAULT_SECONDS = 0.5
+# Importing torch and collecting the tests, before the first test of a command runs.
+START_SECONDS = 8.0
 
 CI_LIMIT_S = 20 * 60
 PARTS = ("test", "lint", "docs", "all", "isa", "kernels", "engines")
@@ -74,6 +71,91 @@ INSTALL_SECONDS = {
 # The chips for which all kernels are compiled, by the newest and by the oldest supported version of Triton.
 KERNEL_CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNEL_SECONDS = 480
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One test file, or one folder of pages or docstrings, in one set of tests, and the seconds that its tests take."""
+
+    set_name: str
+    path: str
+    seconds: float
+
+    @property
+    def folder(self):
+        """Return the name of the part of the library that the unit tests, such as ``nn``."""
+        parts = Path(self.path).parts
+        name = parts[1] if len(parts) > 1 and parts[0] in ("tests", "panther") else parts[0]
+        return re.sub(r"^test_|\.(py|rst)$", "", name)
+
+
+def read_seconds(path=SECONDS_FILE):
+    """Return the measured seconds by set and path."""
+    return parse_seconds(path.read_text()) if path.exists() else {}
+
+
+def parse_seconds(text):
+    """Return the seconds by set and path that the text of a file holds."""
+    return {(row["set"], row["path"]): float(row["seconds"]) for row in csv.DictReader(text.splitlines())}
+
+
+def write_seconds(seconds, path=SECONDS_FILE):
+    """Write ``seconds``, by set and path, and leave out what takes less than a second."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["set", "path", "seconds"])
+        for (set_name, unit_path), value in sorted(seconds.items()):
+            if value >= 1:
+                writer.writerow([set_name, unit_path, f"{value:.0f}"])
+
+
+def paths_of_tests(root=ROOT):
+    """Return every path that may hold tests: test files, sub-packages with docstrings, and folders of pages."""
+    paths = [str(path.relative_to(root)) for path in root.glob("tests/**/test_*.py")]
+    for path in root.glob("panther/*"):
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            paths.append(str(path.relative_to(root)))
+    for path in root.glob("docs/*"):
+        if path.suffix == ".rst" or (path.is_dir() and any(path.glob("**/*.rst")) and path.name[0] not in "_."):
+            paths.append(str(path.relative_to(root)))
+    return sorted(set(paths) - {"docs/examples", "docs/gallery"})
+
+
+def unit_path(test_file, paths):
+    """Return which of ``paths`` contains the file of a test."""
+    candidates = [Path(test_file), *Path(test_file).parents]
+    return next((str(path) for path in candidates if str(path) in paths), None)
+
+
+def units_of(set_name, paths, seconds):
+    """Return the units of a set, in the order of their paths."""
+    return [Unit(set_name, path, seconds.get((set_name, path), DEFAULT_SECONDS)) for path in sorted(paths)]
+
+
+def divide(units, num_parts):
+    """Divide ``units``, in their order, into ``num_parts`` consecutive lists of about equal seconds."""
+    total, begun = sum(unit.seconds for unit in units), 0.0
+    parts = [[] for _ in range(num_parts)]
+    for unit in units:
+        middle = begun + unit.seconds / 2
+        parts[min(num_parts - 1, int(num_parts * middle / total))].append(unit)
+        begun += unit.seconds
+    return parts
+
+
+def pack(units, command_seconds):
+    """Group the units of one set into lists of about ``command_seconds``, for one pytest process each, by name.
+
+    Docstrings and pages have processes of their own: they leave threads behind, and a test that forks such a process
+    can hang.
+    """
+    groups = {}
+    for kind in ("tests", "pages"):
+        members = [unit for unit in units if unit.path.startswith("tests/") == (kind == "tests")]
+        parts = divide(members, math.ceil(sum(unit.seconds for unit in members) / command_seconds))
+        for number, part in enumerate(filter(None, parts), 1):
+            groups[f"{kind} {number}/{len(parts)}, {part[0].folder} to {part[-1].folder}"] = part
+    return groups
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,18 +27,10 @@ def _show(line):
 
 @dataclass(frozen=True)
 class Command:
-    """One entry of the queue.
+    """One entry of the queue, which waits until ``after`` and ``needs`` have ended, and ``needs`` have succeeded.
 
-    Attributes:
-        name: What the log calls the command, such as ``test nn``.
-        arguments: Program and arguments.
-        seconds: Expected duration, in seconds of the reference machine.
-        priority: Commands of a smaller number are started first; the longest first among equals.
-        optional: Whether the command is left out, or stopped, where the limit leaves no time for it.
-        after: Names of the commands that must have ended before this one starts.
-        needs: Names of the commands that must also have succeeded.
-        variables: Environment variables in addition to those of this process.
-        is_pytest: Whether the command is pytest, which then reports the result of every test in a file.
+    Commands of a smaller ``priority`` are started first, and the longest first among equals. ``seconds`` are those of
+    the reference machine. An optional command is left out, or stopped, where the limit leaves no time.
     """
 
     name: str
@@ -55,15 +46,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
-
-    Attributes:
-        command: The command.
-        counts: Number of tests by ``passed``, ``failed``, ``errors`` and ``skipped``.
-        seconds: Duration of the command.
-        file_seconds: Seconds of processor time by test file.
-        passed: Whether the command succeeded.
-    """
+    """How a command ended: the numbers of tests by result, and the processor seconds of each test file."""
 
     command: Command
     counts: Counter
@@ -73,40 +56,30 @@ class Outcome:
 
 
 class CommandQueue:
-    """Commands that wait, run and have ended.
+    """Commands that wait, run and have ended. After ``limit_s`` seconds, no optional command runs."""
 
-    Args:
-        commands: The commands. A command does not wait for names that are not in the queue.
-        folder: Folder for the logs and the results of the commands.
-        num_workers: How many commands run at a time.
-        limit_s: Seconds after which no optional command runs, or None for no limit. It holds on a machine as fast as
-            the reference machine or slower; on a faster machine it shrinks with the measured ratio.
-        show: Function that prints a line.
-        clock: Function that returns the time in seconds.
-    """
-
-    def __init__(self, commands, folder, num_workers=2, limit_s=None, show=_show, clock=time.monotonic):
+    def __init__(self, commands, folder, num_workers=2, limit_s=None, show=_show):
         self._waiting = sorted(commands, key=lambda command: (command.priority, -command.seconds))
         self._folder, self._num_workers, self._limit_s = folder, num_workers, limit_s
-        self._show, self._clock, self._begun = show, clock, clock()
+        self._show, self._begun = show, time.monotonic()
         self._running, self.outcomes, self.left_out = [], [], []
 
     def run(self, on_end=lambda outcome: None):
         """Run all commands, and call ``on_end`` with the outcome of each."""
-        shown = self._clock()
+        shown = time.monotonic()
         try:
             while self._waiting or self._running:
                 for process in [process for process in self._running if process.ended()]:
                     self._running.remove(process)
-                    outcome = process.outcome(self._clock())
+                    outcome = process.outcome(time.monotonic())
                     self.outcomes.append(outcome)
                     self._report(outcome, process)
                     on_end(outcome)
                 self._stop_late_commands()
                 self._start_commands()
                 time.sleep(0.1)
-                if self._running and self._clock() - shown > _PROGRESS_S:
-                    shown = self._clock()
+                if self._running and time.monotonic() - shown > _PROGRESS_S:
+                    shown = time.monotonic()
                     names = [f"{process.command.name} ({shown - process.begun:.0f} s)" for process in self._running]
                     self._show(f"{shown - self._begun:5.0f} s  running: {', '.join(names)}")
         finally:
@@ -116,7 +89,7 @@ class CommandQueue:
     @property
     def elapsed_s(self):
         """Return the seconds since the queue was made."""
-        return self._clock() - self._begun
+        return time.monotonic() - self._begun
 
     @property
     def slowness(self):
@@ -130,8 +103,7 @@ class CommandQueue:
         """Return the seconds until the limit; infinity without one."""
         if self._limit_s is None:
             return float("inf")
-        limit_s = self._limit_s * min(1.0, max(0.5, self.slowness))
-        return limit_s - self.elapsed_s
+        return self._limit_s - self.elapsed_s
 
     def _start_commands(self):
         for command in list(self._waiting):
@@ -149,7 +121,7 @@ class CommandQueue:
             if command.optional and command.seconds * self.slowness * _SAFETY > self.seconds_left:
                 self.left_out.append(command)
                 continue
-            self._running.append(_Process(command, self._folder, self._clock()))
+            self._running.append(_Process(command, self._folder, time.monotonic()))
 
     def _stop_late_commands(self):
         if self.seconds_left > 0:
@@ -171,12 +143,11 @@ class _Process:
     def __init__(self, command, folder, now):
         self.command, self.begun = command, now
         stem = "".join(character if character.isalnum() else "-" for character in command.name)
-        self._log, self._results, self._seconds = (Path(folder) / f"{stem}.{end}" for end in ("log", "xml", "json"))
+        self._log, self._results = (Path(folder) / f"{stem}.{end}" for end in ("log", "json"))
         arguments, variables = [*command.arguments], command.variables
         if command.is_pytest:
             arguments += ["-o", f"cache_dir=.pytest_cache/{stem}"]
-            arguments += [f"--junitxml={self._results}"]
-            variables = variables | {"PANTHER_SECONDS_FILE": str(self._seconds)}
+            variables = variables | {"PANTHER_RESULTS_FILE": str(self._results)}
         # make's own variables would make a command's make take part in the jobs of this one. Without files of compiled
         # modules, every process would take seconds to compile what it imports.
         environment = {name: value for name, value in os.environ.items() if name not in _REMOVED_VARIABLES}
@@ -201,12 +172,12 @@ class _Process:
 
     def outcome(self, now):
         """Return how the command ended; pytest's exit code 5 says that no test was selected."""
-        counts = counts_of_tests(self._results) if self.command.is_pytest else Counter()
-        file_seconds = json.loads(self._seconds.read_text()) if self._seconds.exists() else {}
+        results = json.loads(self._results.read_text()) if self._results.exists() else {}
+        counts = Counter(results.get("counts"))
         passed = self._process.returncode in ((0, 5) if self.command.is_pytest else (0,))
         if not passed and not counts["failed"] + counts["errors"]:
             counts["errors" if self.command.is_pytest else "failed"] += 1  # it ended before its summary, or is no test
-        return Outcome(self.command, counts, now - self.begun, file_seconds, passed)
+        return Outcome(self.command, counts, now - self.begun, results.get("seconds", {}), passed)
 
     def stop(self):
         for signal_number, grace_s in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
@@ -217,16 +188,3 @@ class _Process:
                 return
             except subprocess.TimeoutExpired:
                 continue
-
-
-def counts_of_tests(path):
-    """Return the numbers of tests by word in a JUnit file of pytest; none if pytest ended before writing it."""
-    counts = Counter()
-    if path.exists():
-        for test in ElementTree.parse(path).getroot().iter("testcase"):
-            tags = {child.tag for child in test}
-            counts[next((word for tag, word in _WORDS.items() if tag in tags), "passed")] += 1
-    return counts
-
-
-_WORDS = {"error": "errors", "failure": "failed", "skipped": "skipped"}
