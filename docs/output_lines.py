@@ -15,7 +15,7 @@ from typing import Any
 from pygments.formatters import HtmlFormatter
 from sphinx.highlighting import PygmentsBridge
 
-_CODE_WIDTH = 72  # columns; tests/docs/test_code_width.py
+_CODE_WIDTH = 72  # columns
 
 
 class OutputFormatter(HtmlFormatter):

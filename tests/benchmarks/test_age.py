@@ -45,36 +45,6 @@ def test_every_page_of_measurements_names_their_commits():
             assert {age.subject_of(path.name) for path in age.RESULTS.glob(pattern)} <= subjects_on(page), page
 
 
-def test_pages_name_the_results_of_their_commands():
-    """The commands are those of the table on the page of all benchmarks."""
-    from benchmarks.figures import age
-
-    lines = re.split(r"^   \* - ", PAGES["benchmarks/index.rst"].partition("\nCommands\n---")[2], flags=re.M)
-    for line in lines:
-        cell, _, commands = line.partition("\n")
-        names = [
-            name.strip("/") if "/" in name else f"benchmarks/{name}" for name in re.findall(r":doc:`([^`]+)`", cell)
-        ]
-        subjects = {subject for name in names for subject in subjects_on(f"{name}.rst")}
-        sources = tuple(source for subject in subjects for source in age.SOURCES[subject])
-        for module in re.findall(r"python -m (benchmarks\.[\w.]+)", commands):
-            script = f"{module.replace('.', '/')}.py"
-            if not script.startswith(("benchmarks/figures/", "benchmarks/gpu_suite")):
-                assert script.startswith(sources), f"{cell} does not name the results of {script}"
-
-
-def test_stamps_are_commit_date_and_processor():
-    from benchmarks.figures import age
-
-    (path,) = age.files_of("serve")
-    ((commit, date, processor),) = age.stamps_of(path)
-    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", commit)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
-    assert processor
-    with pytest.raises(KeyError, match="has no files in benchmarks/results"):
-        age.files_of("unheard-of")
-
-
 @pytest.fixture
 def measured_repository(tmp_path, monkeypatch):
     """A repository with one script and a function that changes files and commits; it returns the commit."""
