@@ -52,7 +52,7 @@ LEVELS = {
         "_compress": 7, "folder": 8, "": 9,
     },
     "tuning": {
-        "goal": 0, "guards": 0, "plan": 0, "samplers": 0,
+        "goal": 0, "guards": 0, "plan": 0,
         "attention": 1, "config": 1, "plots": 1,
         "compressed_models": 2, "evaluation": 3, "result": 3,
         "space": 3, "study": 4, "runners": 5,
@@ -192,7 +192,7 @@ def test_adapters_ask_layers_by_their_protocol():
         ("panther.distributed.elsewhere", "", "give 'elsewhere' its place in LEVELS['distributed']"),
         ("panther.distributed.tensor.unshard", "from ..pipeline import stages", "tensor may not import pipeline"),
         ("panther.distributed.tensor.unshard", "from panther.distributed import init", "import the whole package"),
-        ("panther.tuning.study.study", "from panther.tuning import runners", "study may not import runners"),
+        ("panther.tuning.study", "from panther.tuning import runners", "study may not import runners"),
         (
             "panther.nn.linear",
             "import panthera\nfrom .base import Base\nfrom panther.errors import ShapeError",

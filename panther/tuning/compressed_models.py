@@ -30,7 +30,6 @@ from panther.compression.selection.allocation import Allocation
 from panther.compression.selection.measurement import measure
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
-from panther.nn.quantized.stacked import StackedExperts
 from panther.tuning.attention import calibrated, replacement_of
 from panther.tuning.plan import Plan, TrialError, copy_model
 
@@ -177,8 +176,8 @@ class CompressedModels(Prepared):
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         modules = dict(zip(self.runner.model.modules(), model.modules(), strict=True))
-        stacked = [target.modules[0] for target in self.targets if target.is_stacked]
-        modules |= {layer: layer.twin(modules) for layer in stacked if isinstance(layer, StackedExperts)}
+        stacked: list[Any] = [target.modules[0] for target in self.targets if target.is_stacked]
+        modules |= {layer: layer.twin(modules) for layer in stacked}
         new = {
             target: replace(target, modules=tuple(modules[old] for old in target.modules)) for target in self.targets
         }

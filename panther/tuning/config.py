@@ -15,10 +15,10 @@ from panther.compression.config import CompressConfig, HealConfig
 from panther.errors import ConfigError, check_size, require_extra
 from panther.sketch import check_seed
 from panther.tuning.goal import Goal, make_goal
-from panther.tuning.samplers import check_sampler
 
 # The budget of the first choice, in which losses are measured: the share of int8 in float32.
 _FIRST_BUDGET = 0.25
+_SAMPLERS = ("tpe", "gp", "random")
 # Arguments that have the same meaning in panther.compress.
 _OF_COMPRESS = (
     "calibration", "exclude", "rank_multiple", "group_size", "activations", "symmetric", "forward_fn", "loss_fn",
@@ -84,7 +84,7 @@ class TuneConfig:
             raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: use None for no bound")
-        check_sampler(self.sampler)
+        _check_sampler(self.sampler)
         if parallel != "ray" and (isinstance(parallel, bool) or not isinstance(parallel, int) or parallel < 1):
             raise ConfigError(f"parallel={parallel!r} must be a number of processes, at least 1, or 'ray'")
         self.caught_exceptions  # noqa: B018 (raises unless they are exceptions)
@@ -123,3 +123,12 @@ class TuneConfig:
             method="svd" if self.calibration is None else "two_sided",
             **{name: getattr(self, name) for name in _OF_COMPRESS},
         )
+
+
+def _check_sampler(sampler: Any) -> None:
+    """Raise ConfigError unless this is a name, or a sampler of Optuna."""
+    optuna = require_extra("optuna", "tune")
+    if isinstance(sampler, str) and sampler not in _SAMPLERS:
+        raise ConfigError(f"sampler={sampler!r} is unknown: use {', '.join(map(repr, _SAMPLERS))}, or one of Optuna's")
+    if not isinstance(sampler, str | optuna.samplers.BaseSampler):
+        raise ConfigError(f"sampler must be a name or one of Optuna's samplers, not a {type(sampler).__name__}")

@@ -20,12 +20,11 @@ from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import replace_modules
 from panther.compression.forms import Replacement
 from panther.compression.selection.allocation import model_bytes
-from panther.compression.selection.measurement import model_speed
+from panther.compression.selection.trials import model_speed
 from panther.errors import TuningError
-from panther.nn.quantized.stacked import StackedExperts
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import Usage, fingerprint, recording_usage
+from panther.tuning.guards import Usage, fingerprint, place_of, recording_usage
 from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
@@ -163,8 +162,7 @@ class Evaluator:
             replacement = models.trial_layers(plan)
         latency = self._latency(replacement)
         names = {module: name for name, module in self.runner.model.named_modules()}
-        stacked = [layer for layer in replacement if isinstance(layer, StackedExperts)]
-        names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in stacked if (place := layer.place)}
+        names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in replacement if (place := place_of(layer))}
         new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
         usage, partial = Usage(), list[float]()
         with replace_modules(self.runner.model, replacement):

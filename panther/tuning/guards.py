@@ -4,7 +4,7 @@ A list in the model, or a forward that a library has stored, can reference a rep
 still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
 """
 
-__all__ = ["Usage", "fingerprint", "recording_usage"]
+__all__ = ["Usage", "fingerprint", "place_of", "recording_usage"]
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,6 @@ from panther._torch import TorchDispatchMode, storage_key
 from panther.compression.calibration.descriptions import hash_of
 from panther.compression.forms import Replacement
 from panther.errors import TuningError
-from panther.nn.quantized.stacked import StackedExperts
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -93,11 +92,18 @@ def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) ->
     with ExitStack() as stack:
         for layer, new in replacement.items():
             # Modules of experts index their weights, and call them in grouped products only.
-            called = layer.place[0] if isinstance(layer, StackedExperts) and layer.place is not None else new
+            place = place_of(layer)
+            called = new if place is None else place[0]
             stack.callback(called.register_forward_pre_hook(calls(layer)).remove)
         if old:
             stack.enter_context(_WeightReads(old, usage.read))
         yield
+
+
+def place_of(layer: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return the module and the name of the parameter that a layer stands for; None for a module of the model."""
+    place: tuple[nn.Module, str] | None = getattr(layer, "place", None)
+    return place
 
 
 class _WeightReads(TorchDispatchMode):

@@ -12,7 +12,6 @@ from typing import Any, Self, get_type_hints
 
 from torch import nn
 
-from panther._process_settings import ignored_warnings
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther._version import __version__
 from panther.compression.report import CompressionReport
@@ -22,7 +21,6 @@ from panther.files.records import from_plain, read_record, record_checksum
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.plan import Plan
-from panther.tuning.samplers import quiet
 
 _FORMAT, _VERSION = "panther.tune", 2  # Records of version 1 have no checksum, and these files always have one.
 _STATES = ("complete", "pruned", "failed")
@@ -231,41 +229,43 @@ class TuneResult:
         return cls(model=None, best=trials[record["best"]], front=front, **entries)
 
     def plot(self, path: str | os.PathLike[str], x: str | None = None) -> Path:
-        """Plot the metric of all trials against the objective, with the front, by Optuna's plots, to a file.
+        """Plot the metric of all complete trials against the objective, with the front, to a file.
 
         Args:
             path: The file. Its suffix determines the format.
             x: What to plot the metric against instead: ``"trial"``, or a parameter of the search such as ``"budget"``.
 
         Raises:
-            MissingExtraError: If Optuna or matplotlib is not installed.
+            MissingExtraError: If matplotlib is not installed.
             ConfigError: If matplotlib cannot write files with this suffix, or there is no such parameter.
         """
         path = Path(path)
         check_plot(path)
         pyplot: Any = require_extra("matplotlib.pyplot", "demo")
-        optuna: Any = require_extra("optuna", "tune")
         if x not in (None, "trial", *self.distributions):
             names = ", ".join(map(repr, ("trial", *self.distributions)))
             raise ConfigError(f"x={x!r} is not a parameter of the search: use one of {names}")
         by, scale, label = _horizontal_axis(self)
-        plots: Any = require_extra("optuna.visualization.matplotlib", "tune")
-        is_new: Any = optuna.exceptions.ExperimentalWarning
-        with quiet(), pyplot.rc_context(), ignored_warnings(category=is_new):  # Optuna changes matplotlib's style.
-            study = _study_of(self, by, scale)
-            options: Any = {"target": lambda trial: trial.values[1], "target_name": "metric"}
-            if x is None:
-                axes = plots.plot_pareto_front(study, target_names=[label, "metric"])
-                for name, trial, marker in (("best", self.best, "*"), ("unchanged", self.unchanged, "s")):
-                    axes.plot(getattr(trial, by) / scale, trial.metric, marker, color="black", label=name)
-                axes.legend(frameon=False, fontsize=8)
-            elif x == "trial":
-                axes = plots.plot_optimization_history(study, **options)
-            else:
-                axes = plots.plot_slice(study, params=[x], **options)
-            axes.figure.savefig(path, bbox_inches="tight")
-            pyplot.close(axes.figure)
+        figure, axes = pyplot.subplots()
+        complete = [trial for trial in self.trials if trial.state == "complete"]
+        if x is None:
+            axes.plot(*self._points(complete, by, scale), "o", alpha=0.5, label="trial")
+            axes.plot(*self._points(self.front, by, scale), "o-", label="front")
+            for name, trial, marker in (("best", self.best, "*"), ("unchanged", self.unchanged, "s")):
+                axes.plot(*self._points([trial], by, scale), marker, color="black", label=name)
+            axes.legend(frameon=False, fontsize=8)
+        else:
+            plotted = [trial for trial in complete if x == "trial" or x in trial.params]
+            values = [trial.number if x == "trial" else trial.params[x] for trial in plotted]
+            axes.plot(values, [trial.metric for trial in plotted], "o")
+        axes.set(xlabel=x or label, ylabel="metric")
+        figure.savefig(path, bbox_inches="tight")
+        pyplot.close(figure)
         return path
+
+    @staticmethod
+    def _points(trials: Sequence[Trial], by: str, scale: float) -> tuple[list[float], list[float]]:
+        return [getattr(trial, by) / scale for trial in trials], [trial.metric for trial in trials]
 
 
 def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
@@ -310,27 +310,6 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in kinds:
         raise ConfigError(f"no plot can be written to {os.fspath(path)!r}: use one of the suffixes {', '.join(kinds)}")
-
-
-def _study_of(result: Any, by: str, scale: float) -> Any:
-    """Return a study with two directions, the objective and the metric, that has the complete trials of a result."""
-    import optuna
-
-    directions: list[Any] = ["minimize", "maximize" if result.higher_is_better else "minimize"]
-    distributions = {
-        name: optuna.distributions.json_to_distribution(text) for name, text in result.distributions.items()
-    }
-    study = optuna.create_study(directions=directions)
-    for trial in result.trials:
-        if trial.state == "complete":
-            frozen = optuna.trial.create_trial(
-                values=[getattr(trial, by) / scale, trial.metric],
-                params=dict(trial.params),
-                distributions={name: distributions[name] for name in trial.params},
-                constraints={"constraints": 0.0 if trial.feasible else 1.0},
-            )
-            study.add_trial(frozen)
-    return study
 
 
 def _horizontal_axis(result: Any) -> tuple[str, float, str]:

@@ -29,8 +29,7 @@ from panther.tuning.result import Trial, TuneResult, pareto_front
 from panther.tuning.runners import run_trials
 from panther.tuning.space.layers import Space, heal_specs
 from panther.tuning.space.lines import AUTO, Line, parse_lines, used_forms
-from panther.tuning.study.storage import DESCRIBED_FUNCTIONS, open_study
-from panther.tuning.study.study import Study
+from panther.tuning.study import DESCRIBED_FUNCTIONS, Study, open_study
 
 _MOST = 5  # failed trials or names that notes list
 _SMALLEST_FIRST, _LARGEST_FIRST = 3, 8  # bounds of the number of first trials, the choices of pr.compress
@@ -83,13 +82,11 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
         first: Number of first trials that are choices of :func:`panther.compress`, at budgets that approach the
             smallest one that satisfies the constraints. None is a third, from 3 to 8.
         timeout_s: Seconds after which no trial begins; None sets no bound.
-        sampler: ``"tpe"``, ``"gp"`` (a Gaussian process), ``"random"``, or a sampler of Optuna. With ``"tpe"`` and a
-            constraint, two of three trials after the first ones are small steps from the best trial so far, at a
-            smaller budget, in spaces that have one.
+        sampler: ``"tpe"``, ``"gp"`` (a Gaussian process), ``"random"``, or a sampler of Optuna.
         pruner: ``"median"``, ``"asha"`` (successive halving), ``"none"``, or a pruner of Optuna.
         storage: A path, to which each trial is written when it ends, a URL of a database, or a storage of Optuna. The
-            same call resumes the stored search. Only one search at a time can open a storage. None keeps trials in
-            memory.
+            same call resumes the stored search. Only one search at a time can open a file; a second search of a
+            database ends the first one with an error. None keeps trials in memory.
         repeats: Calls of ``evaluate`` for each model. The metric is the mean. This is for functions that vary.
         catch: Exceptions of your functions, such as ``torch.OutOfMemoryError``, after which the search continues: the
             trial has failed, and the report says why. All other exceptions end the search, and so do exceptions for the

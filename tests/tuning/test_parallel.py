@@ -20,7 +20,7 @@ from panther.tuning.goal import Figures
 from panther.tuning.plan import Plan
 from panther.tuning.runners import OpenTrials, run_on_workers
 from panther.tuning.runners.worker import TrialServer, deserialize
-from panther.tuning.study.study import Job
+from panther.tuning.study import Job
 
 number = attrgetter("number")
 QUICK = {"trials": 8, "seed": 0, "progress": False, "constraint": ">= 90 %"}

@@ -19,7 +19,7 @@ from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.evaluation import Evaluator, failed, run_steps
 from panther.tuning.runners.ray import ray_actors
 from panther.tuning.runners.worker import Start, Worker, local_processes, serialize
-from panther.tuning.study.study import Job, Study
+from panther.tuning.study import Job, Study
 
 _RETRIES = 2  # further attempts of a trial whose worker died
 _OVER = "the time was over"

@@ -12,7 +12,7 @@ from typing import Any
 from panther.compression.calibration.targets import SkippedLayer, Target
 from panther.compression.config import HealConfig
 from panther.compression.forms import DENSE, Choice, Option
-from panther.compression.selection.convex_hull import choose_global
+from panther.compression.selection.allocation import choose_global
 from panther.errors import ConfigError
 from panther.tuning.attention import EXACT
 from panther.tuning.compressed_models import CompressedModels
@@ -78,13 +78,6 @@ class AutoSpace:
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of :func:`panther.compress` at a budget."""
         return {"budget": min(max(budget, self._budget.low), 1.0)} | dict.fromkeys(self._emphases, 1.0)
-
-    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a smaller budget than the cost of a plan."""
-        choice = self.models.choice_of(plan)
-        share = sum(self.models.cost.of(choice[target]) for target in self.targets) / self._dense
-        budget = share * math.exp(-by)
-        return dict(params) | {"budget": min(max(budget, self._budget.low), 1.0)}
 
     @property
     def smallest_budget(self) -> float:
@@ -287,10 +280,6 @@ class Space:
             for name, spec in line.specs.items():
                 params[f"{line.label}/{name}"] = EXACT if exact and name == "kernel_fn" else middle(spec)
         return params | {f"heal/{name}": middle(spec) for name, spec in self._heal.items()}
-
-    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
-        """Return parameters with a budget below the cost of a plan, by ``by`` in the logarithm, if there is one."""
-        return dict(params) if self._auto is None else self._auto.below(params, plan, by)
 
 
 def _unchanged(lines: Sequence[Line], changeable: Collection[str], skipped: Sequence[SkippedLayer]) -> list[str]:

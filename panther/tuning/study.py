@@ -1,81 +1,240 @@
-"""The study of a search, which draws trials and reports their results to Optuna."""
+"""The study of a search: its storage, samplers and pruners of Optuna, which trials are drawn, and their results."""
 
-__all__ = ["Job", "Study", "step_from"]
+__all__ = ["DESCRIBED_FUNCTIONS", "Job", "OpenStudy", "Study", "open_study"]
 
 import json
 import math
-import random
+import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import count, pairwise
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
-from panther.errors import MissingExtraError, TuningError
+from panther._process_settings import Block, ProcessSetting
+from panther.errors import ConfigError, MissingExtraError, TuningError, require_extra
+from panther.files.writer import release_lock, take_lock
+from panther.tuning.config import TuneConfig
 from panther.tuning.evaluation import Outcome
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.plan import Plan
 from panther.tuning.result import Trial, plain
-from panther.tuning.samplers import make_sampler, quiet, uses_constraints
 from panther.tuning.space.layers import Space
 
-# A step changes at most this share of the parameters, and on average at most this number.
-_SHARE, _MOST = 0.5, 2.0
-# Standard deviation of a step, as a share of the range of a parameter or of its logarithm.
-_SIZE = 0.17
-# Standard deviation of the decrease of the budget's logarithm below the cost of the best trial.
-_LOWER = 0.12
-_STEPS = 8  # attempts to find a new plan
-
-
-def step_from(
-    params: Mapping[str, Any], distributions: Mapping[str, Any], draw: random.Random, scale: float
-) -> dict[str, Any]:
-    """Change some parameters, within their ranges.
-
-    Args:
-        params: The parameters of the best trial.
-        distributions: Optuna's distributions of the parameters.
-        draw: Random numbers.
-        scale: Factor of the size of the step.
-    """
-    moved_params = dict(params)
-    names = [name for name in params if not distributions[name].single()]
-    if not names:
-        return moved_params
-    changed_names = [name for name in names if draw.random() < min(_SHARE, _MOST / len(names))]
-    for name in changed_names or [draw.choice(names)]:
-        moved_params[name] = _moved(params[name], distributions[name], draw, _SIZE * scale)
-    return moved_params
-
-
-def _moved(value: Any, distribution: Any, draw: random.Random, size: float) -> Any:
-    choices = getattr(distribution, "choices", None)
-    if choices is not None:
-        return draw.choice([choice for choice in choices if choice != value])
-    low, high, step = distribution.low, distribution.high, distribution.step
-    if distribution.log:
-        moved = math.exp(math.log(value) + draw.gauss(0.0, size) * math.log(high / low))
-    else:
-        moved = value + draw.gauss(0.0, size) * (high - low)
-    if step is None:
-        return min(max(moved, low), high)
-    num_steps = round((moved - low) / step)
-    if low + num_steps * step == value:  # An integer changes by at least one step.
-        num_steps += 1 if moved > value else -1
-    moved = min(max(low + num_steps * step, low), high)
-    return round(moved) if isinstance(value, int) else moved
-
-
-_BUDGET = "budget"  # name of a parameter of the automatic space
+_NAME = "panther.tune"  # name of the study in the storage
+_IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
+DESCRIBED_FUNCTIONS = ("forward_fn", "loss_fn", "mask_fn")
+_EARLIER = re.compile(r"\S+( [0-9a-f]{8})?(?<!none)")  # the name of a function, and a hash of its code alone
+# Relative difference of the unchanged model's metric that is allowed in a resumed study, for another machine's
+# rounding.
+_AGREES = 1e-4
+_PRUNERS = ("median", "asha", "none")
+_PRUNER_STARTUP = 4  # first trials, which the median pruner does not prune
 _RECORD, _REPEAT = "panther trial", "panther repeat"  # names of the attribute with a trial's result
 _STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
 _REDRAWS = 30  # The space is exhausted if this number of consecutive draws gives only known plans.
-# After the first trials, the sampler draws every third trial. The rest are steps from the best trial.
-_GLOBAL_EVERY = 3
 _HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and the smallest gap of their logarithms
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """An open study.
+
+    Attributes:
+        study: Optuna's study.
+        storage: The storage, as the user gave it.
+        seed: The seed of the search.
+        remembered: Stored figures of the unchanged model; empty for a new study.
+        notes: Repairs of the storage.
+    """
+
+    study: Any
+    storage: Any
+    seed: int
+    remembered: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def check_unchanged_model(self, goal: Goal, unchanged: Figures) -> None:
+        """Store the unchanged model's figures and the seed in a new study.
+
+        Raises:
+            ConfigError: If a resumed study has other figures.
+        """
+        if not self.remembered:
+            self.study.set_user_attr(_UNCHANGED, json.dumps(asdict(unchanged) | {"seed": self.seed}))
+            return
+        names = {"evaluate": "metric"} | ({} if isinstance(goal.objective, str) else {goal.name: "objective"})
+        for function, figure in names.items():
+            earlier, now = self.remembered[figure], getattr(unchanged, figure)
+            if abs(earlier - now) > _AGREES * max(abs(earlier), abs(now)):
+                raise ConfigError(
+                    f"storage={self.storage!r} has another study, in which {function} returned {earlier:.6g} for the "
+                    f"unchanged model, and now it returns {now:.6g}: use a new file, or the same data and function"
+                )
+
+
+@contextmanager
+def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[OpenStudy]:
+    """Create or resume the study of a storage. No other search can open a file meanwhile.
+
+    Args:
+        config: The arguments of the search.
+        description: What must not change when the search is resumed, by name.
+
+    Raises:
+        ConfigError: If the storage cannot be opened, is open, or has another study.
+    """
+    optuna: Any = require_extra("optuna", "tune")
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+    class SearchedStudy(optuna.Study):
+        """A study whose trials the search runs, outside of Optuna's loop."""
+
+        is_exhausted = False
+
+        def stop(self) -> None:  # Exhausted samplers call it. The method of the base class only works in Optuna's loop.
+            self.is_exhausted = True
+
+    storage: Any = config.storage
+    path: Any = storage
+    pruner = make_pruner(optuna, config.pruner)
+    if storage is not None and not isinstance(storage, str | os.PathLike | optuna.storages.BaseStorage):
+        raise ConfigError(
+            f"storage must be a path, a database's URL or a storage of Optuna, not {type(storage).__name__}"
+        )
+    is_file = storage is not None and isinstance(storage, str | os.PathLike) and "://" not in str(storage)
+    with _locked_and_repaired(path) if is_file else nullcontext(()) as notes:
+        try:
+            with quiet():
+                backend = JournalStorage(JournalFileBackend(str(storage))) if is_file else storage
+                backend = optuna.storages.get_storage(backend)
+                directions = config.goal.directions
+                optuna.create_study(storage=backend, study_name=_NAME, directions=directions, load_if_exists=True)
+                sampler = None if isinstance(config.sampler, str) else config.sampler
+                study = SearchedStudy(_NAME, backend, sampler, pruner)
+                stored = json.loads(study.user_attrs.get(_IDENTITY, "{}"))
+                remembered = json.loads(study.user_attrs.get(_UNCHANGED, "{}"))
+                is_new = not (stored or study.get_trials(deepcopy=False))
+        except Exception as error:
+            raise _unreadable(storage, error) from error
+        seed = int(remembered.get("seed", config.new_seed))
+        if is_new:
+            study.set_user_attr(_IDENTITY, json.dumps(dict(description)))
+        elif differences := _differences(stored, description, seed, config):
+            raise ConfigError(f"storage={storage!r} has another study ({differences}): use a new file, or delete it")
+        yield OpenStudy(study, storage, seed, remembered, notes)
+
+
+def _differences(stored: Mapping[str, str], description: Mapping[str, str], seed: int, config: TuneConfig) -> str:
+    """Return in which properties a stored search differs from this one, or "" if they are equal."""
+    names = [name for name in {**description, **stored} if stored.get(name) != description.get(name)]
+    differences = [f"{name} {stored.get(name)} instead of {description.get(name)}" for name in names]
+    if config.seed is not None and seed != config.new_seed:
+        differences.append(f"seed {seed} instead of {config.seed}")
+    hint = ""
+    if any(_EARLIER.fullmatch(stored.get(name, "")) for name in DESCRIBED_FUNCTIONS if name in names):
+        hint = ", where an earlier version of Panther described functions by less"
+    return ", ".join(differences[:3]) + hint
+
+
+def _unreadable(storage: Any, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"storage={storage!r} cannot be opened ({type(error).__name__}: {error}): use a new file, or a file of a study "
+        "of panther.tune"
+    )
+
+
+@contextmanager
+def _locked_and_repaired(path: str | os.PathLike[str]) -> Iterator[tuple[str, ...]]:
+    """Lock a file of a search until the process ends, and yield notes about its repair.
+
+    Optuna's lock is only held during a write, and remains after a kill.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    with file:
+        if not take_lock(file.fileno()):
+            raise ConfigError(
+                f"storage={str(path)!r} is open in another search: wait until it has ended, or use another file"
+            )
+        try:
+            yield _repair(path, file)
+        finally:
+            release_lock(file.fileno())  # Forked processes still have the file open.
+
+
+def _repair(path: str | os.PathLike[str], file: IO[bytes]) -> tuple[str, ...]:
+    """Remove an incomplete last line from a file of a search, and return a note about it.
+
+    A process that is killed during a write leaves an incomplete line, and the next line would be appended to it.
+    """
+    *lines, rest = Path(path).read_bytes().split(b"\n")
+    if lines and rest:
+        with suppress(ValueError, AttributeError):
+            if json.loads(lines[0]).get("study_name") == _NAME:
+                file.truncate(sum(map(len, lines)) + len(lines))
+                return (f"storage={str(path)!r} ended within a line: its {len(rest)} bytes were removed",)
+    return ()
+
+
+def make_sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
+    """Return the sampler with a name."""
+    from optuna import samplers
+
+    if name == "tpe":
+        # The constant liar keeps the sampler away from the plans of running trials.
+        return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=others_run)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
+    return samplers.RandomSampler(seed=seed)
+
+
+def uses_constraints(sampler: Any) -> bool:
+    """Return whether a sampler, or the sampler with a name, uses constraints. Others get values with penalties."""
+    from optuna import samplers
+
+    if isinstance(sampler, str):
+        return sampler in ("tpe", "gp")
+    return isinstance(
+        sampler, (samplers.TPESampler, samplers.GPSampler, samplers.NSGAIISampler, samplers.NSGAIIISampler)
+    )
+
+
+def make_pruner(optuna: Any, pruner: Any) -> Any:
+    """Return the pruner with a name, or ``pruner`` if it is one of Optuna's.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if isinstance(pruner, optuna.pruners.BasePruner):
+        return pruner
+    if pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=_PRUNER_STARTUP)
+    if pruner == "asha":
+        return optuna.pruners.SuccessiveHalvingPruner()
+    if pruner == "none":
+        return optuna.pruners.NopPruner()
+    raise ConfigError(f"pruner={pruner!r} is unknown: use {', '.join(map(repr, _PRUNERS))}, or one of Optuna's")
+
+
+def quiet() -> Block:
+    """Return a block that silences Optuna's log, because the search shows its progress."""
+    return _verbosity().held()
+
+
+@cache
+def _verbosity() -> ProcessSetting:
+    from optuna import logging
+
+    return ProcessSetting(logging.get_verbosity, logging.set_verbosity, logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -151,7 +310,7 @@ class Study:
             # Every trial has a seed, so that a killed and resumed study draws the same trials. A hash of the seed
             # avoids that a study with the next seed draws the same trials, shifted by one.
             seed = int(np.random.SeedSequence((self._seed, self.count + self._repeats)).generate_state(1)[0])
-            params = self._first_params() if self.count < self._first else self._near_params(seed)
+            params = self._first_params() if self.count < self._first else None
             if params is not None:
                 self.study.enqueue_trial(params)
             if isinstance(self._sampler, str):
@@ -255,42 +414,6 @@ class Study:
                 high = middle
             else:
                 low = middle
-        return None
-
-    def _near_params(self, seed: int) -> dict[str, Any] | None:
-        """Return parameters of a new plan near the best trial, or None if the sampler should draw.
-
-        A few tens of trials are too few to learn a complete space. The first trials, the choices of pr.compress, are
-        good, and better choices are near them. This is for spaces with a budget, and for two of three trials. For
-        settings of individual layers, steps from the best trial were better in some searches and worse in others.
-        """
-        from optuna.trial import FixedTrial
-
-        goal, best = self.goal, self.best
-        if (
-            self._sampler != "tpe"
-            or not goal.constraints
-            or len(goal.directions) > 1
-            or best is None
-            or _BUDGET not in best.params
-            or (self.count - self._first) % _GLOBAL_EVERY == _GLOBAL_EVERY - 1
-        ):
-            return None
-        distributions = next(
-            trial.distributions for trial in self.study.get_trials(deepcopy=False)
-            if _record_of(trial).get("number") == best.number and _RECORD in trial.user_attrs
-        )  # fmt: skip
-        draw = random.Random(seed)
-        for attempt in range(_STEPS):
-            params = step_from(best.params, distributions, draw, 1 + attempt / _STEPS)
-            if goal.bounded:
-                params = self.space.below(params, best.plan, abs(draw.gauss(0.0, _LOWER)))
-            try:
-                plan = self.space.draw(FixedTrial(params))
-            except ValueError:  # The form has a parameter that the best trial lacks.
-                continue
-            if self._is_new(plan):
-                return params
         return None
 
     def _is_new(self, plan: Plan) -> bool:
