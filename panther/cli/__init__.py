@@ -29,12 +29,14 @@ _COMMANDS = {
     "train": "train a model of yours, without a script",
     "launch": "start a script on several processes, as torchrun does",
     "init": "write launch files for Slurm, Kubernetes, torchrun or docker compose",
-    "profile": "show where the time of a script goes, and the share of communication",
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
     "simulate": "show on a CPU what data parallelism does, and check it",
     "explain": "print a page about a concept: sketching, seeds, memory, parallelism, ranks, ...",
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
+}
+_REMOVED = {
+    "profile": "torch.profiler records a script, as docs/howto/launch.rst shows, and profile=True a Trainer's run"
 }
 # The other commands install their own handlers of SIGTERM, or start processes that would inherit this handler.
 _ENDED_BY_SIGTERM = ("compress", "export")
@@ -44,7 +46,7 @@ exit status:
   1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
   2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
   130  interrupted (compress and export: 143 after SIGTERM)
-  launch returns 1 if a rank failed, 128 + N if signal N ended it; profile returns the status of the script.
+  launch returns 1 if a rank failed, 128 + N if signal N ended it.
 """
 
 
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PantherError as error:
         return _explain(error)
     except OSError as error:
-        if args.command in ("profile", "train", "tune"):
+        if args.command in ("train", "tune"):
             raise  # The error may come from the user's code, and the user then needs the traceback.
         return _explain(error)
     except KeyboardInterrupt:
@@ -101,6 +103,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"panther {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     command = next((argument for argument in argv if not argument.startswith("-")), None)
+    if command in _REMOVED:
+        parser.error(f"{command!r} is not a command any more: {_REMOVED[command]}")
     if command is not None and command not in _COMMANDS and (near := get_close_matches(command, _COMMANDS, 1)):
         parser.error(f"{command!r} is not a command: did you mean {near[0]!r}?")
     arguments = argv
@@ -115,7 +119,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
     if getattr(args, "takes_launch_options", False):
         args.launch_options = rest
-    elif rest and not (args.command == "train" and args.script):  # The error about scripts repeats their arguments.
+    elif rest:
         commands.choices[args.command].error(
             f"unrecognized arguments: {' '.join(rest)}{_hint(commands.choices[args.command], rest[0])}"
         )

@@ -68,7 +68,8 @@ def add_settings(
     for name, setting in _settings_of(place, described_in).items():
         if name in without or (names and name not in names) or (options := _options_of(name, setting)) is None:
             continue
-        summary, default = _summary(setting.description), defaults.get(name, setting.default)
+        default = defaults.get(name, setting.default)
+        summary = _summary(setting.description, has_own_default=name in defaults)
         if setting.choices and not setting.types & _NUMBERS and not options["metavar"].startswith("{"):
             summary += f" ({', '.join(setting.choices)})"
         if default not in (None, ()) and default is not False:
@@ -174,11 +175,13 @@ def _text_or_none(text: str) -> str | None:
     return None if text in ("null", "None") else text
 
 
-def _summary(description: str) -> str:
-    """Return the first sentence of a description, and the sentence about None, without markup."""
+def _summary(description: str, has_own_default: bool) -> str:
+    """Return the first sentence of a description, and what None means unless the command has its own default."""
     plain = _MARKUP.sub(lambda match: match[1] or match[2], description).rstrip(".")
     first, *further = plain.split(". ")
     first = first[:1].lower() + first[1:] if first[1:2].islower() else first
+    if has_own_default:
+        return first.partition("; None ")[0]
     return ". ".join([first, *(sentence for sentence in further if sentence.startswith("None "))])
 
 

@@ -67,8 +67,8 @@ def call(spec: str) -> Any:
 
 def model_and_batches(
     spec: str, expected: str = "an nn.Module, or a pair of one and a list of batches"
-) -> "tuple[nn.Module, Any]":
-    """Call ``module:function``, which returns a model, or a pair of a model and batches; without batches return None.
+) -> "tuple[nn.Module, Any, bool]":
+    """Return the model and the batches, or None, that ``module:function`` returns, and whether it returns a pair.
 
     Raises:
         PantherError: If the function does not exist, fails, or returns something else, which is not ``expected``.
@@ -76,10 +76,11 @@ def model_and_batches(
     from torch import nn
 
     returned = call(spec)
-    model, batches = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    model, batches = returned if is_pair else (returned, None)
     if not isinstance(model, nn.Module):
         raise wrong_return(spec, returned, expected)
-    return model, batches
+    return model, batches, is_pair
 
 
 def wrong_return(spec: str, returned: Any, expected: str) -> PantherError:

@@ -185,7 +185,7 @@ def _stats(args: argparse.Namespace) -> Any:
         return _stats_of_folder(folder, args.sequence, options)
     with current_folder_importable():
         expected = "an nn.Module and a batch, the arguments of its forward"
-        model, batch = model_and_batches(args.model, expected)
+        model, batch, _ = model_and_batches(args.model, expected)
         if batch is None:
             raise wrong_return(args.model, model, expected)
         with explained(f"{args.model}: the model does not run on its batch"):

@@ -179,9 +179,9 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
         model = (_transformers.empty_model if args.stream else _transformers.load_model)(folder)
         imports, load = "", f"pr.from_pretrained({str(_model_out(args))!r})"
     else:
-        model, calibration = model_and_batches(args.model)
+        model, calibration, is_pair = model_and_batches(args.model)
         module, _, function = args.model.partition(":")
-        built = f"{function}(){'' if calibration is None else '[0]'}"
+        built = f"{function}(){'[0]' if is_pair else ''}"
         imports = f"; from {module} import {function}"
         load = f"pr.load_compressed({str(Path(args.out))!r}, {built}).eval()"
     if args.calibration is not None and names_function(args.calibration):

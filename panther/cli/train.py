@@ -30,8 +30,6 @@ _FUNCTIONS = {
     "scheduler": "module:function, which makes a scheduler of the optimizer",
     "metrics": "module:function, which returns a mapping of names to functions of output and target",
 }
-_PROCESSES = ("--gpus-per-node", "--num-gpus", "--num-processes")
-_LAUNCHER_FLAGS = ("--script", *_PROCESSES, "--nnodes", "--num-nodes", "--backend", "--address")
 
 
 def add_parser(commands: Any) -> None:
@@ -45,8 +43,6 @@ def add_parser(commands: Any) -> None:
     _options.add_settings(parser, _LAUNCH, *_LAUNCH_SETTINGS)
     _options.add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
-    for flag in _LAUNCHER_FLAGS:  # the error about them shows the command to use instead
-        parser.add_argument(flag, help=argparse.SUPPRESS)
     functions = parser.add_argument_group("functions, in place of the file's")
     for name, help_text in list(_FUNCTIONS.items())[1:]:
         options: Any = {"type": _options.value_of, "default": argparse.SUPPRESS, "metavar": "NAME", "help": help_text}
@@ -75,7 +71,6 @@ def new_spelling(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
-    _refuse_launchers_options(args)
     command_line_settings = _options.given_settings(args, _CONFIG) | _options.given_settings(args, "", *_FUNCTIONS)
     settings = read_config(args.config)[0] if args.config else {}
     # epochs and max_steps exclude each other, so each of them on the command line also replaces the other in the file.
@@ -84,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
             settings.pop(other, None)
     settings |= command_line_settings
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
+    if str(functions.get("model")).endswith(".py"):
+        raise PantherError(f"{functions['model']} is a script, which panther launch starts: give module:function")
     for name in ("model", "data"):
         if name not in functions:
             raise PantherError(f"{name} is missing: add {'' if name == 'model' else '--data '}module:function")
@@ -102,44 +99,6 @@ def run(args: argparse.Namespace) -> int:
     if texts:
         print("  ".join(texts))
     return 0
-
-
-def _refuse_launchers_options(args: argparse.Namespace) -> None:
-    """Raise if a script or options of other launchers are given; the error shows the command to use instead."""
-    flags = {
-        flag: value for flag in _LAUNCHER_FLAGS if (value := getattr(args, flag[2:].replace("-", "_"))) is not None
-    }
-    model = str(vars(args).get("model"))
-    script = flags.get("--script") or (model if model.endswith(".py") else None)
-    processes = next((flags[flag] for flag in _PROCESSES if flag in flags), vars(args).get("nproc_per_node", 1))
-    if script is None:
-        if flags:
-            raise PantherError(
-                f"{next(iter(flags))} is not an option of panther train: write --nproc-per-node {processes} for "
-                "processes of this machine, or panther launch ... -m panther train ... for several"
-            )
-        return
-    options = ["--nproc-per-node", str(processes)]
-    if (nodes := flags.get("--nnodes") or flags.get("--num-nodes")) is not None:
-        address = (flags.get("--address") or "HOST:PORT").rpartition("//")[2]
-        options += ["--nnodes", nodes, "--rdzv-endpoint", address]
-    if flags.get("--backend") in ("gloo", "nccl"):
-        options += ["--backend", flags["--backend"]]
-    line = " ".join(["panther launch", *options, script, *_arguments_of_script(args.argv, script)])
-    raise PantherError(f"panther train takes functions that return a model and data, and no script: use {line}")
-
-
-def _arguments_of_script(argv: list[str], script: str) -> list[str]:
-    """Return the arguments of the command line without the command, the script and the options of launchers."""
-    arguments, remaining = [], iter(argv)
-    for argument in remaining:
-        flag, equals, _ = argument.partition("=")
-        if flag in ("--nproc", "--nproc-per-node", *_LAUNCHER_FLAGS):
-            if not equals:
-                next(remaining, None)
-        elif argument not in ("train", script):
-            arguments.append(argument)
-    return arguments
 
 
 def _launch(args: argparse.Namespace, directory: str | None) -> int | None:

@@ -147,7 +147,7 @@ def _load(functions: Mapping[str, str]) -> "tuple[nn.Module, Any]":
 
         model: Any = _transformers.load_model(Path(source))
     elif names_function(source):
-        model, calibration = model_and_batches(source)
+        model, calibration, _ = model_and_batches(source)
     else:
         raise PantherError(f"model = {source!r} is not a folder, and not of the form module:function: give one of them")
     if "calibration" in functions:

@@ -203,7 +203,6 @@ def test_truth_values_are_options_without_a_value(monkeypatch):
         (["train", "--nproc", "3"], "--nproc-per-node"),
         (["simulate", "--world", "3"], "--world-size"),
         (["advise", "--gpus", "3"], "--world-size"),
-        (["advise", "--budget", "3"], "--max-price"),
         (["tune", "tune.toml", "--json", "3"], "--report"),
         (["compress", "m:f", "--budget=1", "--out=o", "--scratch", "3"], "--scratch-dir"),
     ],
@@ -238,7 +237,6 @@ SETTINGS = {
     "compress": ("compression.config", "CompressConfig"),
     "tune": ("tuning.config", "TuneConfig"),
     "train": ("train.config", "TrainConfig"),
-    "advise": ("distributed.advisor.training_run", "TrainingRun"),
 }
 
 
@@ -251,7 +249,6 @@ def test_options_are_those_of_the_settings(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     described = " ".join(capsys.readouterr().out.split())
-    known = {"budget": "max-price"} if command == "advise" else {}
     names = [field.name for field in dataclasses.fields(settings)]
 
     def members(hint):
@@ -260,7 +257,7 @@ def test_options_are_those_of_the_settings(command, capsys):
     numbers = [name for name in names if {int, float} & set(filter(inspect.isclass, members(types[name])))]
     assert len(numbers) >= 5
     for name in numbers:
-        assert re.search(rf" --{known.get(name, name.replace('_', '-'))} N \w+ \w+", described), name
+        assert re.search(rf" --{name.replace('_', '-')} N \w+ \w+", described), name
     for name in names:
         if typing.get_origin(types[name]) is typing.Literal:
             choices = typing.get_args(types[name])
@@ -373,3 +370,10 @@ def test_a_model_is_a_positional_argument_and_may_be_a_function(command, capsys)
     positional = shown.partition("positional arguments:")[2].partition("options:")[0]
     assert "MODEL" in positional
     assert "module:function" in (shown if command == "train" else positional)
+
+
+def test_a_command_that_is_gone_says_what_to_use(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["profile", "train.py"])
+    assert caught.value.code == 2
+    assert "'profile' is not a command any more: torch.profiler records a script" in capsys.readouterr().err

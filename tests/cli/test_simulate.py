@@ -48,23 +48,6 @@ def test_two_ranks(capfd):
     assert checks.count("  yes  ") == 6
 
 
-@pytest.mark.extra
-@pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_is_recorded_in_mlflow_with_its_learning_rate(capfd, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path}/runs.db")
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
-    arguments = [*SMALL, "--epochs", "1", "--lr", "0.001", "--tracker", "mlflow"]
-    assert main(["simulate", *arguments]) == 0
-    assert f"Recorded in MLflow, at {uri}." in capfd.readouterr().out
-    [run] = mlflow.MlflowClient(uri).search_runs(["0"])
-    assert (run.data.params["lr"], run.data.params["world"]) == ("0.001", "2")
-    assert run.data.metrics["loss"] > 2.29  # of ten classes before the first step: ln 10
-    assert 0 < run.data.metrics["test_accuracy"] < 1
-
-
 @pytest.mark.distributed
 def test_three_ranks_of_dense_layers(capfd):
     sections = simulate(capfd, "--world-size", "3", "--dense", "--epochs", "1")

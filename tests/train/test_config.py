@@ -70,7 +70,6 @@ VALUES = {
     "scaler_growth_interval": (100, [0, 1.5]),
     "powersgd_rank": (2, [0, "2"]),
     "powersgd_start_step": (5, [0, 1]),
-    "topk_fraction": (0.1, [0, 1.5, "1"]),
     "sketch_fraction": (0.1, [0, 1.5, "1"]),
     "bucket_cap_mb": (5.0, [0, "5"]),
     "comm_hook": ("fp16", ["int8"]),
@@ -91,7 +90,7 @@ def with_directory(name, value):
         return {name: value, "mixed_precision": "fp16"}
     if name.startswith("powersgd"):
         return {name: value, "comm_hook": "powersgd"}
-    if name.startswith(("topk", "sketch")):
+    if name.startswith("sketch"):
         return {name: value, "comm_hook": name.partition("_")[0]}
     if name == "cluster_file":
         return {name: value, "strategy": "auto"}
@@ -190,7 +189,7 @@ NAMES_OF_GUIDES = {
     "mlflow_tracking": "'trackers'", "tensorboard": "'trackers'",
     "tensorboard_dir": "'checkpoint_dir'", "mlflow_experiment": "'run_name'",
     "bucket_size_mb": "'bucket_cap_mb'", "compression": "'comm_hook'",
-    "compression_ratio": "'topk_fraction'",
+    "compression_ratio": "'sketch_fraction'", "topk_fraction": "'sketch_fraction'",
     "chunks": "'num_microbatches'", "lr": "'learning_rate'",
     "num_gpus": "panther launch --nproc-per-node and --nnodes", "world_size": "panther launch --nproc-per-node",
     "gpus_per_node": "panther launch --nproc-per-node", "nproc_per_node": "panther launch --nproc-per-node",
@@ -238,8 +237,8 @@ NAMES_OF_GUIDES = {
     "loss": "to Trainer as loss_fn",
     "microbatch_size": "num_microbatches", "num_samples": "panther.tune", "search_space": "panther.tune",
     "train_fn": "panther.tune", "trials_per_gpu": "panther.tune", "resources_per_trial": "panther.tune",
-    "record_shapes": "panther profile", "with_stack": "panther profile", "activities": "panther profile",
-    "on_trace_ready": "panther profile", "group": "tensor_parallel_size", "dp_group": "tensor_parallel_size",
+    "record_shapes": "torch.profiler", "with_stack": "torch.profiler", "activities": "torch.profiler",
+    "on_trace_ready": "torch.profiler", "group": "tensor_parallel_size", "dp_group": "tensor_parallel_size",
     "schedule": None,
     # Of these nothing is like a setting, and a guess would be wrong.
     "wait": LISTED, "active": LISTED, "enabled": LISTED, "type": LISTED, "op": LISTED, "src": LISTED, "gpu": LISTED,

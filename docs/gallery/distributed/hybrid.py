@@ -168,5 +168,5 @@ right.legend(fontsize=8)
 plt.show()
 
 # %%
-# :doc:`/howto/hybrid-parallel` has all settings. ``panther profile`` shows which part of a script's time is
+# :doc:`/howto/hybrid-parallel` has all settings. torch's profiler shows which part of a script's time is
 # communication (:ref:`profiling-a-script`).

@@ -223,12 +223,14 @@ def _cast(sample: dict[str, Any], model: Any) -> dict[str, Any]:
 
 def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, Any]], out: Path) -> None:
     """Write model.onnx, compare it with the model, and copy the tokenizer."""
-    import panther as pr
     from panther.cli._transformers import has_tokenizer
     from panther.integrations.onnx import compare_onnx, write_onnx
+    from panther.nn.protocol import compressed_layers
 
     if args.activations is not None:
-        layers = [module for module in model.modules() if isinstance(module, pr.nn.QuantizedLinear) and module.bits]
+        layers: list[Any] = [layer for _, layer in compressed_layers(model) if getattr(layer, "bits", None)]
+        # Layers that can round their inputs have the setting, and other layers have the None of their class.
+        layers = [layer for layer in layers if "activations" in vars(layer)]
         if not layers:
             raise PantherError(
                 f"{args.model_path} holds no quantized linear layer whose inputs could be rounded: leave --activations "

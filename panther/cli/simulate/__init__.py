@@ -31,11 +31,6 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--lr", positive_float, "learning rate of SGD with momentum", 0.02, metavar="X")
     add_option(parser, "--seed", seed, "seed of weights and shuffling", 0)
     parser.add_argument(
-        "--tracker",
-        choices=("mlflow",),
-        help="record settings, losses and accuracy in MLflow (MLFLOW_TRACKING_URI, or its default)",
-    )
-    parser.add_argument(
         "--dry-run", action="store_true", help="only count samples, bytes and memory, and start nothing"
     )
     parser.set_defaults(run=run)
@@ -53,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
         raise PantherError(f"--batch {batch} cannot be divided evenly by --world-size {world}: use --batch {fix}")
     if not args.dry_run:
         require_extra("sklearn.datasets", "demo")
-        if args.tracker is not None:
-            require_extra("mlflow", "mlflow")
     if not args.dense:
         note_if_wide(args.sketch_size, args.hidden)
     from panther.cli.simulate import simulation
@@ -67,6 +60,6 @@ def run(args: argparse.Namespace) -> int:
     )
     simulation.print_samples(settings)
     sent_bytes = simulation.print_counts(settings, processes=1 if args.dry_run else world)
-    if not args.dry_run and (failed := simulation.print_training(settings, sent_bytes, args.tracker)):
+    if not args.dry_run and (failed := simulation.print_training(settings, sent_bytes)):
         raise DistributedError(f"checks failed: {'; '.join(failed)}. This is a bug: please report it")
     return 0

@@ -2,11 +2,10 @@
 
 __all__ = ["Run", "Settings", "print_counts", "print_samples", "print_training", "shard", "train"]
 
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from panther.distributed import (
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
 from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
 from panther.distributed.comm.mesh import physical_memory
-from panther.errors import DistributedError, require_extra
+from panther.errors import DistributedError
 
 _MOMENTUM = 0.9
 _ROUNDING = 1e-9  # relative; float64 rounds at 1e-16, and 40 epochs of training amplified it to 1e-13 at most
@@ -189,13 +188,12 @@ def _cost(settings: Settings, kind: str, size: int) -> Estimate:
     )  # SGD with momentum
 
 
-def print_training(settings: Settings, sent_bytes: int, tracker: str | None = None) -> list[str]:
+def print_training(settings: Settings, sent_bytes: int) -> list[str]:
     """Train on several processes and on one, and print what happens and its checks.
 
     Args:
         settings: The options.
         sent_bytes: Bytes of gradients that a rank should send in a step.
-        tracker: ``"mlflow"`` to record settings, losses and accuracy there; None records nothing.
 
     Returns:
         The checks that fail.
@@ -207,9 +205,6 @@ def print_training(settings: Settings, sent_bytes: int, tracker: str | None = No
     _print_gradients(settings, ranks, mean, single)
     steps = len(single.losses) // settings.epochs
     _print_losses(steps, ranks, single)
-    if tracker is not None:
-        _record(settings, steps, ranks)
-
     samples = {sample for rank in ranks for step in rank.samples[:steps] for sample in step.tolist()}
     differences = {  # each with the largest difference that passes
         "every sample is seen in epoch 1": (TRAIN_SAMPLES - len(samples), 0),
@@ -261,19 +256,6 @@ def _print_losses(steps: int, ranks: list[Run], single: Run) -> None:
     rows.append(["test accuracy", *(f"{100 * run.accuracy:.1f} %" for run in runs.values())])
     print("\n4. Training: mean loss of each epoch, on the samples of each rank\n" + format_table(rows, align="<>"))
     print("Each rank draws its own network; before the first step all receive that of rank 0.")
-
-
-def _record(settings: Settings, steps: int, ranks: list[Run]) -> None:
-    """Log a run to MLflow: the settings, each epoch's mean loss over all ranks, and the accuracy."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing goes to a third party unasked
-    mlflow = require_extra("mlflow", "mlflow")
-    with mlflow.start_run(run_name=f"simulate-{settings.world}"):
-        mlflow.log_params(asdict(settings))
-        for epoch in range(settings.epochs):
-            losses = [statistics.mean(run.losses[epoch * steps : (epoch + 1) * steps]) for run in ranks]
-            mlflow.log_metric("loss", statistics.mean(losses), step=epoch + 1)
-        mlflow.log_metric("test_accuracy", ranks[0].accuracy)
-        print(f"Recorded in MLflow, at {mlflow.get_tracking_uri()}.")
 
 
 def _relative_difference(output: Tensor, reference: Tensor) -> float:
