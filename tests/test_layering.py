@@ -44,12 +44,12 @@ LEVELS = {
         "": 6,
     },
     "compression": {
-        "calibration": 0, "readers": 0, "moments": 1, "streaming": 1, "forms": 2,
+        "calibration": 0, "readers": 0, "moments": 1, "forms": 2,
         "config": 3, "selection": 3, "weights": 3,
         "memory": 4, "report": 4,
-        "fitting": 5, "heal": 5, "install": 5,
+        "fitting": 5, "heal": 5,
         "linearization": 6, "preparation": 6,
-        "_compress": 7, "folder": 8, "": 9,
+        "_compress": 7, "streaming": 8, "": 9,
     },
     "tuning": {
         "goal": 0, "guards": 0, "plan": 0,

@@ -162,7 +162,7 @@ def _child(step: str, folder: Path, case: Case) -> None:
     """Make the model in a folder, or compress it and print the figures as JSON."""
     import transformers
 
-    import panther.compression.folder
+    import panther.compression.streaming.runner
     import panther.integrations.transformers  # noqa: F401
 
     warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.targets import Survey, Target
@@ -23,12 +23,13 @@ from panther.compression.forms.rounding import (
 from panther.compression.memory import fit_bytes, predict_peak_bytes
 from panther.compression.moments import (
     Gathered,
+    Summary,
     check_calibration,
     gather_moments,
     moments_bytes,
     split_passes,
 )
-from panther.compression.selection.convex_hull import choose_global, choose_uniform, options_near_global
+from panther.compression.selection.allocation import choose_global, choose_uniform, options_near_global
 from panther.compression.selection.trials import batches_of_losses
 
 _log = logging.getLogger(__name__)
@@ -116,15 +117,15 @@ def fit_targets(
 
     gathering: Iterator[Gathered] | None = None
 
-    def gather_next(before: _GatheredPart | _FittedPart | None) -> _GatheredPart | None:
+    def gather_next(before: Gathered | _FittedPart | None) -> Gathered | None:
         nonlocal gathering
         if gathering is None:
             gathering = gather(None if before is None else before.state)
         gathered = next(gathering, None)
         return_freed_memory()  # of activations
-        return None if gathered is None else _GatheredPart.of(gathered, runner)
+        return gathered
 
-    waiting: list[_GatheredPart] = []  # parts with their moments, if these stay on disk until all weights are fitted
+    waiting: list[Gathered] = []  # parts with their moments, if these stay on disk until all weights are fitted
     if runner.keeps_moments:
         while part := runner.remembered(
             f"{MOMENTS}{len(waiting)}", lambda: gather_next(waiting[-1] if waiting else None)
@@ -174,47 +175,6 @@ def fit_targets(
 _WAITING_BYTES = 2**24
 
 
-class _Summary(NamedTuple):
-    """What is left of the moments of a weight after the fit.
-
-    Attributes:
-        positions: How often the layer was applied.
-        is_constant: Whether every row of its inputs was the same.
-        tokens: Number of tokens of each expert.
-    """
-
-    positions: float
-    is_constant: bool
-    tokens: Sequence[float]
-
-
-@dataclass(frozen=True)
-class _GatheredPart:
-    """Moments that were complete at the same time.
-
-    Attributes:
-        inputs: The weights, in sets that share an input.
-        summaries: What is left of the moments of each weight after the fit.
-        moments: The moments of the weights that this rank fits, until they are fitted.
-        energy: The sum of the output's squares over all batches.
-        state: What the passes over the batches need to continue.
-    """
-
-    inputs: Sequence[Sequence[Target]]
-    summaries: Mapping[Target, _Summary]
-    moments: dict[Target, Any]
-    energy: float
-    state: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, gathered: Gathered, runner: Runner) -> "_GatheredPart":
-        """Return the part of this rank."""
-        moments = gathered.moments
-        summaries = {target: _Summary(each.positions, each.constant, each.tokens) for target, each in moments.items()}
-        moments_here = {target: moments[target] for target in runner.divide(list(moments))}
-        return cls(gathered.inputs, summaries, moments_here, gathered.energy, gathered.state)
-
-
 @dataclass(frozen=True)
 class _FittedPart:
     """The results for weights whose moments were complete at the same time, except for the fits themselves.
@@ -227,7 +187,7 @@ class _FittedPart:
     """
 
     inputs: Sequence[Sequence[Target]]
-    summaries: Mapping[Target, _Summary]
+    summaries: Mapping[Target, Summary]
     losses: Mapping[Target, tuple[Sequence[Option], float | None]]
     state: Mapping[str, Any]
 
@@ -283,7 +243,7 @@ class _Weights:
     losses_per_bit: dict[Target, float] = field(default_factory=dict)
     planned_widths: dict[Target, tuple[int, ...]] = field(default_factory=dict)
 
-    def sensitivities(self, parts: Sequence[_GatheredPart], runner: Runner) -> dict[str, float]:
+    def sensitivities(self, parts: Sequence[Gathered], runner: Runner) -> dict[str, float]:
         """Return the estimated losses of the weights of all parts and ranks, by the names of the weights."""
         if self.share is None:
             return {}
@@ -304,7 +264,7 @@ class _Weights:
 
     def fit_part(
         self,
-        part: _GatheredPart,
+        part: Gathered,
         over: Callable[[Sequence[Target]], Iterable[Target]],
         runner: Runner,
         names: Mapping[Target, str],

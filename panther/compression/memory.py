@@ -1,14 +1,15 @@
-"""Predict the peak memory of compressing, phase by phase, before it begins.
+"""Predict the peak memory of compressing, and the bytes of the files of a streamed model, before the work begins.
 
 The memory of the model's forward and backward is measured on the largest batch, by counting the bytes of tensors while
 the model runs. The remaining memory follows from the sizes of the weights.
 """
 
-__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "fit_bytes", "predict_peak_bytes"]
+__all__ = ["KEPT_OUTPUT_BYTES", "LiveBytes", "TargetFiles", "fit_bytes", "predict_disk_bytes", "predict_peak_bytes"]
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs while healing, if at lea
 _DOUBLE = torch.float64.itemsize
 _HEAP = 1.5  # glibc's heap, over the tensors in it at their peak, while factors of many sizes are made and freed
 _PLANNED = 3  # largest number of widths of a weight that are usually fitted
+_CHOICES = 3  # compared, with a new layer of each form of a weight that one of them has
+_DESCRIPTION_BYTES = 4000  # of a fit, its options and the names of both, beside the tensors
 _TRAINED = 5  # tensors per trained parameter: value, gradient, two moments and best value
 
 
@@ -231,3 +234,53 @@ def _forward_bytes(runner: Runner, survey: Survey, heal: HealConfig | None) -> t
     entries = sum(map(entries_of, (*runner.batches, *runner.held_out)))
     hidden = (output.nbytes + sum(sizes)) * entries // max(entries_of(batch), 1)
     return peak, min(hidden, runner.spare_bytes(KEPT_OUTPUT_BYTES)), 0
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """The bytes of the files of one weight of a streamed model.
+
+    Attributes:
+        fit: Its fit in all forms.
+        moments: Its moments.
+        places: The parts that contain it, by their number in the order in which the parts gather moments.
+    """
+
+    fit: int
+    moments: int
+    places: Sequence[int]
+
+
+def predict_disk_bytes(
+    targets: Sequence[TargetFiles],
+    num_parts: int,
+    results: int,
+    gradients: int,
+    measured_gradients: int,
+    new_layers: int,
+    *,
+    keeps_moments: bool,
+) -> dict[str, int]:
+    """Return the largest bytes of all files while moments are gathered and weights fitted, and of the choice.
+
+    Args:
+        targets: The weights.
+        num_parts: Number of parts of the model.
+        results: Bytes of the results of all parts for all batches.
+        gradients: Largest bytes of the gradients at these results that wait for a part.
+        measured_gradients: The same, while losses of the fitted weights are measured.
+        new_layers: Bytes that the new layers may take.
+        keeps_moments: Whether the moments of all weights stay until the weights are fitted, and longer.
+    """
+    fits = states = complete = largest = 0
+    for part in range(num_parts):
+        completed = [target for target in targets if max(target.places) == part]
+        fits += sum(target.fit + _DESCRIPTION_BYTES for target in completed)
+        if completed:  # its file also has the sums of weights that are called in this part and in later ones
+            states += sum(target.moments for target in targets if min(target.places) <= part < max(target.places))
+        # The weights are fitted from their moments, which are in a file until the last of them is fitted.
+        moments = sum(target.moments for target in completed)
+        complete += keeps_moments * moments  # in another file
+        largest = max(largest, results + gradients + fits * (not keeps_moments) + states + moments + complete)
+    choice = complete + fits + states + results + max(measured_gradients + new_layers, _CHOICES * new_layers)
+    return {"forward": results, "moments": largest, "choice": choice}

@@ -30,19 +30,20 @@ from panther.compression.forms import (
     form_named,
     total_loss,
 )
-from panther.compression.forms.conversion import convert_all, convert_in_sequence
 from panther.compression.selection.allocation import (
+    BYTES,
     CHOOSERS,
     Allocation,
+    Cost,
     allocate_fast_forms,
     allocate_forms,
     byte_limit,
     fit_and_allocate,
+    seconds,
 )
-from panther.compression.selection.convex_hull import BYTES, Cost
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
-from panther.compression.selection.timing import Timing, seconds, time_layers
-from panther.compression.selection.trials import Trials
+from panther.compression.selection.timing import Timing, time_layers
+from panther.compression.selection.trials import Trials, convert_all, convert_in_sequence
 
 _SHARE_WITHOUT_LIMIT = 0.25  # of the dense weights' bytes: 8 bits of 32
 

@@ -14,7 +14,7 @@ from torch import nn
 from panther._text import counted, format_bytes, format_table
 from panther.compression.calibration.targets import SkippedLayer
 from panther.compression.forms import Choice, total_loss
-from panther.compression.selection.measurement import Measured
+from panther.compression.selection.trials import Measured
 from panther.errors import require_extra
 from panther.files import write_json
 

@@ -17,17 +17,16 @@ from torch import nn
 
 from panther._model_libraries import layers_replaced
 from panther._torch import children_of, put_child
+from panther.compression._compress import Outcome, install_layers
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey, Target, swap_modules
 from panther.compression.config import CompressConfig, HealConfig
 from panther.compression.forms import DENSE, Choice, Option, Options, Replacement
-from panther.compression.forms.conversion import convert_all, convert_target
-from panther.compression.install import Outcome, install_layers
 from panther.compression.linearization.survey import AttentionModules, find_attention
 from panther.compression.preparation import Prepared, prepare_for_budgets
 from panther.compression.report import CompressionReport, HealResult
 from panther.compression.selection.allocation import Allocation
-from panther.compression.selection.measurement import measure
+from panther.compression.selection.trials import convert_all, convert_target, measure
 from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.tuning.attention import calibrated, replacement_of

@@ -20,8 +20,7 @@ from panther.compression.forms import (
     total_bytes,
     total_loss,
 )
-from panther.compression.selection.allocation import byte_limit
-from panther.compression.selection.convex_hull import choose_global, choose_uniform
+from panther.compression.selection.allocation import byte_limit, choose_global, choose_uniform
 from panther.compression.selection.trials import Trials
 from panther.errors import CompressionError, NumericalWarning
 from tests.support.compressing import quick

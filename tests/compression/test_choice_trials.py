@@ -12,10 +12,9 @@ from panther.compression import fitting
 from panther.compression.calibration.targets import replace_modules
 from panther.compression.config import CompressConfig
 from panther.compression.forms import Option
-from panther.compression.forms.conversion import convert_all
 from panther.compression.preparation import make_runner, prepare
-from panther.compression.selection.convex_hull import choose_global, options_near_global
-from panther.compression.selection.trials import Trials
+from panther.compression.selection.allocation import choose_global, options_near_global
+from panther.compression.selection.trials import Trials, convert_all
 from tests.support.compressing import quick
 
 

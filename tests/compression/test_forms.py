@@ -18,7 +18,7 @@ from panther.compression.forms.codes import convert_quantized
 from panther.compression.forms.metric import factor, metric_of
 from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
-from panther.compression.selection.convex_hull import choose_global, choose_uniform
+from panther.compression.selection.allocation import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn import InterpolativeLinear, LowRankConv2d, LowRankLinear, QuantizedConv2d, QuantizedLinear
 from panther.nn.sketch_record import plain_state

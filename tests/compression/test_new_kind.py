@@ -17,7 +17,7 @@ def test_a_kind_of_weight_is_one_file_and_a_registration(tmp_path):
         from pathlib import Path
         from torch import nn
         from panther.compression.config import CompressConfig
-        from panther.compression.folder import compress_streamed
+        from panther.compression.streaming.runner import compress_streamed
         torch.manual_seed(0)
         dense = nn.Sequential(
             nn.Conv1d(6, 24, 5, padding=2), nn.GELU(), nn.Conv1d(24, 32, 3, stride=2, groups=2), nn.Tanh(),

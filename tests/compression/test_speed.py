@@ -17,9 +17,9 @@ from panther.compression import preparation
 from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
 from panther.compression.forms import FormSettings, Option, default_forms
-from panther.compression.selection import measurement, timing
-from panther.compression.selection.convex_hull import choose_global, choose_uniform
-from panther.compression.selection.timing import Times, seconds
+from panther.compression.selection import timing, trials
+from panther.compression.selection.allocation import choose_global, choose_uniform, seconds
+from panther.compression.selection.timing import Times
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn import QuantizedLinear
 
@@ -45,7 +45,7 @@ def counted(old, new, device, budget_s=0.0, within=nullcontext):
 
 @pytest.fixture
 def count(monkeypatch):
-    for module in (timing, measurement):
+    for module in (timing, trials):
         monkeypatch.setattr(module, "compare_speed", counted)
 
 
@@ -258,7 +258,7 @@ def test_slow_layers_are_warned_of_unless_allowed(monkeypatch):
         seconds, _ = fast(old, new, *rest, **more)
         return seconds, 0.5
 
-    monkeypatch.setattr(measurement, "compare_speed", halved)
+    monkeypatch.setattr(trials, "compare_speed", halved)
     with pytest.warns(PerformanceWarning, match="slowest at 0.50 of their speed: allow_slower=False keeps such layers"):
         compress(network(), bits=5, forms="int4")
     compress(network(), bits=5, forms="int4", allow_slower=True)  # warnings are errors
@@ -276,7 +276,7 @@ def test_ranks_choose_by_one_table():
             seconds, ratio = counted(*given, **more)
             return factor * seconds, ratio * (1 + 0.1 * dist.get_rank())
 
-        for module in (timing, measurement):
+        for module in (timing, trials):
             module.compare_speed = own
         model = network()
         half = every[10 * dist.get_rank() :][:10]

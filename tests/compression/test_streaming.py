@@ -12,8 +12,8 @@ from torch import nn
 
 import panther as pr
 from panther.compression.config import CompressConfig
-from panther.compression.folder import compress_streamed
 from panther.compression.streaming import spool
+from panther.compression.streaming.runner import compress_streamed
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of

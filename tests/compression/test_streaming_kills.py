@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.folder import CompressConfig, compress_streamed
+from panther.compression.config import CompressConfig
 from panther.compression.selection import allocation
 from panther.compression.streaming import spool
+from panther.compression.streaming.runner import compress_streamed
 from panther.compression.streaming.source import SourceFiles
 from panther.errors import CompressionError
 

@@ -106,7 +106,7 @@ SETTINGS = {
     "RayTrainer": lambda: adapter("ray", "RayTrainer"),
     "DistributedTuner": lambda: "parallel" in inspect.signature(pr.tune).parameters,
     "HorovodTrainer": lambda: adapter("horovod", "DistributedOptimizer", "metric_average"),
-    "TensorFlowDistributedTrainer": lambda: adapter("keras", "SKDense", "SKConv2D"),
+    "TensorFlowDistributedTrainer": lambda: adapter("keras", "SKDense"),
     "Accelerator": lambda: (HOWTO / "scripts/train_accelerate.py").exists(),
     "run_ddp_simulation": lambda: runs("simulate", "--help"),
     "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "compare"),

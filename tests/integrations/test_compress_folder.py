@@ -237,7 +237,7 @@ def raising(error):
 MEMORY = """
 import sys, threading, time, warnings
 import torch, transformers
-import panther as pr, panther.integrations.transformers, panther.compression.folder
+import panther as pr, panther.integrations.transformers, panther.compression.streaming.runner
 
 def anonymous():
     with open("/proc/self/status") as status:

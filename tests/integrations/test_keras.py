@@ -37,7 +37,7 @@ def test_the_layers_on_a_backend(backend, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    assert passed > 50, done.stdout
+    assert passed > 40, done.stdout
 
 
 @needs_keras

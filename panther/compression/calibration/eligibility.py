@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from panther._torch import has_packed_weights, storage_key
-from panther.compression.calibration.sentence_transformers import PLAIN, plain_modules
+from panther.compression.calibration.batches import PLAIN, plain_modules
 from panther.compression.calibration.targets import (
     COMPRESSED,
     LEAST_RANK,

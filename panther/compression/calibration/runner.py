@@ -38,7 +38,9 @@ from panther.compression.calibration.batches import (
     copy_batch,
     describe_batch,
     is_empty,
+    is_sentence_model,
     read_batches,
+    with_features,
 )
 from panther.compression.calibration.masks import (
     MASK_NAMES,
@@ -51,7 +53,6 @@ from panther.compression.calibration.masks import (
     positions_of,
 )
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
-from panther.compression.calibration.sentence_transformers import is_sentence_model, with_features
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Target
 from panther.errors import CompressionError

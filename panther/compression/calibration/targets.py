@@ -51,7 +51,7 @@ class SkippedLayer(NamedTuple):
 class WeightKind:
     """A kind of weight: how its layers are found, observed and fitted, and which new layers take their places.
 
-    The weight is a matrix, or one matrix for each group. :mod:`panther.compression.weights.base` has the observation
+    The weight is a matrix, or one matrix for each group. :mod:`panther.compression.weights.linear` has the observation
     and the fit of weights that multiply rows, so that a further kind of such weights only says what its layers are, how
     rows are read from their inputs, and how a layer of codes is made.
 

@@ -1,7 +1,7 @@
 """Softmax attention converted to learned linear attention by :func:`panther.linearize_`.
 
-``_linearize`` is the function; ``survey`` finds the modules, ``samples`` records their queries, keys and values,
-``fitting`` learns the feature maps from them, and ``report`` holds the results.
+``_linearize`` is the function; ``survey`` finds the modules, ``fitting`` records their queries, keys and
+values and learns the feature maps from them, and ``report`` holds the results.
 """
 
 from ._linearize import linearize_

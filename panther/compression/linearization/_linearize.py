@@ -17,11 +17,10 @@ from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.compression.config import HealConfig
 from panther.compression.forms import Replacement
-from panther.compression.linearization.fitting import FitConfig, Quality, fit, quality
+from panther.compression.linearization.fitting import FitConfig, Quality, Recorder, fit, quality, record, split_layers
 from panther.compression.linearization.report import LinearizationReport, LinearizedLayer
-from panther.compression.linearization.samples import Recorder, record, split_layers
 from panther.compression.linearization.survey import AttentionModules, find_attention, make_attention
-from panther.compression.selection.measurement import model_speed
+from panther.compression.selection.trials import model_speed
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
 from panther.nn.attention.linearized import convert_attention

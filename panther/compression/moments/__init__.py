@@ -2,6 +2,7 @@
 
 from panther.compression.moments.gather import (
     Gathered,
+    Summary,
     check_calibration,
     gather_drift,
     gather_moments,
@@ -11,5 +12,6 @@ from panther.compression.moments.gather import (
 from panther.compression.moments.sums import Moments
 
 __all__ = [
-    "Gathered", "Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes",
+    "Gathered", "Moments", "Summary", "check_calibration", "gather_drift", "gather_moments", "moments_bytes",
+    "split_passes",
 ]  # fmt: skip

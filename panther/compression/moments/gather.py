@@ -20,8 +20,8 @@ used by the model's own forward and by one copy of each input.
 """
 
 __all__ = [
-    "Gathered", "check_calibration", "gather_drift", "gather_moments", "gradient_rows", "moments_bytes", "run_step",
-    "split_passes",
+    "Gathered", "Summary", "check_calibration", "gather_drift", "gather_moments", "gradient_rows", "moments_bytes",
+    "run_step", "split_passes",
 ]  # fmt: skip
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -209,20 +209,36 @@ def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int
     return split
 
 
+class Summary(NamedTuple):
+    """What is left of the moments of a weight after the fit.
+
+    Attributes:
+        positions: How often the layer was applied.
+        is_constant: Whether every row of its inputs was the same.
+        tokens: Number of tokens of each expert.
+    """
+
+    positions: float
+    is_constant: bool
+    tokens: Sequence[float]
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The moments of some targets, as soon as they are complete.
 
     Attributes:
-        moments: The moments of each target, as its kind has them.
-        energy: The sum of the output's squares over all batches.
         inputs: The targets, in sets that share an input.
+        summaries: What is left of the moments of each target after the fit.
+        moments: The moments of the targets that this rank fits, as their kinds have them.
+        energy: The sum of the output's squares over all batches.
         state: What :func:`gather_moments` needs to continue after this in another process.
     """
 
+    inputs: Sequence[Sequence[Target]]
+    summaries: Mapping[Target, Summary]
     moments: dict[Target, Any]
     energy: float
-    inputs: Sequence[Sequence[Target]]
     state: Mapping[str, Any]
 
 
@@ -311,7 +327,11 @@ class _Gathering:
                 energy, self._part = self._energy.clone(), step.part
                 runner.sum_([energy])
                 # The weights are fitted one after another, and their moments wait.
-                yield Gathered(runner.kept(self._moments(groups)), energy.item(), groups, self._state())
+                moments = runner.kept(self._moments(groups))
+                summaries = {t: Summary(each.positions, each.constant, each.tokens) for t, each in moments.items()}
+                moments = {target: moments[target] for target in runner.divide(list(moments))}
+                yield Gathered(groups, summaries, moments, energy.item(), self._state())
+                del moments  # which the caller empties as it fits
 
     def _allocate(self, targets: Sequence[Target]) -> None:
         """Allocate the sums of targets: before the forward, because they are kept for long."""

@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import Survey
 from panther.compression.forms import DENSE, Choice, Fits, FormSettings, Option, Options, form_named
-from panther.compression.forms.conversion import convert_all
-from panther.compression.selection.allocation import CHOOSERS, Allocation, allocate_forms, with_predicted_losses
-from panther.compression.selection.measurement import model_speed
-from panther.compression.selection.timing import Timing, seconds
-from panther.compression.selection.trials import Trials
+from panther.compression.selection.allocation import (
+    CHOOSERS,
+    Allocation,
+    allocate_forms,
+    seconds,
+    with_predicted_losses,
+)
+from panther.compression.selection.timing import Timing
+from panther.compression.selection.trials import Trials, convert_all, model_speed
 from panther.errors import CompressionError
 
 _log = logging.getLogger(__name__)

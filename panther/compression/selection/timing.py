@@ -4,7 +4,7 @@ Nothing has to be fitted for this, because layers of random numbers take as long
 that read inputs of equal shapes share one measurement. Times are measured at a few ranks and interpolated linearly.
 """
 
-__all__ = ["SLOWER", "Times", "Timing", "compare_speed", "seconds", "time_layers"]
+__all__ = ["SLOWER", "Times", "Timing", "compare_speed", "time_layers"]
 
 import math
 import statistics
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import hooked
 from panther.compression.calibration.targets import Further, Target
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
-from panther.compression.selection.convex_hull import Cost
 
 _SAMPLE_S = 5e-4  # calls are repeated for this time between two readings of the clock, because readings take time
 _MAX_REPEATS = 1000
@@ -107,11 +105,6 @@ class Timing:
 
     def _dense(self, target: Target) -> Option:
         return Option(DENSE, target.dense_bytes, error=0.0, time_s=self.times[target].dense_s)
-
-
-def seconds(times: Mapping[Target, Times]) -> Cost:
-    """Return the cost in seconds of one batch, for options that were timed."""
-    return Cost(attrgetter("time_s"), lambda target: times[target].dense_s)
 
 
 def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSettings) -> dict[Target, Times]:

@@ -1,10 +1,18 @@
-"""Trials of choices in the model: the error of its output with all weights changed, and with one weight changed."""
+"""Make the new layers of choices, and measure them in the model.
 
-__all__ = ["Trials", "batches_of_losses"]
+Trials measure the error of the output with all weights changed, and with one weight changed. ``measure`` compares the
+new layers with the layers that they replace.
+"""
+
+__all__ = [
+    "Measured", "Trials", "batches_of_losses", "convert_all", "convert_in_sequence", "convert_target", "measure",
+    "model_speed",
+]  # fmt: skip
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,13 +20,81 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._torch import tree_leaves
+from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import ScoreFill, counted
-from panther.compression.calibration.runner import Runner, return_freed_memory, row_blocks, squares
+from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, row_blocks, squares
 from panther.compression.calibration.steps import Receive, Step
-from panther.compression.calibration.survey import watched
+from panther.compression.calibration.survey import hooked, watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules
-from panther.compression.forms import Choice, Fits, Options, Replacement
-from panther.compression.forms.conversion import convert_target
+from panther.compression.forms import DENSE, Choice, Fits, Option, Options, Replacement, TargetFit, form_named
+from panther.compression.forms.low_rank import convert_seeded
+from panther.compression.forms.metric import Metric, factor, metric_of, wide_dtype
+from panther.compression.forms.rounding import RoundingTask, fit_quantized
+from panther.compression.moments import gather_drift
+from panther.compression.selection.timing import compare_speed
+from panther.errors import CompressionError
+
+
+def convert_all(
+    survey: Survey,
+    fits: Fits,
+    choice: Choice,
+    seed: int,
+    stored: Callable[[Replacement], Replacement] = lambda layers: layers,
+) -> Replacement:
+    """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted.
+
+    ``stored`` returns the layers of a weight as they are kept.
+    """
+    new: Replacement = {}
+    for target, target_seed in survey.seeds(seed).items():
+        new |= stored(convert_target(target, fits, choice[target], target_seed))
+    return new
+
+
+def convert_target(target: Target, fits: Fits, option: Option, seed: int) -> Replacement:
+    """Make the new layers of one weight; ``seed`` is the seed of this weight, not the call's."""
+    if target in fits.fits:
+        return form_named(option.form).convert(target, option, fits.fits[target], fits.settings, seed)
+    return {} if option.rank is None else convert_seeded(target, 1, option.rank // 2, "random", seed)
+
+
+def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
+    """Make the new layers one after another, each fitted to its input in the model with the earlier new layers."""
+    seeds = survey.seeds(seed)
+    new: Replacement = {}
+    for number, targets in enumerate(fits.inputs):
+        choices = [(target, option) for target in targets if (option := choice[target]).form != DENSE]
+        if not choices:
+            continue
+        # Indices do not change as layers are compressed, and a router may send tokens to different experts.
+        if not targets[0].kind.has_metric:
+            for target, option in choices:
+                new |= convert_target(target, fits, option, seeds[target])
+            continue
+        compressed = partial(replace_modules, runner.model, dict(new))
+        description = f"sequential {number + 1}/{len(fits.inputs)}"
+        drift = gather_drift(runner, targets, fits.moments, compressed, description)
+        for target, option in choices:
+            metric = metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge)
+            fit = _fit_option(target, option, metric, fits, seeds[target])
+            new |= form_named(option.form).convert(target, option, fit, fits.settings, seeds[target])
+    return new
+
+
+def _fit_option(target: Target, option: Option, metric: Metric, fits: Fits, seed: int) -> TargetFit:
+    """Return the fit of one option of a weight alone."""
+    form, settings, dtype = form_named(option.form), fits.settings, wide_dtype(target)
+    rank = option.rank or 0
+    if form.bits is None or not form.uses_rounding:
+        components = factor(metric.source, metric, most=rank, seed=seed, dtype=dtype)
+        return TargetFit(components, {}, {form.name: form.fit(metric, settings, seed)})
+    (codes,) = fit_quantized(
+        [RoundingTask(metric, [form.bits], rank, seed, dtype)], settings.group_size, symmetric=settings.symmetric
+    )
+    return TargetFit(factor(metric.source, metric, most=0, seed=seed, dtype=dtype), codes)
+
 
 # Losses of single layers are means over this number of pairs of a sample and a direction, with a relative standard
 # deviation of 0.13. Four directions of a batch of 32 sentences cost 12 forwards, where one forward for each layer of an
@@ -251,3 +327,125 @@ def _sample_axis(output: Tensor, num_samples: int) -> int | None:
 
 def _keys(choice: Choice) -> Iterator[_Key]:
     return ((target, option.form, option.rank, option.bits) for target, option in choice.items())
+
+
+_MODEL_S = 2.0  # time for measuring the speed of the model, unless three rounds take longer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements on the held-out batches; empty without calibration.
+
+    Attributes:
+        error: Relative error of the model's output.
+        errors: Relative error of the output of each target's layers; None for a target that was never called.
+        speedup: How many times faster the model is.
+        latency_s: Seconds of the new model for the first held-out batch.
+        speedups: How many times faster each target's new layer is.
+        times: Seconds of each target's new layer for its input in the first held-out batch.
+    """
+
+    error: float | None = None
+    errors: Mapping[Target, float | None] = field(default_factory=dict)
+    speedup: float | None = None
+    latency_s: float | None = None
+    speedups: Mapping[Target, float] = field(default_factory=dict)
+    times: Mapping[Target, float] = field(default_factory=dict)
+
+
+def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
+    """Measure errors, and speed if ``speed``, on the held-out batches; without such batches, nothing is measured."""
+    if not runner.held_out:
+        return Measured()
+    replaced = [target for target in targets if target.modules[0] in replacement]
+    (error,) = runner.errors([partial(_all_replaced, runner.model, replaced, replacement)], "error")
+    errors, timings = _measure_layers(runner, replaced, replacement, speed=speed)
+    errors = {target: errors.get(target, 0.0) for target in targets}
+    dense_s, speedup = model_speed(runner, replacement) if speed and replacement else (None, None)
+    return Measured(
+        error,
+        errors,
+        speedup,
+        dense_s / speedup if dense_s and speedup else None,
+        {target: ratio for target, (ratio, _) in timings.items()},
+        {target: seconds for target, (_, seconds) in timings.items()},
+    )
+
+
+@contextmanager
+def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Replacement) -> Iterator[None]:
+    """Put the new layers into the model within the block, and raise if an old layer is still called."""
+
+    def refuse(target: Target, *_: Any) -> None:
+        raise CompressionError(
+            f"layer {target.name!r} is also called from a place where it is not registered, such as a plain list, and "
+            "cannot be replaced there: use an nn.ModuleList, or exclude the layer"
+        )
+
+    with replace_modules(model, replacement), hooked(targets, refuse):
+        yield
+
+
+@torch.no_grad()
+def _measure_layers(
+    runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
+) -> tuple[dict[Target, float | None], dict[Target, tuple[float, float]]]:
+    """Run the original model on the held-out batches, and compare each new layer with its old layer on the same input.
+
+    Returns:
+        The relative error of each target, and its speed-up and seconds, for targets that were called.
+    """
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64)
+    sums_of = dict(zip(targets, sums, strict=True))  # squares of the error and of the output
+    timings: dict[Target, tuple[float, float]] = {}
+
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> None:
+        new, (args, kwargs) = replacement[module], further
+        of = masks if target.kind.reads_positions else None
+        sums_of[target][0] += squares(counted(new(x, *args, **kwargs) - output, of, module))
+        sums_of[target][1] += squares(counted(output, of, module))
+        if speed and target not in timings:
+            # `forward`, because calling the module would call this hook again.
+            call, new_call = (partial(layer, x, *args, **kwargs) for layer in (module.forward, new))
+            old_s, speedup = compare_speed(call, new_call, x.device)
+            timings[target] = speedup, old_s / speedup
+
+    with hooked(targets, hook, masks_of=lambda: masks):
+        for batch in runner.over(runner.held_out, "layers' errors"):
+            masks = runner.mask(batch)
+            runner.output(batch)
+    runner.sum_([sums])
+    figures = zip(targets, sums.tolist(), strict=True)
+    return {target: relative_error(lost, total) if total else None for target, (lost, total) in figures}, timings
+
+
+@torch.no_grad()
+def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]:
+    """Return the model's seconds for the first held-out batch, and how many times faster it is with new layers.
+
+    Both are means over the ranks of the group.
+    """
+    before = runner.held_out[0]
+    batch = copy_batch(before)
+    runner.plain_output(batch)
+    # A copy for each run takes time, so that copies are made only if the forward writes to its batch.
+    writes = not _is_equal_batch(batch, before)
+
+    def run() -> None:
+        runner.plain_output(copy_batch(before) if writes else batch)
+
+    with runner.fast_paths():
+        figures = compare_speed(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
+    table = torch.tensor(figures, dtype=torch.float64)
+    runner.mean_([table])
+    dense_s, speedup = table.tolist()
+    return dense_s, speedup
+
+
+def _is_equal_batch(first: Any, second: Any) -> bool:
+    """Return whether two batches have equal tensors in the same places."""
+    leaves, other_leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(other_leaves) and all(
+        not isinstance(leaf, Tensor) or (leaf.shape == other.shape and torch.equal(leaf, other))
+        for leaf, other in zip(leaves, other_leaves, strict=True)
+    )

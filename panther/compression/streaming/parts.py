@@ -5,12 +5,12 @@ beginning to the end of the part. Between the parts, a model only makes masks an
 little, and whatever it passes on (masks, rotary tables, the encoder's output) needs no description.
 """
 
-__all__ = ["DROPPED", "RESULTS", "PartRun", "Parts", "ResultGradients", "dispatched", "named_blocks"]
+__all__ = ["RESULTS", "PartRun", "Parts", "ResultGradients", "checked_part_modules"]
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -18,26 +18,20 @@ from torch import Tensor, nn
 
 from panther._torch import Alias, tree_flatten, tree_unflatten, version_of
 from panther.compression.calibration.eligibility import is_selected, selectors_of
+from panther.compression.calibration.masks import Masks, ScoreFill, counted
+from panther.compression.calibration.runner import relative_error, squares
 from panther.compression.calibration.steps import SKIPPED_CALL, forward_replaced
-from panther.compression.calibration.targets import Selector
+from panther.compression.calibration.survey import blocks_of
+from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 
 RESULTS = "results-"  # the beginning of the names of files with the results of a part for a batch
-DROPPED = "dropped-"  # the same, where the floating tensors of the results have been removed
-_NANS = "nan-"  # the beginning of the names of files with NaN, which take the place of removed tensors
+_SAME_OUTPUT = 1e-3  # largest relative difference of outputs of the whole model and of its parts, also in 16 bits
 
 
 class _End(BaseException):
     """End a forward after a part has run. It is not an Exception, which the runner would report."""
-
-
-@dataclass(frozen=True)
-class _Removed:
-    """The dtype and the shape of a tensor that has been removed from a record."""
-
-    dtype: torch.dtype
-    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,6 @@ class _Record:
     written: dict[int, Any]
     rng_state: Tensor | None
 
-    def changed(self, change: Callable[[Any], Any]) -> "_Record":
-        """Return the record with changed leaves of the output and changed values of arguments."""
-        leaves, structure = tree_flatten(self.output)
-        written = {index: change(value) for index, value in self.written.items()}
-        return replace(self, output=tree_unflatten([change(leaf) for leaf in leaves], structure), written=written)
-
 
 @dataclass
 class PartRun:
@@ -76,22 +64,6 @@ class PartRun:
     results: list[Tensor] = field(default_factory=list)
     leaves: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def read_places(self) -> set[int]:
-        """Return the places of the parts whose results were read, by the graph of the output or of the results."""
-        results = self.results if self.output is None else [self.output]
-        nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-        reached = {id(node): node for node in nodes}
-        leaves: set[int] = set()
-        while nodes:
-            node = nodes.pop()
-            if (leaf := getattr(node, "variable", None)) is not None:
-                leaves.add(id(leaf))
-            for following, _ in node.next_functions:
-                if following is not None and id(following) not in reached:
-                    reached[id(following)] = following
-                    nodes.append(following)
-        return {place for (place, _), leaf in self.leaves.items() if id(leaf) in leaves}
-
 
 class Parts:
     """The parts of a model.
@@ -106,8 +78,8 @@ class Parts:
         self.calls, self._names, self._spool = list(calls), names, spool
 
     def is_recorded(self, place: int, batch_number: int) -> bool:
-        """Return whether the results of a part for a batch are kept, or were dropped and are still on the disk."""
-        return self._spool.recover(_file_name(place, batch_number))
+        """Return whether the results of a part for a batch are kept."""
+        return _file_name(place, batch_number) in self._spool
 
     def run(self, forward: Callable[[], Tensor], place: int, batch_number: int, *, record: bool = False) -> PartRun:
         """Run the model to the end of a part, or to its end if the part is the last one.
@@ -152,50 +124,17 @@ class Parts:
         self._spool.write(_file_name(place, batch_number), record)
 
     def recorded(self, place: int, batch_number: int) -> _Record:
-        """Return the results of a part for a batch, with mapped tensors. Tensors that were dropped are NaN."""
-        record: _Record
-        if _file_name(place, batch_number) in self._spool:
-            record = self._spool.read(_file_name(place, batch_number))
-            return record
-        record = self._spool.read(_file_name(place, batch_number, DROPPED))
-        return record.changed(lambda entry: self._nans(entry) if isinstance(entry, _Removed) else entry)
+        """Return the results of a part for a batch, with mapped tensors."""
+        record: _Record = self._spool.read(_file_name(place, batch_number))
+        return record
 
     def num_bytes(self, place: int, batch_number: int) -> int:
         """Return the bytes of the results of a part for a batch, which are kept."""
         return self._spool.size(_file_name(place, batch_number))
 
-    def drop(self, places: Iterable[int], batch_numbers: Iterable[int]) -> None:
-        """Drop the floating tensors of the results of parts for batches, where they are kept.
 
-        The forwards of later parts get NaN in their place.
-        """
-        for place, batch_number in product(places, dict.fromkeys(batch_numbers)):
-            if _file_name(place, batch_number) not in self._spool:
-                continue
-            if (dropped_name := _file_name(place, batch_number, DROPPED)) not in self._spool:
-                self._spool.write(dropped_name, self.recorded(place, batch_number).changed(_removed))
-            self._spool.remove(_file_name(place, batch_number))
-
-    def _nans(self, removed: _Removed) -> Tensor:
-        """Return NaN in the shape of a removed tensor. They are mapped, so that they take no memory until written."""
-        prefix, numel = f"{_NANS}{removed.dtype}-", removed.shape.numel()
-        name = next((each for each in self._spool.names(prefix) if int(each.removeprefix(prefix)) >= numel), None)
-        if name is None:
-            for smaller in self._spool.names(prefix):
-                self._spool.remove(smaller)
-            name = f"{prefix}{numel}"
-            self._spool.write(name, torch.full((numel,), torch.nan, dtype=removed.dtype))
-        nans: Tensor = self._spool.read(name)
-        return nans[:numel].view(removed.shape)
-
-
-def _removed(entry: Any) -> Any:
-    is_floating = isinstance(entry, Tensor) and entry.is_floating_point()
-    return _Removed(entry.dtype, entry.shape) if is_floating else entry
-
-
-def _file_name(place: int, batch_number: int, prefix: str = RESULTS) -> str:
-    return f"{prefix}{place}-{batch_number}"
+def _file_name(place: int, batch_number: int) -> str:
+    return f"{RESULTS}{place}-{batch_number}"
 
 
 class _Calls:
@@ -211,7 +150,7 @@ class _Calls:
     @contextmanager
     def dispatched(self) -> Iterator[None]:
         """Let the modules' calls come here within the block."""
-        with dispatched(self._parts.calls, self._call), ExitStack() as hooks:
+        with _dispatched(self._parts.calls, self._call), ExitStack() as hooks:
             module = self._parts.calls[self._place]
             # After the hooks that watch the layers, so that the output has their taps.
             hooks.callback(module.register_forward_hook(self._end).remove)
@@ -343,7 +282,7 @@ def _tensors_of(tree: Any) -> list[Tensor]:
 
 
 @contextmanager
-def dispatched(
+def _dispatched(
     modules: Sequence[nn.Module], call: Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
 ) -> Iterator[None]:
     """Let ``call`` take the module, its forward and the arguments of each call of the modules within the block."""
@@ -359,7 +298,7 @@ def dispatched(
         yield
 
 
-def named_blocks(model: nn.Module, blocks: Selector | Sequence[Selector]) -> list[nn.Module]:
+def _named_blocks(model: nn.Module, blocks: Selector | Sequence[Selector]) -> list[nn.Module]:
     """Return the modules that selectors name as blocks, in the order of the model; a glob names the outermost matches.
 
     Raises:
@@ -393,6 +332,93 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that are in none of the others: the star of a glob also stands for dots."""
     inside = {inner for module in modules for inner in module.modules() if inner is not module}
     return [module for module in modules if module not in inside]
+
+
+def checked_part_modules(
+    model: nn.Module,
+    targets: Sequence[Target],
+    blocks: Selector | Sequence[Selector] | None,
+    forward: Callable[[], Tensor],
+    rows: Masks,
+    spool: Spool,
+) -> list[nn.Module]:
+    """Find the modules of the parts, in the order of their calls, and check that they can run one by one.
+
+    Args:
+        model: The model.
+        targets: The weights to compress, whose layers are parts where no block contains them.
+        blocks: The blocks by name, which are found by the model's structure if it is None.
+        forward: A function that returns the model's output for the first batch.
+        rows: The rows of this output that count.
+        spool: The files for the results of the parts.
+
+    Raises:
+        CompressionError: If the model calls none of its layers, or not all of the blocks, or if its output is another
+            one where the parts run one by one.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    layers = {holder_of(module) for target in targets for module in target.modules}
+    if blocks is None:
+        block_modules = [parent.get_submodule(name) for parent, name in blocks_of(model, layers)]
+    else:
+        block_modules = _named_blocks(model, blocks)
+    inside = {module for block in block_modules for module in block.modules()}
+    units = [*dict.fromkeys(block_modules), *(layer for layer in layers if layer not in inside)]
+    calls, output = _called(units, forward)
+    if blocks is not None and (uncalled := [block for block in block_modules if block not in calls]):
+        raise CompressionError(
+            f"blocks name {names[uncalled[0]]!r}, which the model does not call for the first batch: name modules "
+            "whose forward it calls, such as the elements of a list"
+        )
+    if not calls:
+        raise CompressionError(
+            "the forward of the model calls none of its layers, so that it cannot run part by part: compress "
+            "it in memory, with pr.compress"
+        )
+    parts = Parts(calls, names, spool)
+    with torch.no_grad():
+        for place in range(len(calls) - 1):
+            parts.run(forward, place, 0, record=not parts.is_recorded(place, 0))
+        divided_output = parts.run(forward, len(calls) - 1, 0).output
+    assert divided_output is not None
+    difference = _relative_difference(divided_output, output, rows)
+    if not difference <= _SAME_OUTPUT:
+        raise CompressionError(
+            f"the output of the model changes by {difference:.2g} if its {len(calls)} parts, from {parts.name(0)} to "
+            f"{parts.name(len(calls) - 1)}, run one by one: they pass something to each other beside arguments and "
+            "results, such as attributes. Compress the model in memory, with pr.compress"
+        )
+    return calls
+
+
+def _relative_difference(output: Tensor, expected: Tensor, rows: Masks) -> float:
+    """Return the relative difference of two outputs of the model, in the rows that count."""
+    if output.shape != expected.shape:
+        return inf
+    output, expected = counted(output, rows), counted(expected, rows)
+    fill = ScoreFill.of(expected)
+    change = fill.replaced(output) - fill.replaced(expected)
+    return relative_error(squares(change), squares(fill.scores(expected)))
+
+
+def _called(units: Sequence[nn.Module], forward: Callable[[], Tensor]) -> tuple[list[nn.Module], Tensor]:
+    """Return the modules that a forward calls, in the order of the calls, and its output."""
+    calls: list[nn.Module] = []
+    depth = 0
+
+    def call(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal depth
+        if not depth:
+            calls.append(module)
+        depth += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    with torch.no_grad(), _dispatched(units, call):
+        output = forward().clone()
+    return calls, output
 
 
 class ResultGradients:

@@ -1,33 +1,43 @@
-"""A runner whose steps are parts of the model, so that one part and one batch are in memory at a time."""
+"""Compress a model whose weights are mapped from files, with one part of it and one batch in memory at a time."""
 
-__all__ = ["StreamingRunner"]
+__all__ = ["StreamingRunner", "compress_streamed"]
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from panther._descriptions import describe_function
 from panther._text import format_bytes
+from panther._version import __version__
+from panther.compression._compress import compress_with, plain_tensors
 from panther.compression.calibration.batches import entries_of
+from panther.compression.calibration.descriptions import described_batches, shortened
+from panther.compression.calibration.eligibility import check_adapters, check_model
+from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Selector, Target, holder_of
-from panther.compression.streaming.disk import DiskPlan, Sections, TargetBytes, predict_disk_bytes
-from panther.compression.streaming.division import SAME_OUTPUT, checked_part_modules, output_difference
-from panther.compression.streaming.parts import DROPPED, RESULTS, PartRun, Parts, ResultGradients
+from panther.compression.config import CompressConfig
+from panther.compression.memory import TargetFiles, predict_disk_bytes
+from panther.compression.report import CompressionReport
+from panther.compression.streaming.parts import RESULTS, PartRun, Parts, ResultGradients, checked_part_modules
 from panther.compression.streaming.source import SourceFiles
-from panther.compression.streaming.spool import BLOCK, Spool, check_free, full_disk
+from panther.compression.streaming.spool import BLOCK, Spool, check_free, freed_blocks_returned, full_disk
 from panther.errors import CompressionError
 from panther.files.tensors import bytes_of
+from panther.sketch import check_seed
 
 _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
+_NOT_COMPARED = ("calibration", "group", "progress", "seed")  # fields of the settings
 _AFTER = "-after-"  # in the names of files, between the name of a value and the part after which its work was saved
 
 
@@ -35,8 +45,7 @@ class StreamingRunner(Runner):
     """A model and batches, whose steps run part by part: all batches through one part before the next part.
 
     Forward, the results of each part are kept in files. Backward, a part is run again from the results of the parts
-    before it, and gets the gradients of the parts after it. If the files would take too much of the disk, the model has
-    sections: the results within a section are dropped, and the section is run forward again before it runs backward.
+    before it, and gets the gradients of the parts after it.
     """
 
     is_streaming = True
@@ -55,7 +64,6 @@ class StreamingRunner(Runner):
         self._blocks, self._max_disk_bytes = blocks, max_disk_bytes
         self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
         self._parts: Parts | None = None
-        self._sections = Sections(())
         self._is_within = False
         self._num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         modules = {f"module {name}": module for name, module in self.model.named_modules()}
@@ -185,19 +193,14 @@ class StreamingRunner(Runner):
         if not gradients:
             for place in self.over(places, description, 0.0) if description else places:
                 yield from self._forward_steps(parts, passes, numbers, place, places_of)
-                if self._sections.drops:
-                    parts.drop(self._sections.read_last(place), numbers)
             return
         if places:
             self._record(parts, passes, numbers, places[-1], description)
         result_gradients = ResultGradients(self.spool, description or "other", is_new=after is None)
         for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
-            self._record(parts, passes, numbers, place)
             return_freed_memory()
             waiting_bytes = result_gradients.num_bytes
             yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
-            if self._sections.drops:
-                parts.drop([place], numbers)
             if numbers == [0]:
                 self._gradient_bytes = max(self._gradient_bytes, waiting_bytes + result_gradients.num_bytes)
         result_gradients.remove()
@@ -266,29 +269,16 @@ class StreamingRunner(Runner):
         passes: Sequence[tuple[Any, int]],
         numbers: Sequence[int],
         place: int,
-        description: str = "",
+        description: str,
     ) -> None:
-        """Run the batches forward, part by part, up to a part, where results that it needs are not kept.
-
-        With a description, what has been run is safe part by part. Otherwise the backward pass may have begun, whose
-        gradients in files must be those of the last fits.
-        """
+        """Run the batches forward up to a part, where results are not kept; with a description, commit each part."""
         batches = dict(zip(numbers, (batch for batch, _ in passes), strict=True))
-        sections = self._sections
-        section_start = start = sections.start(place)
-        while start and not all(
-            parts.is_recorded(each, number) for each in sections.read_from(start) for number in batches
-        ):
-            start = sections.start(start - 1)
-        if description:
-            start = min(self.gathered(start))  # so that all ranks commit alike
-        places = range(start, place)
+        places = range(place)
         with torch.no_grad():
             for earlier in self.over(places, f"forward before {description}", 0.0) if description else places:
                 missing = [number for number in batches if not parts.is_recorded(earlier, number)]
                 for number in missing:
                     parts.run(partial(self.output, batches[number]), earlier, number, record=True)
-                parts.drop(sections.droppable(earlier, section_start), numbers)
                 if description and (missing or self.group is not None):
                     self._commit()  # all ranks do so; without a description some of them may not be here
 
@@ -326,111 +316,57 @@ class StreamingRunner(Runner):
         gradients: bool,
     ) -> None:
         """Predict the bytes of the files, log them, and raise CompressionError if the disk has less."""
-        plan = self.remembered(name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients))
-        self.disk_bytes, self._sections = max(self.disk_bytes, plan.needed), plan.sections
-        self.keeps_moments = plan.keeps_moments
-        if not plan.keeps_moments:
+        keeps_moments, needed, phases = self.remembered(
+            name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients)
+        )
+        self.disk_bytes, self.keeps_moments = max(self.disk_bytes, needed), keeps_moments
+        if not keeps_moments:
             for file in self.spool.names(MOMENTS):
                 self.spool.remove(file)
             _log.info("the disk has no room for the moments of all weights: each weight is fitted in all widths")
-        phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in plan.phases.items())
-        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(plan.needed), phases)
-        if plan.sections.drops:
-            _log.info(
-                "the model runs in %d sections, and runs forward once more in each section but the last",
-                plan.sections.number,
-            )
-        check_free(self.gathered(self.spool.needs(plan.needed)))
+        described = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in phases.items())
+        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(needed), described)
+        check_free(self.gathered(self.spool.needs(needed)))
 
     def _plan_disk(
         self, sizes: Mapping[Target, tuple[int, int]], measured: Sequence[Any], new_layers: int, *, gradients: bool
-    ) -> DiskPlan:
-        """Return what to keep on disk: as much as there is room for, in the order of what saves most time."""
+    ) -> tuple[bool, int, dict[str, int]]:
+        """Return whether the disk has room for the moments of all weights, the peak of the files, and its phases."""
         parts = self._divide(list(sizes))
         last = len(parts.calls) - 1
-        all_places = [self._places_of(parts, target) or [0 if gradients else last] for target in sizes]
-        targets = [
-            TargetBytes(fit, moments, [last - place if gradients else place for place in places])
-            for places, (fit, moments) in zip(all_places, sizes.values(), strict=True)
-        ]
-        batch_bytes = [parts.num_bytes(place, 0) for place in range(last)]
-        result_bytes = [self._scaled(size, self.batches) for size in batch_bytes]
-        gradient_bytes = self._scaled(self._gradient_bytes, self.batches)
-        measured_batches = {id(batch): batch for batch in measured}.values()  # each has several passes
-        measured_bytes = [self._scaled(size, measured_batches) for size in batch_bytes]
-        measured_gradients = self._scaled(self._gradient_bytes, measured)
+        targets = []
+        for target, (fit, moments) in sizes.items():
+            places = self._places_of(parts, target) or [0 if gradients else last]
+            targets.append(TargetFiles(fit, moments, [last - place if gradients else place for place in places]))
+        results = sum(self._scaled(parts.num_bytes(place, 0), self.batches) for place in range(last))
         # Of an earlier fit with another ridge, there are fits, and maybe moments, which no fit changes.
-        moments_present = self.spool.size_of(MOMENTS)
-        present = self.spool.num_bytes - self.spool.size_of(RESULTS) - moments_present
-        commits = {(min if gradients else max)(places) for places in all_places}
-
-        def predict(sections: Sections, *, keeps_moments: bool = False) -> DiskPlan:
-            forward, held = sections.held_bytes(result_bytes, commits, gradients=gradients)
-            # The results stay while forms are compared, unless they are dropped.
-            compared, beside = forward, present
-            if sections.drops:
-                compared_forward, compared_held = sections.held_bytes(measured_bytes, commits, gradients=True)
-                compared = max(compared_forward, *compared_held)
-                beside += self.spool.size_of(DROPPED) * len(self.batches)
+        present = self.spool.num_bytes - self.spool.size_of(RESULTS) - self.spool.size_of(MOMENTS)
+        for keeps_moments in (True, False):
             phases = predict_disk_bytes(
                 targets,
-                (forward, held),
-                gradient_bytes,
-                (compared, measured_gradients),
+                last + 1,
+                results,
+                self._scaled(self._gradient_bytes, self.batches),
+                self._scaled(self._gradient_bytes, measured),
                 new_layers,
                 keeps_moments=keeps_moments,
             )
-            return DiskPlan(beside + max(phases.values()), phases, sections, keeps_moments)
-
-        one_section = Sections([last] * last)
-        plans = [predict(one_section)]
-        for plan in (predict(one_section, keeps_moments=True), *plans):
-            if self._has_room(plan.needed):
-                return plan
-        last_reads = self._last_reads(parts)
-        for number in range(2, last + 2):
-            plans.append(predict(Sections(last_reads, number)))
-            if self._has_room(plans[-1].needed):
-                return plans[-1]
-        # No plan has room. All ranks take the plan for which the rank with the most files needs least.
-        needs = [max(self.gathered(plan.needed)) for plan in plans]
-        fewest = min(needs)
-        if self._max_disk_bytes is not None and self._max_disk_bytes < fewest:
+            needed = present + max(phases.values())
+            if self._has_room(needed):
+                break
+        limit, minimum = self._max_disk_bytes, max(self.gathered(needed))
+        if limit is not None and limit < minimum:
             raise CompressionError(
-                f"max_disk_bytes={self._max_disk_bytes:,} is too little, because what is kept on disk takes "
-                f"{fewest:,} bytes at least: give as much, or fewer or shorter batches"
+                f"max_disk_bytes={limit:,} is too little, because what is kept on disk takes {minimum:,} bytes at "
+                "least: give as much, or fewer or shorter batches"
             )
-        return plans[needs.index(fewest)]  # the disk is too small for it, and check_disk says so
+        return keeps_moments, needed, phases  # if the disk is too small even so, check_disk says that
 
     def _has_room(self, needed: int) -> bool:
         """Return whether the files may take this number of bytes, on the disks of all ranks."""
         folders = self.gathered(self.spool.needs(needed))
         limit = self._max_disk_bytes
         return full_disk(folders) is None and (limit is None or all(each.needed <= limit for each in folders))
-
-    def _last_reads(self, parts: Parts) -> list[int]:
-        """Return for each part but the last the last part that reads its results, in the first batches of all ranks.
-
-        Raises:
-            CompressionError: If the output changes without the results that no later part reads.
-        """
-        forward = partial(self.output, self.batches[0])
-        last_reads = list(range(len(parts.calls) - 1))
-        for place in range(len(parts.calls)):
-            for read in parts.run(forward, place, 0).read_places():
-                last_reads[read] = place
-        last_reads = [max(places) for places in zip(*self.gathered(last_reads), strict=True)]
-        with torch.no_grad():
-            expected = forward().clone()
-        rows = self.mask(self.batches[0])
-        difference = output_difference(parts, forward, expected, rows, Sections(last_reads).read_last)
-        if not all(each <= SAME_OUTPUT for each in self.gathered(difference)):
-            raise CompressionError(
-                "what is kept on disk does not fit there unless results of blocks are dropped, and the model reads "
-                "some of them without gradients, in blocks after the next one: free some of the disk, name a folder "
-                "of a larger disk, or give fewer or shorter batches"
-            )
-        return last_reads
 
     def _scaled(self, num_bytes: int, batches: Iterable[Any]) -> int:
         """Return the bytes for batches of what takes ``num_bytes`` for the first batch.
@@ -452,3 +388,77 @@ class StreamingRunner(Runner):
         """Return the places of the parts that contain a target."""
         modules = set(map(holder_of, target.modules))
         return [place for place, unit in enumerate(parts.calls) if not modules.isdisjoint(unit.modules())]
+
+
+def compress_streamed(
+    model: nn.Module,
+    config: CompressConfig,
+    scratch: Path,
+    source: SourceFiles | None = None,
+    blocks: Selector | Sequence[Selector] | None = None,
+    max_disk_bytes: int | None = None,
+) -> CompressionReport:
+    """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
+
+    If ``scratch`` has files of a process that was killed, their contents are used. The new layers of the model are
+    mapped from files that are removed already.
+
+    Args:
+        model: The model.
+        config: The settings.
+        scratch: The folder, which belongs to this call.
+        source: The files of the weights, which must not change.
+        blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
+        max_disk_bytes: Bytes that the files of this process may take; None is all that the disk has free.
+
+    Raises:
+        CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; if the files of the
+            weights change meanwhile; and if ``scratch`` has files of a run with other arguments, or damaged ones.
+    """
+    check_model(model)
+    check_adapters(model)
+    with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
+        runner = StreamingRunner(
+            model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
+            config.loss_fn, forward_device, scratch=scratch, blocks=blocks,
+            max_disk_bytes=max_disk_bytes, source=source,
+        )  # fmt: skip
+        spool = runner.spool
+        description = {
+            "source": f"{source}", "blocks": _described_setting(blocks), "max_disk_bytes": f"{max_disk_bytes}",
+            **_described(config, runner),
+        }  # fmt: skip
+        before = spool.notes.setdefault("description", description)
+        seed = spool.notes.setdefault("seed", check_seed(config.seed))
+        if config.seed not in (None, seed):
+            description, before = description | {"seed": str(config.seed)}, before | {"seed": str(seed)}
+        differing = [name for name in description if description[name] != before[name]]
+        refusals = [
+            f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
+            f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
+            for name in differing
+        ]
+        if refusals := [refusal for rank_refusals in runner.gathered(refusals) for refusal in rank_refusals]:
+            raise CompressionError(refusals[0])
+        spool.commit()
+        report = compress_with(runner, replace(config, seed=seed))
+        runner.check_source(is_end=True)
+        return report
+
+
+def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str]:
+    """Return what must not change if a run is continued."""
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_COMPARED}
+    return {
+        "panther": __version__,
+        "torch": torch.__version__,
+        "ranks": str(len(runner.gathered(None))),
+        "calibration": described_batches([*runner.batches, *runner.held_out]),
+        **{name: shortened(_described_setting(value)) for name, value in settings.items()},
+    }
+
+
+def _described_setting(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_described_setting, value))
+    return describe_function(value) if callable(value) else f"{value}"

@@ -177,17 +177,10 @@ class Spool:
     def remove(self, name: str) -> None:
         """Remove a file, from the next commit on. Values that were read from it stay valid."""
         size = self._sizes.pop(name)
-        if name in self._committed:  # it can be recovered, with its checksum
+        if name in self._committed:  # a new process may still need it
             self._removed_bytes += size
         else:
             self._path(name).unlink()
-
-    def recover(self, name: str) -> bool:
-        """Take back the removal of a file, if no commit has come since; return whether the file is there."""
-        if name not in self._sizes and name in self._committed:
-            self._sizes[name] = size = self._path(name).stat().st_size
-            self._removed_bytes -= size
-        return name in self._sizes
 
     def commit(self) -> None:
         """Make sure that a new process finds everything that is here now, even after a failure of power."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.targets import Target, register_kind
 from panther.compression.forms.base import FormSettings
-from panther.compression.weights.base import MatrixKind
+from panther.compression.weights.linear import MatrixKind
 from panther.nn import LowRankConv2d, QuantizedConv2d, SKConv2d
 from panther.nn.conv.padded import only_convolves
 from panther.nn.conv.padding import pad_input

@@ -66,7 +66,7 @@ from panther.compression.moments.sums import (
     mirror_,
     square_zeros,
 )
-from panther.compression.weights.base import DOUBLE, MatrixKind
+from panther.compression.weights.linear import DOUBLE, MatrixKind
 from panther.compression.weights.table import TableMoments, Use, fit_table, table_sensitivity, table_work_bytes
 from panther.errors import CompressionError
 from panther.nn import QuantizedExperts

@@ -31,8 +31,7 @@ from panther.compression.forms.base import FormSettings, TargetFit
 from panther.compression.forms.metric import Fit
 from panther.compression.forms.rounding import QuantizedFit, QuantizedWeight, add_ridge_, feedback
 from panther.compression.moments.sums import Call, RootsOf, add_squares, is_finite, mirror_, square_zeros
-from panther.compression.weights.base import DOUBLE
-from panther.compression.weights.linear import LinearKind
+from panther.compression.weights.linear import DOUBLE, LinearKind
 from panther.nn import QuantizedEmbedding, QuantizedEmbeddingBag
 from panther.nn.quantized.grid import quantization_grid, quantize
 from panther.nn.quantized.matrix import QuantizedMatrix

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from panther.compression import CompressionReport
 from panther.compression.calibration.targets import Selector
-from panther.compression.folder import CompressConfig, compress_streamed
+from panther.compression.config import CompressConfig
+from panther.compression.streaming.runner import compress_streamed
 from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.values import Decoder, Encoder
 from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
@@ -83,9 +84,8 @@ def compress_folder(
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
         max_disk_bytes: Bytes that each process may keep on disk meanwhile; None is all that the disk has free. With
-            less room, the result is the same: first, only the moments of one block are kept, and weights are fitted in
-            all widths; then the model runs in sections, whose hidden states are dropped, and each section is run
-            forward again before it runs backward.
+            less room, the result is the same: only the moments of one block are kept, and weights are fitted in all
+            widths.
         blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
             None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
@@ -110,10 +110,9 @@ def compress_folder(
     out^2) bytes for each of its layers, a forward and backward of one block for one batch, and a few matrices of the
     size of the largest weight in float64. Disk: the hidden states of all batches at all boundaries, the moments of all
     weights, and for each entry of a weight at most seven bytes and the factors of low rank; the peak is logged
-    beforehand and is in the report's ``disk_bytes``. If there is less room, all widths of codes are fitted, and hidden
-    states of some boundaries are computed twice, in at most one more forward of the model; a run that needs more even
-    so is refused. In addition, the weights that transformers converts as it loads them (of experts that the file holds
-    one by one, or in another ``dtype``).
+    beforehand and is in the report's ``disk_bytes``. If there is less room, all widths of codes are fitted; a run that
+    needs more even so is refused. In addition, the weights that transformers converts as it loads them (of experts that
+    the file holds one by one, or in another ``dtype``).
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
