@@ -20,7 +20,7 @@ _TRAIN_CONFIG_SETTINGS = (
     "gradient_accumulation_steps gradient_clipping learning_rate log_every_n_steps max_steps mixed_precision "
     "num_microbatches pipeline_parallel_size profile progress reshard_after_forward resume run_name "
     "scaler_growth_interval scaler_init_scale schedule seed sketch_fraction strategy tensor_parallel_size "
-    "topk_fraction trackers utilization warmup_steps"
+    "trackers utilization warmup_steps"
 )
 
 

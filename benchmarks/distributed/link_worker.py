@@ -39,8 +39,8 @@ class Run:
     def name(self) -> str:
         """Return the name in results."""
         hook = self.settings.get("comm_hook", "")
-        hook = {"powersgd": "PowerSGD", "topk": "top-k"}.get(hook, hook and f"{hook} hook")
-        fraction = self.settings.get("sketch_fraction") or self.settings.get("topk_fraction")
+        hook = {"powersgd": "PowerSGD"}.get(hook, hook and f"{hook} hook")
+        fraction = self.settings.get("sketch_fraction")
         strategy = "hybrid" if "data_parallel_replicate_size" in self.settings else self.strategy
         hook = f"{hook} {fraction or ''}".strip()
         return ", ".join(part for part in (self.model, strategy, hook) if part)
@@ -65,7 +65,6 @@ HOOK_RUNS = (
     Run("dense", "fsdp", _REPLICAS),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "bf16"}),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "powersgd"}),
-    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "topk", "topk_fraction": 0.01}),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.25}),
     Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.1}),
 )

@@ -25,7 +25,6 @@ from panther.train.coordination import StepExchange
 SENT_ALONE: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "bf16 hook": {"strategy": "ddp", "comm_hook": "bf16"},
-    "topk hook": {"strategy": "ddp", "comm_hook": "topk"},
     "powersgd hook": {"strategy": "ddp", "comm_hook": "powersgd"},
     "find_unused_parameters": {"strategy": "ddp", "find_unused_parameters": True},
 }

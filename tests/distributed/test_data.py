@@ -317,7 +317,7 @@ def test_powersgd_in_several_buckets():
 
 @pytest.mark.parametrize(
     "change",
-    [{"powersgd_rank": 3}, {"bucket_cap_mb": 25}, {"comm_hook": "topk", "topk_fraction": 0.5}, {"comm_hook": None}],
+    [{"powersgd_rank": 3}, {"bucket_cap_mb": 25}, {"comm_hook": "sketch", "sketch_fraction": 0.5}, {"comm_hook": None}],
     ids=str,
 )
 def test_a_hook_takes_what_it_can_use_of_another_s_state(change):

@@ -69,7 +69,7 @@ SETTINGS = {
     "MixedPrecisionTrainer": lambda: takes(strategy="ddp", mixed_precision="fp16") and takes(mixed_precision="bf16"),
     "GradientCheckpointing": lambda: takes(activation_checkpointing="full"),
     "CommunicationOptimizer": lambda: all(
-        takes(strategy="ddp", comm_hook=hook) for hook in ("fp16", "bf16", "powersgd", "topk", "sketch")
+        takes(strategy="ddp", comm_hook=hook) for hook in ("fp16", "bf16", "powersgd", "sketch")
     ),
     "bucket_size_mb": lambda: (
         takes(strategy="ddp", bucket_cap_mb=5.0, find_unused_parameters=True)

@@ -128,8 +128,6 @@ class Breaks(Callback):
 
 
 HOOKS = {  # whose state is a part of the run; several buckets
-    "topk": (2, 2, {"comm_hook": "topk", "topk_fraction": 0.1, "bucket_cap_mb": 0.001}),
-    "topk, 3 ranks": (3, 3, {"comm_hook": "topk", "topk_fraction": 0.1}),
     "sketch": (2, 2, {"comm_hook": "sketch", "sketch_fraction": 0.3, "bucket_cap_mb": 0.001}),
     "sketch, hybrid sharding": (
         4, 4, {"strategy": "fsdp", "data_parallel_replicate_size": 2, "comm_hook": "sketch", "sketch_fraction": 0.3},
@@ -147,10 +145,8 @@ HOOKS = {  # whose state is a part of the run; several buckets
         "ddp",
         "zero1",
         "pp",
-        "topk",
         "sketch",
         "powersgd",
-        pytest.param("topk, 3 ranks", marks=pytest.mark.slow),
         pytest.param("powersgd, zero1", marks=pytest.mark.slow),
         pytest.param("sketch, hybrid sharding", marks=pytest.mark.slow),
         pytest.param("fsdp", marks=pytest.mark.slow),

@@ -40,7 +40,6 @@ HOOKS = {
     "fp16": ["fp16_compress_hook"],
     "bf16": ["_bf16_hook"],
     "powersgd": ["PowerSGD.send"],
-    "topk": ["TopK.send"],
     "sketch": ["Sketch.send"],
 }
 
@@ -119,7 +118,7 @@ def test_a_setting_that_does_not_apply_is_an_error_when_it_is_made(settings, sen
     ("settings", "possible"),
     [
         ({}, ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")),
-        ({"comm_hook": "topk", "topk_fraction": 0.1}, ("ddp", "zero1")),
+        ({"comm_hook": "sketch", "sketch_fraction": 0.1}, ("ddp", "zero1")),
         ({"comm_hook": "sketch", "data_parallel_replicate_size": 2}, ("fsdp",)),
         ({"cpu_offload": True}, ("fsdp", "hybrid")),
         ({"tensor_parallel_size": 2}, ("replicate", "fsdp", "tp", "pp", "hybrid")),

@@ -47,7 +47,6 @@ def data_parallel(
     comm_hook: str | None = None,
     powersgd_rank: int | None = None,
     powersgd_start_step: int | None = None,
-    topk_fraction: float | None = None,
     sketch_fraction: float | None = None,
     mixed_precision: str | None = None,
     cpu_offload: bool = False,
@@ -72,15 +71,12 @@ def data_parallel(
             children of ModuleLists and Sequentials, are sharded one by one.
         comm_hook: The compression of gradients, for ``"ddp"`` between all ranks, and for ``"fsdp"`` with a mesh of two
             axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, of
-            shards between replicas; Vogels and others 2019, arXiv:1905.13727), ``"topk"`` (the largest entries, while
-            the remaining ones are added to the next gradient; Stich and others 2018, arXiv:1809.07599), or
-            ``"sketch"`` (sums of a few entries with random signs, new in every step, decoded without a bias). None
-            sends them uncompressed. Checkpoints of a :class:`panther.train.Trainer` contain the state of PowerSGD,
-            top-k and sketches; in a loop of your own, :func:`panther.distributed.checkpoint.save` does not save it.
+            shards between replicas; Vogels and others 2019, arXiv:1905.13727), or ``"sketch"`` (sums of a few entries
+            with random signs, new in every step, decoded without a bias). None sends them uncompressed. Checkpoints of
+            a :class:`panther.train.Trainer` contain the state of PowerSGD and sketches; in a loop of your own,
+            :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
-        topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if
-            None.
         sketch_fraction: For ``"sketch"``, the number of sums that are sent for each entry; 0.1 if None.
         mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype of the computation, ``"bf16"`` or ``"fp16"``;
             parameters, sums of gradients and the output stay float32.
@@ -118,7 +114,6 @@ def data_parallel(
     hook_settings: dict[str, Any] = {
         "powersgd_rank": powersgd_rank,
         "powersgd_start_step": powersgd_start_step,
-        "topk_fraction": topk_fraction,
         "sketch_fraction": sketch_fraction,
     }
 

@@ -20,7 +20,6 @@ class ParallelismSettings(Settings):
     _needs: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("powersgd_rank", "comm_hook", "powersgd"),
         ("powersgd_start_step", "comm_hook", "powersgd"),
-        ("topk_fraction", "comm_hook", "topk"),
         ("sketch_fraction", "comm_hook", "sketch"),
     )
     """Settings that need a value of another setting."""
@@ -73,7 +72,7 @@ class ParallelismSettings(Settings):
     bucket_cap_mb: float | None = None
     """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
-    comm_hook: Literal["fp16", "bf16", "powersgd", "topk", "sketch"] | None = None
+    comm_hook: Literal["fp16", "bf16", "powersgd", "sketch"] | None = None
     """How gradients are compressed before they are sent, for DDP between all ranks, and for ``fsdp`` with
     ``data_parallel_replicate_size`` between the replicas. None sends them unchanged."""
 
@@ -82,9 +81,6 @@ class ParallelismSettings(Settings):
 
     powersgd_start_step: int | None = None
     """For ``comm_hook="powersgd"``, the number of steps whose gradients are sent whole; at least 2. None is 10."""
-
-    topk_fraction: float | None = None
-    """For ``comm_hook="topk"``, the share of the gradients' entries that is sent. None is 0.01."""
 
     sketch_fraction: float | None = None
     """For ``comm_hook="sketch"``, the number of sums that are sent for each entry of the gradients. None is 0.1."""
@@ -102,9 +98,8 @@ class ParallelismSettings(Settings):
             setting, other = getattr(self, name), getattr(self, needed)
             if setting is not None and other != value:
                 raise ConfigError(f"{name}={setting} needs {needed}={value!r}, not {other!r}: set both")
-        for name in ("topk_fraction", "sketch_fraction"):
-            if (fraction := getattr(self, name)) is not None and fraction > 1:
-                raise ConfigError(f"{name}={fraction} must be at most 1")
+        if self.sketch_fraction is not None and self.sketch_fraction > 1:
+            raise ConfigError(f"sketch_fraction={self.sketch_fraction} must be at most 1")
         if self.powersgd_start_step == 1:
             raise ConfigError("powersgd_start_step=1 must be at least 2, because DDP forms its buckets in the first")
 

@@ -24,24 +24,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import value_hint
-from panther.distributed.data.comm_hooks.error_feedback import ErrorFeedback, StatefulHook, hold_group
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
 from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
-from panther.distributed.data.comm_hooks.topk import TopK
 from panther.errors import check_size
 
-HOOKS = ("fp16", "bf16", "powersgd", "topk", "sketch")
+HOOKS = ("fp16", "bf16", "powersgd", "sketch")
 DEFAULTS: dict[str, Any] = {
     "powersgd_rank": 4,
     "powersgd_start_step": 10,
-    "topk_fraction": 0.01,
     "sketch_fraction": 0.1,
 }
 """The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
-_states: WeakKeyDictionary[nn.Module, StatefulHook] = WeakKeyDictionary()
+_states: WeakKeyDictionary[nn.Module, PowerSGD | Sketch] = WeakKeyDictionary()
 """The states that the hooks of wrapped or sharded models keep between steps."""
+
+_groups_with_hooks: set[dist.ProcessGroup] = set()
 
 
 def check_hook(name: str | None, settings: dict[str, Any]) -> None:
@@ -75,22 +74,22 @@ def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any],
         mesh: The axes of the replicas and of the shards.
     """
     state, hook = _state_and_hook(model, name, settings, mesh.get_group(0))
-    if isinstance(state, ErrorFeedback):
+    if isinstance(state, PowerSGD):
         state.shards = mesh.get_group(1)
     reduce_over_replicas(model, partial(hook, state))
 
 
 def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, Any]:
+    # A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
+    # thread would destroy the group, wait for itself, and abort the process.
+    _groups_with_hooks.add(group)
     values = {key: settings[key] or default for key, default in DEFAULTS.items()}
-    state: Any
+    state: PowerSGD | Sketch
     if name == "powersgd":
         state = PowerSGD(group, values["powersgd_rank"], values["powersgd_start_step"])
-    elif name == "topk":
-        state = TopK(group, values["topk_fraction"])
     elif name == "sketch":
         state = Sketch(group, values["sketch_fraction"])
     else:
-        hold_group(group)
         return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
     _states[model] = state
     return state, type(state).send
@@ -98,7 +97,7 @@ def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group
 
 def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:
     """Give a hook with error feedback a function that returns the loss scale, a tensor on the model's device."""
-    if isinstance(state := _states.get(model), ErrorFeedback):
+    if isinstance(state := _states.get(model), PowerSGD):
         state.loss_scale = scale
 
 

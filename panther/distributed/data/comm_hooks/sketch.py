@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed.data.comm_hooks.error_feedback import StatefulHook
 from panther.sketch import signs
 
 _SEED = 0  # a constant, so that ranks cannot disagree
 
 
-class Sketch(StatefulHook):
+class Sketch:
     """Send sums of c entries of the gradient with random signs, c = 1 / fraction, and decode without a bias.
 
     A bucket is a matrix X with c rows. With random signs s, a rank sends the row s^T X, and decodes it to s s^T X,
@@ -38,7 +37,7 @@ class Sketch(StatefulHook):
     """
 
     def __init__(self, group: dist.ProcessGroup, fraction: float) -> None:
-        super().__init__(group)
+        self.group = group
         self.fraction = fraction
         self.step = 0
         """The number of steps that have begun, which selects the signs."""
