@@ -3,7 +3,7 @@
 __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from panther._model_libraries import model_files
 from panther.distributed.checkpoint import state as states
-from panther.distributed.checkpoint._restore import (
-    check_optimizer_values,
-    check_random_state,
-    check_sketch_records,
-    undo_of,
-)
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
 from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
@@ -29,10 +24,13 @@ from panther.distributed.checkpoint.weights import check_architecture, saved_mod
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
-from panther.errors import CheckpointError, FormatError
+from panther.errors import CheckpointError, FormatError, SketchMismatchError
 from panther.nn.attention.record import optional_names
+from panther.nn.base import SketchedModule
 from panther.nn.io import unwrapped, write_folder
+from panther.nn.module_state import ModuleState
 from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
+from panther.nn.sketch_record import read_record
 from panther.nn.specs import TRAINED_SCALES
 
 
@@ -155,31 +153,25 @@ def _load(
     generator_states = states.decode(generators, targets) if random_state else None
 
     def checked() -> tuple[dict[str, Any] | None, Callable[[], None]]:
-        file = f"{folder / MANIFEST}"
-        check_sketch_records(parts, values, file)
+        _check_sketch_records(parts, values, folder / MANIFEST)
         if check is not None:
             check(states.decode(manifest["extra"], targets))
-        if generator_states is not None:
-            check_random_state(generator_states, file)
         if optimizer is None:
-            return None, undo_of(parts, None)
-        saved_states, settings = (states.decode(manifest["optimizer"][key], targets) for key in ("states", "settings"))
-        parameters = states.named_parameters(optimizer, parts)
-        check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, file)
+            return None, _undo_of(parts, None)
         values_of_optimizer = states.optimizer_values(optimizer, parts, manifest["optimizer"], targets)
-        return values_of_optimizer, undo_of(parts, optimizer)
+        return values_of_optimizer, _undo_of(parts, optimizer)
 
     optimizer_values, undo = run_on_all_ranks(checked, group)
 
     def fill() -> None:
-        # The optimizer is filled first, because undoing this needs no copy.
+        # The model is filled last, because undoing the others needs no copy.
+        if generator_states is not None:
+            states.set_random_state(generator_states)
         if optimizer is not None and optimizer_values is not None:
             states.fill_optimizer(optimizer, optimizer_values)
         states.fill_model(parts, values)
-        if generator_states is not None:
-            states.set_random_state(generator_states)
 
-    # Changes begin only now: all tensors were read, checksums are correct, and all values have valid types.
+    # Changes begin only now: all tensors were read, and all checksums are correct.
     try:
         run_on_all_ranks(fill, group)
     except BaseException:
@@ -194,6 +186,40 @@ def _load(
         rank_states=states.decode(tree, targets),
         optimizer_groups=(manifest["optimizer"] or {}).get("groups"),
     )
+
+
+def _check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], file: Path) -> None:
+    """Raise FormatError if the record of a sketch is not valid, before the layer would raise an error."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if not isinstance(module, SketchedModule):
+                continue
+            key = states.plain(f"{name}.sketch_seed" if name else "sketch_seed")
+            record = values.get(key)
+            if isinstance(record, Tensor) and not isinstance(record, DTensor) and record.shape == (4,):
+                try:
+                    read_record(record, module.num_terms, key)
+                except SketchMismatchError as error:
+                    raise FormatError(f"{file} is damaged: {error}") from None
+
+
+def _undo_of(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Return a function that restores the present state of modules, an optimizer and the random generators.
+
+    :class:`ModuleState` says when the values of the modules are copied.
+    """
+    model = ModuleState(parts)
+    undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
+    tensors: dict[str, Tensor] = {}
+    generators = states.random_state("random", tensors)
+
+    def undo() -> None:
+        if undo_optimizer is not None:
+            undo_optimizer()
+        model.restore()
+        states.set_random_state(states.decode(generators, tensors))
+
+    return undo
 
 
 def export(

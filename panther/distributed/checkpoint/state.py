@@ -9,15 +9,14 @@ the parameters of more than one pipeline stage.
 
 __all__ = [
     "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "is_tensor", "model_state",
-    "module_name", "named_parameters", "numpy_state", "optimizer_state", "optimizer_targets", "optimizer_undo",
-    "optimizer_values", "parameters_by_name", "parts_of", "places", "plain", "python_state", "random_state",
-    "set_random_state",
+    "module_name", "named_parameters", "optimizer_state", "optimizer_targets", "optimizer_undo", "optimizer_values",
+    "parameters_by_name", "parts_of", "places", "plain", "random_state", "set_random_state",
 ]  # fmt: skip
 
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,13 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import sync_zero_groups
-from panther.distributed.checkpoint.manifest import DEEPEST
+from panther.distributed.checkpoint.manifest import places
 from panther.distributed.checkpoint.storage import empty
 from panther.distributed.pipeline.stage_modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 from panther.nn.sketch_record import plain_state
 
+_DEEPEST = 50  # far below Python's recursion limit, as a dict whose keys are numbers takes three levels in the manifest
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch inserts these into names
 
 
@@ -262,24 +262,12 @@ def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
 def set_random_state(states: Mapping[str, Any]) -> None:
     """Set the decoded states of :func:`random_state`."""
     torch.set_rng_state(states["torch"])
-    random.setstate(python_state(states["python"]))
-    np.random.set_state(numpy_state(states["numpy"]))
+    version, integers, gauss = states["python"]
+    random.setstate((version, tuple(integers.tolist()), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def python_state(saved: Any) -> tuple[Any, ...]:
-    """Return the decoded state of Python's generator for its ``setstate``."""
-    version, integers, gauss = saved
-    return (version, tuple(integers.tolist()), gauss)
-
-
-def numpy_state(saved: Any) -> tuple[Any, ...]:
-    """Return the decoded state of NumPy's generator for its ``set_state``, which does not check the position."""
-    kind, keys, position, *rest = saved
-    if type(position) is not int or not 0 <= position <= len(keys):
-        raise ValueError(f"the position of NumPy's generator is {position!r} of {len(keys)}")
-    return (kind, keys.numpy().astype(np.uint32), position, *rest)
 
 
 def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
@@ -289,8 +277,8 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         CheckpointError: If the value contains anything except numbers, strings, None, tensors, and lists, tuples and
             dicts of these, or has too many levels.
     """
-    if depth > DEEPEST // 4:  # a dict whose keys are numbers takes three levels in the manifest
-        raise CheckpointError(f"{place[:60]} is nested more than {DEEPEST // 4} levels deep: store less")
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{place[:60]} is nested more than {_DEEPEST} levels deep: store less")
     if value is None or isinstance(value, bool | str):
         return value
     # Checked before Real, because integers of NumPy are both.
@@ -344,15 +332,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 def is_tensor(value: Any) -> bool:
     """Return whether a value is the encoding of a tensor."""
     return isinstance(value, dict) and "$tensor" in value
-
-
-def places(value: Any) -> Iterator[str]:
-    """Yield the names of the tensors in an encoded value."""
-    if isinstance(value, dict) and "$tensor" in value:
-        yield value["$tensor"]
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from places(item)
 
 
 def _hashable(key: Any) -> Any:
