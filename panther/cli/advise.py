@@ -40,9 +40,7 @@ _SHOWN = 10
 _CLUSTER = "distributed.advisor.cluster:ClusterSpec"
 _PLAN = "distributed.advisor.plan:plan_parallelism"
 _TRAINING = "train.config:TrainConfig"
-_RUN = "distributed.advisor.training_run:TrainingRun"
-# Options of other commands that mean the same, or have these names with another meaning.
-_FLAGS = {"gpus": "--world-size", "budget": "--max-price"}
+_FLAGS = {"gpus": "--world-size"}  # of other commands, which mean the same
 _DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
 
 
@@ -73,15 +71,13 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--sequence", positive, "tokens per sample", SEQUENCE)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
     add_settings(parser, _TRAINING, "activation_checkpointing")
-    add_settings(parser.add_argument_group("length and price of the run"), _RUN, flags=_FLAGS)
-    add_old_spelling(parser, "--budget", "--max-price")
     parser.add_argument("--json", action="store_true", help="print all options as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print the table; return 0 if at least one layout fits into the memory and the budget."""
-    from panther.distributed import TrainingRun, plan_parallelism
+    """Plan and print the table; return 0 if at least one layout fits into the memory."""
+    from panther.distributed import plan_parallelism
 
     if args.model is not None and args.model_option not in (None, args.model):
         raise PantherError(f"{args.model} and --model {args.model_option} both name a model: give one of them")
@@ -92,14 +88,12 @@ def run(args: argparse.Namespace) -> int:
             return 0
     if args.model is None:
         raise PantherError("MODEL is missing: name a model to plan for, or only measure with --measure FILE")
-    run = given_settings(args, _RUN)
-    with settings_explained(args, _RUN, **_FLAGS):
-        training = TrainingRun(**run) if run else None
+    with settings_explained(args, _CLUSTER, **_FLAGS):
         cluster = _cluster(args)
-        settings = {"batch": args.batch or cluster.gpus, "run": training} | given_settings(args, _PLAN, "objective")
+        settings = {"batch": args.batch or cluster.gpus} | given_settings(args, _PLAN, "objective")
         plan = plan_parallelism(_stats(args), cluster, **settings)
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
-    return 0 if plan.best.possible else 1
+    return 0 if plan.best.fits else 1
 
 
 def _cluster(args: argparse.Namespace) -> Any:
@@ -154,7 +148,6 @@ def _text(plan: Any) -> str:
 
 def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
-    from panther.distributed.advisor.statistics.model_stats import default_folder
 
     options = given_settings(args, _TRAINING, "activation_checkpointing")
     options["mixed_precision"] = "bf16" if args.bf16 else None
@@ -171,7 +164,6 @@ def _stats(args: argparse.Namespace) -> Any:
             sequence=args.sequence,
             sketch=args.sketch,
             **options,
-            cache_dir=default_folder(),
         )
     folder = Path(args.model)
     if not folder.is_dir() and not names_function(args.model):

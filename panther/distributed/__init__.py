@@ -7,7 +7,7 @@ __all__ = [
     "DistributedMetricsCollector", "DistributedSketchedModel", "HeadwiseParallel", "HybridParallelTrainer",
     "LaunchConfig", "MicrobatchPipelineTrainer", "ModelStats", "ParallelismConfig", "ParallelismPlan",
     "PipelineParallelSketchedModel", "PipelineSchedule", "ReduceOp", "RowwiseSKParallel", "TensorParallelModel",
-    "TensorParallelReport", "TensorParallelSKLinear", "TrainingRun", "all_gather", "all_reduce", "broadcast",
+    "TensorParallelReport", "TensorParallelSKLinear", "all_gather", "all_reduce", "broadcast",
     "checkpoint", "choose_parallelism_strategy", "cleanup_distributed", "context_parallel", "data_parallel",
     "get_distributed_info", "get_rank", "get_world_size", "init", "inner_product_policy", "launch",
     "launch_distributed_training", "make_mesh", "make_schedule", "materialize_", "no_sync", "plan_parallelism",
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .advisor.cluster import ClusterSpec
     from .advisor.plan import ParallelismPlan, plan_parallelism
     from .advisor.statistics.model_stats import ModelStats
-    from .advisor.training_run import TrainingRun
     from .comm.bandwidth import CommunicationProfile, DeviceUtilization, profile_communication_overhead
     from .comm.collectives import ReduceOp, all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
@@ -60,7 +59,6 @@ _MODULES = {
     "advisor.cluster": ("ClusterSpec",),
     "advisor.statistics.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
-    "advisor.training_run": ("TrainingRun",),
     "comm.bandwidth": ("CommunicationProfile", "DeviceUtilization", "profile_communication_overhead"),
     "comm.collectives": ("ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),

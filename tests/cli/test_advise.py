@@ -102,7 +102,6 @@ def test_a_sketched_transformer_needs_less(capsys):
             "--model transformer/9b is unknown: did you mean transformer/6.7b? Or use one of 125m, ",
         ),
         (["--model", "transformer/xl"], "--model transformer/xl is unknown: use one of 125m, "),
-        (["--model", "transformer/125m", "--max-price", "9"], "--max-price 9 needs --price-per-device-hour, the price"),
         (["--model", "net"], "--model net is not a folder, and neither transformer/SIZE nor module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
         (
@@ -162,23 +161,6 @@ def test_a_folder_of_transformers(models, capsys):
     assert "empty holds no config.json" in capsys.readouterr().err
 
 
-def test_the_cost_of_a_run_and_a_budget(models, capsys):
-    args = ["advise", "--model", "advised_models:net", "--world-size", "2", "--price-per-device-hour", "2"]
-    assert main([*args, "--samples", "1e6", "--max-price", "1000"]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].endswith("device-hours  price")
-    assert ": within the budget of 1,000.00." in out
-    assert "are uncalibrated: " in out
-    assert main([*args, "--samples", "1e12", "--max-price", "0.01", "--json"]) == 1
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["run"]["samples"] == 1e12
-    assert not any(option["cost"]["within_budget"] for option in plan["options"])
-    assert main([*args, "--tokens", "1e6"]) == 2
-    assert "give steps or samples" in capsys.readouterr().err
-    assert main([*args]) == 2
-    assert "the run has no length" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_measure_and_plan_with_what_was_measured(models, capsys):
@@ -211,16 +193,9 @@ def test_missing_options_and_files_are_said(models, args, message, capsys):
 
 def test_the_old_names_of_options_are_accepted_with_a_note(models, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    new = ["--world-size", "2", "--price-per-device-hour", "2", "--samples", "1e6", "--max-price", "1000"]
-    assert main(["advise", "advised_models:net", *new]) == 0
+    assert main(["advise", "advised_models:net", "--world-size", "2"]) == 0
     plan, notes = capsys.readouterr()
     assert notes == ""
-    old = ["--gpus", "2", "--price-per-device-hour", "2", "--samples", "1e6", "--budget", "1000"]
-    assert main(["advise", "advised_models:net", *old]) == 0
-    assert capsys.readouterr() == (
-        plan,
-        "".join(
-            f"panther: note: write {name} in place of {old_name}, which the next version of Panther does not accept\n"
-            for name, old_name in (("--world-size", "--gpus"), ("--max-price", "--budget"))
-        ),
-    )
+    assert main(["advise", "advised_models:net", "--gpus", "2"]) == 0
+    note = "write --world-size in place of --gpus, which the next version of Panther does not accept"
+    assert capsys.readouterr() == (plan, f"panther: note: {note}\n")

@@ -1,7 +1,12 @@
+from itertools import product
+
 import pytest
+import torch
+from covering import half_of
 
 import panther as pr
-from panther.distributed import choose_parallelism_strategy
+from panther.distributed import ModelStats, choose_parallelism_strategy
+from panther.distributed.advisor.statistics.measured import _loss_of_tokens, plain_transformer
 
 
 def guide(model_size, num_gpus, memory_per_gpu):
@@ -31,3 +36,20 @@ def test_it_is_at_the_top_and_checks_what_it_gets():
         choose_parallelism_strategy(1, 0, 1)
     with pytest.raises(TypeError, match="memory_per_gpu must be a number, not str"):
         choose_parallelism_strategy(1, 1, "80GB")
+
+
+@pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+@pytest.mark.parametrize(
+    ("layers", "sketch", "tp"),
+    [
+        *half_of([3], [None, 2], [1, 2, 3]),
+        *(pytest.param(1, *case, marks=pytest.mark.slow) for case in product([None, 2], [1, 2, 3])),
+    ],
+)
+def test_layers_of_a_transformer_have_the_figures_of_the_first(layers, sketch, tp):
+    sizes = {"hidden": 12, "heads": 6, "ffn": 20, "vocab": 31, "sequence": 5}
+    stats = ModelStats.transformer(**sizes, layers=layers, sketch=sketch).shard(tp)
+    with torch.device("meta"):
+        model = plain_transformer(12, layers, 6, 20, 31, sketch)
+    tokens = torch.empty(1, 5, dtype=torch.int64, device="meta")
+    assert stats == ModelStats.of(model, tokens, loss_fn=_loss_of_tokens).shard(tp)

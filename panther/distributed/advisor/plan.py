@@ -3,24 +3,26 @@
 __all__ = ["ParallelismPlan", "plan_parallelism"]
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
-from panther.distributed.advisor.cost.rank import UNCOMPRESSED, GradientMessages
 from panther.distributed.advisor.reasons import Option, Preference, explain, preferred
 from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
 from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
+from panther.distributed.comm.mesh import get_world_size
+from panther.distributed.comm.ranks import require_process_group
+from panther.distributed.guide.hybrid import HybridParallelTrainer
+from panther.distributed.parallelize.build import parallelize
+from panther.distributed.parallelize.config import ParallelismConfig
 from panther.distributed.pipeline.balance import SCHEDULES, check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn  # imported where a plan is applied: planning itself does without torch
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
@@ -46,16 +48,10 @@ class ParallelismPlan:
     """Layouts that were not considered, and why."""
     mixed_precision: str | None = None
     """Dtype of the computation; None is the dtype of the parameters."""
-    run: TrainingRun | None = None
-    """The run whose time and cost are estimated, if a run was given."""
-    tokens_per_sample: int | None = None
-    """Number of tokens of a sample; None if the input has none."""
     activation_checkpointing: str = "none"
     """The tensors that the backward pass recomputes: ``"none"``, ``"selective"`` or ``"full"``."""
     left_out: str | None = None
     """A sentence on the layout that would be the best, if it was refused."""
-    messages: GradientMessages = UNCOMPRESSED
-    """How gradients are compressed where the layout allows it."""
 
     @property
     def best(self) -> Option:
@@ -73,18 +69,16 @@ class ParallelismPlan:
 
     def table(self, rows: int = 10) -> str:
         """Return a table of the first options."""
-        paid = () if self.run is None else self.run.columns()
         step = "step" if self.cluster.calibrated else "step (uncalibrated)"
         lines: list[tuple[str, ...]] = [
-            ("", "layout", "memory", "start", "fits", step, "bubble", "sent in node", "between nodes", *paid)
+            ("", "layout", "memory", "start", "fits", step, "bubble", "sent in node", "between nodes")
         ]
         for i, option in enumerate(self.options[:rows], 1):
             e, fits = option.estimate, "yes" if option.fits else "no"
             sent_bytes = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
             memory = format_bytes(e.memory.total), format_bytes(e.start)
             costs = *memory, fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
-            bill = () if option.cost is None else option.cost.cells(paid)
-            lines.append((str(i), str(option.layout), *costs, *sent_bytes, *bill))
+            lines.append((str(i), str(option.layout), *costs, *sent_bytes))
         return format_table(lines)
 
     def explain(self, rows: int = 10) -> str:
@@ -92,7 +86,7 @@ class ParallelismPlan:
         return "\n".join(f"{i}. {option.reason}" for i, option in enumerate(self.options[:rows], 1))
 
     def remarks(self) -> list[str]:
-        """Return sentences on the cost of the run, on calibration, and on layouts that were not considered."""
+        """Return sentences on calibration, and on layouts that were not considered."""
         option, reason = self.preferred
         automatic = f"A Trainer with strategy='auto' takes {option.layout}: {reason}."
         remarks = [automatic, *([self.left_out] if self.left_out else []), *self.notes]
@@ -101,9 +95,6 @@ class ParallelismPlan:
         elif self.cluster.gpus != self.cluster.measured_gpus:
             measured = counted(self.cluster.measured_gpus, "device")
             remarks.insert(0, f"Times are extrapolated from speeds that were measured on {measured}.")
-        if self.run is not None and self.best.cost is not None:
-            n = self.cluster.gpus
-            remarks.insert(0, describe(self.run, self.best.cost, n, self.batch, self.tokens_per_sample))
         return remarks
 
     def __str__(self) -> str:
@@ -120,7 +111,6 @@ class ParallelismPlan:
             "gpus": self.cluster.gpus,
             "memory_bytes": self.cluster.memory_bytes,
             "calibrated": self.cluster.calibrated,
-            "run": None if self.run is None else asdict(self.run),
             "options": [
                 {
                     "layout": asdict(option.layout),
@@ -133,7 +123,6 @@ class ParallelismPlan:
                         t.axis: {"link": t.link, "payload": t.payload, "sent": t.sent_bytes}
                         for t in option.estimate.traffic
                     },
-                    "cost": None if option.cost is None else asdict(option.cost),
                     "reason": option.reason,
                 }
                 for option in self.options
@@ -143,7 +132,7 @@ class ParallelismPlan:
             "notes": list(self.notes),
         }
 
-    def apply(self, model: "nn.Module", option: int = 0) -> Any:
+    def apply(self, model: nn.Module, option: int = 0) -> Any:
         """Distribute a model by the layout of an option, on the present process group. Every rank must call it.
 
         Args:
@@ -159,13 +148,6 @@ class ParallelismPlan:
             DistributedError: If there is no process group, or its size differs from the plan's.
             IndexError: If ``option`` is out of range.
         """
-        # Imported here, because they import torch.distributed, which planning from stored statistics does not need.
-        from panther.distributed.comm.mesh import get_world_size
-        from panther.distributed.comm.ranks import require_process_group
-        from panther.distributed.guide.hybrid import HybridParallelTrainer
-        from panther.distributed.parallelize.build import parallelize
-        from panther.distributed.parallelize.config import ParallelismConfig
-
         require_process_group()
         layout, world = self.options[option].layout, get_world_size()
         if world != layout.world:
@@ -174,8 +156,6 @@ class ParallelismPlan:
                 f"gpus={world}, or start {layout.world} processes"
             )
         settings = layout.settings() | {"activation_checkpointing": self.activation_checkpointing}
-        if self.messages.applies_to(layout.strategy, layout.replicate):
-            settings |= {"comm_hook": self.messages.hook, **self.messages.settings}
         if layout.strategy != "ddp":  # for which the user runs the model in torch.autocast
             settings["mixed_precision"] = self.mixed_precision
         if layout.pp > 1:
@@ -184,21 +164,18 @@ class ParallelismPlan:
 
 
 def plan_parallelism(
-    model: "nn.Module | ModelStats",
+    model: nn.Module | ModelStats,
     cluster: ClusterSpec,
     *,
     batch: int,
     objective: str = "time",
     sample_input: Any = None,
-    loss_fn: "Callable[[Any], Tensor] | None" = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
     mixed_precision: str | None = None,
     activation_checkpointing: str | None = None,
-    optimizer_states: "int | Callable[[nn.Module], torch.optim.Optimizer]" = 2,
+    optimizer_states: int | Callable[[nn.Module], torch.optim.Optimizer] = 2,
     schedules: Sequence[str] = _SCHEDULES,
-    run: TrainingRun | None = None,
     refuse: Callable[[Layout], str | None] | None = None,
-    comm_hook: str | None = None,
-    **hook_settings: Any,
 ) -> ParallelismPlan:
     """Predict the cost of every way to train a model on a cluster, and rank them.
 
@@ -221,22 +198,16 @@ def plan_parallelism(
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD. For a
             module, also a function of a model that makes the optimizer, such as
             ``lambda model: panther.optim.MuonAdamW(panther.optim.param_groups(model))``: the shapes of its states are
-            those after a step on a copy without values, and Panther's optimizers also tell what their ranks send.
+            those after a step on a copy without values.
         schedules: Pipeline schedules to consider.
-        run: The length of the training run, with a price and a budget, from which the cost is computed. Layouts that
-            cost more than the budget come after layouts within it.
         refuse: A function that returns the reason why a layout cannot be used, or None if it can. Refused layouts are
             left out. If a refused layout would be the best, the plan names it and the reason.
-        comm_hook: The compression of gradients, as for :func:`data_parallel`. It is counted under ``"ddp"`` and
-            between the replicas of HSDP; other layouts send gradients uncompressed.
-        **hook_settings: The settings of the hook, such as ``sketch_fraction=0.25``.
 
     Returns:
         All options, the best first, with reasons.
 
     Raises:
-        ValueError: If ``objective`` or a schedule is unknown, an argument for a module is given with statistics, or the
-            length of the run is in tokens and the model's tokens per sample are not known.
+        ValueError: If ``objective`` or a schedule is unknown, or an argument for a module is given with statistics.
         TypeError: If ``model`` or ``cluster`` has the wrong type, or is a module without ``sample_input``.
         ShapeError: If a size is not positive, no mesh divides the batch, or all layouts are refused.
 
@@ -268,7 +239,6 @@ def plan_parallelism(
     stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
     check_size("batch", batch, least=1)
     states = OptimizerStates.checked(optimizer_states, model)
-    messages = GradientMessages(comm_hook, hook_settings)
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
     for schedule in schedules:
@@ -277,7 +247,7 @@ def plan_parallelism(
     estimates = []
     for layout in possible_layouts(stats, cluster, batch, schedules, notes):
         try:
-            estimates.append(estimate(stats, cluster, layout, batch, states, messages))
+            estimates.append(estimate(stats, cluster, layout, batch, states))
         except ShapeError as error:
             if (note := f"pp={layout.pp} was not considered with some schedules: {error}") not in notes:
                 notes.append(note)
@@ -288,20 +258,13 @@ def plan_parallelism(
         )
     room = cluster.memory_bytes * cluster.usable
 
-    def cost(e: Estimate) -> TrainingCost | None:
-        return None if run is None else run.cost(e.step_seconds, cluster.gpus, batch, stats.tokens_per_sample)
-
     def rank(e: Estimate) -> tuple[Any, ...]:
-        fits, costs, price = e.peak <= room, (e.memory.total, e.step_seconds), cost(e)
-        over = price is not None and price.within_budget is False
-        return not fits, over, costs[::-1] if fits and objective == "time" else costs
+        fits, costs = e.peak <= room, (e.memory.total, e.step_seconds)
+        return not fits, costs[::-1] if fits and objective == "time" else costs
 
     estimates.sort(key=rank)
     estimates, left_out = _allowed(estimates, refuse, rank)
-    options = tuple(
-        Option(e, e.peak <= room, explain(estimates, i, room, objective), cost(e)) for i, e in enumerate(estimates)
-    )
-    options = tuple(_over_budget(option, options[0], run) for option in options)
+    options = tuple(Option(e, e.peak <= room, explain(estimates, i, room, objective)) for i, e in enumerate(estimates))
     return ParallelismPlan(
         options,
         cluster,
@@ -309,11 +272,8 @@ def plan_parallelism(
         objective,
         tuple(notes),
         mixed_precision=stats.mixed_precision,
-        run=run,
-        tokens_per_sample=stats.tokens_per_sample,
         activation_checkpointing=stats.activation_checkpointing,
         left_out=left_out,
-        messages=messages,
     )
 
 
@@ -332,15 +292,7 @@ def _allowed(
     return allowed, f"{estimates[0].layout} would be the best, but {reasons[0]}."
 
 
-def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Option:
-    """Return the option, with the budget as its reason if it exceeds the budget and the best option does not."""
-    if run is None or option.possible or not option.fits or not best.possible or option.cost is None:
-        return option
-    reason = f"{option.layout} costs {option.cost.price:,.2f}, more than the budget of {run.budget:,.2f}."
-    return replace(option, reason=reason)
-
-
-def _stats(model: "nn.Module | ModelStats", sample_input: Any, options: dict[str, Any]) -> ModelStats:
+def _stats(model: nn.Module | ModelStats, sample_input: Any, options: dict[str, Any]) -> ModelStats:
     """Return the statistics of a model; ``options`` are arguments of :meth:`ModelStats.of`."""
     if isinstance(model, ModelStats):
         if sample_input is not None or options:
@@ -349,8 +301,6 @@ def _stats(model: "nn.Module | ModelStats", sample_input: Any, options: dict[str
                 "already include them"
             )
         return model
-    from torch import nn
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
     if sample_input is None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from panther._text import format_bytes, format_seconds
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.model import Estimate
-from panther.distributed.advisor.training_run import TrainingCost
 from panther.distributed.parallelize.layout import Layout
 
 _TIMES = {
@@ -34,13 +33,6 @@ class Option:
     fits: bool
     """Whether the layout's memory fits, at the start and in a step."""
     reason: str
-    cost: TrainingCost | None = None
-    """The cost of the training run, if a run was given."""
-
-    @property
-    def possible(self) -> bool:
-        """Whether the layout fits, and the run costs no more than its budget."""
-        return self.fits and (self.cost is None or self.cost.within_budget is not False)
 
     @property
     def layout(self) -> Layout:
@@ -58,11 +50,11 @@ class Preference(NamedTuple):
 def preferred(options: Sequence[Option], cluster: ClusterSpec) -> Preference:
     """Return the layout of a plan that ``strategy="auto"`` builds.
 
-    Layouts that fit, and keep to the budget if there is one, are ordered by simplicity: ``"ddp"``, then data
-    parallelism of other kinds, then tensor and pipeline parallelism. The first one is taken, unless the speeds of the
-    cluster were measured and the fastest layout is at least :data:`REQUIRED_SPEEDUP` times as fast.
+    Layouts that fit are ordered by simplicity: ``"ddp"``, then data parallelism of other kinds, then tensor and
+    pipeline parallelism. The first one is taken, unless the speeds of the cluster were measured and the fastest layout
+    is at least :data:`REQUIRED_SPEEDUP` times as fast.
     """
-    possible = [option for option in options if option.possible]
+    possible = [option for option in options if option.fits]
     if not possible:
         return Preference(options[0], "no layout fits, and this is the closest")
     simplest = min(possible, key=lambda option: _complexity(option.layout))  # the first of equals, in the plan's order
@@ -76,8 +68,7 @@ def preferred(options: Sequence[Option], cluster: ClusterSpec) -> Preference:
     simpler = [option for option in options if _complexity(option.layout) < _complexity(simplest.layout)]
     if simpler:
         missed = min(simpler, key=lambda option: _complexity(option.layout))
-        verb = "costs more than the budget" if missed.fits else f"does not fit ({_needs(missed, cluster)})"
-        return Preference(simplest, f"{missed.layout} {verb}; {why}")
+        return Preference(simplest, f"{missed.layout} does not fit ({_needs(missed, cluster)}); {why}")
     return Preference(simplest, f"{_needs(simplest, cluster)}; {why}")
 
 

@@ -26,8 +26,6 @@ from itertools import pairwise
 
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.rank import (
-    UNCOMPRESSED,
-    GradientMessages,
     MemoryEstimate,
     Rank,
     memory_of,
@@ -104,33 +102,16 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
         dp = _both(gather, scatter)
         if layout.replicate == 1:
             return (dp,)
-        shard = _compressed_bytes(rank) if rank.messages.applies_to("fsdp", layout.replicate) else reduced / n
-        return dp, _between_replicas(rank, cluster, "replicate", layout.replicate, layout.world, shard, len(units))
+        return dp, _all_reduce("replicate", cluster, layout.replicate, layout.world, reduced / n, len(units))
     trained = float(sum(t.nbytes for t in rank.tensors if t.trained))
     if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
         return (_all_reduce("dp", cluster, n, span, trained, len(units)),)
     # A bucket is filled, divided by the ranks and read back.
-    calls, payload = -(-int(trained) // _BUCKET), trained
-    if rank.messages.hook is not None:
-        payload = _compressed_bytes(rank)
-    dp = _between_replicas(rank, cluster, "dp", n, span, payload, calls, copied=4 * trained)
+    calls = -(-int(trained) // _BUCKET)
+    dp = _all_reduce("dp", cluster, n, span, trained, calls, copied=4 * trained)
     # DDP also broadcasts buffers in every forward, except for sketches.
     buffers = sum(t.nbytes for t in rank.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
     return (replace(dp, payload=dp.payload + buffers),)
-
-
-def _compressed_bytes(rank: Rank) -> float:
-    return rank.messages.payload_bytes(rank.gradient_shapes(), max(t.itemsize for t in rank.tensors if t.trained))
-
-
-def _between_replicas(
-    rank: Rank, cluster: ClusterSpec, axis: str, n: int, span: int, payload: float, calls: int, copied: float = 0.0
-) -> Traffic:
-    """Return the traffic of gradients, compressed or not, between ranks that have equal parameters."""
-    if rank.messages.is_gathered and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
-        sent_bytes = (n - 1) * payload
-        return _traffic(axis, cluster, span, payload, sent_bytes, (n - 1) * calls, "all_gather", copied)
-    return _all_reduce(axis, cluster, n, span, payload, calls, copied=copied)
 
 
 def _both(first: Traffic, second: Traffic) -> Traffic:
@@ -196,18 +177,6 @@ def _products_seconds(layer: LayerStats, cluster: ClusterSpec, itemsize: int, sa
     return total
 
 
-def between_shards(rank: Rank, cluster: ClusterSpec) -> Traffic:
-    """Return the traffic of the optimizer's step, between ranks that share matrices."""
-    layout = rank.layout
-    trained = [tensor for tensor in rank.tensors if tensor.trained]
-    sent_bytes = 0.0
-    for tensor in trained:
-        ranks = rank.shards * max(1, round(tensor.global_numel / max(1, tensor.numel)))
-        sent_bytes += rank.optimizer_states.sent_bytes(tensor.name, rank.shape_of(tensor), ranks)
-    span = layout.tp if rank.shards == 1 else layout.dp * layout.pp * layout.tp
-    return _traffic("optimizer", cluster, span, sent_bytes, sent_bytes, 0)
-
-
 def optimizer_seconds(rank: Rank, cluster: ClusterSpec) -> float:
     """Return the time of the optimizer's step, which moves memory."""
     trained = [tensor for tensor in rank.tensors if tensor.trained]
@@ -264,7 +233,6 @@ def estimate(
     layout: Layout,
     batch: int,
     optimizer_states: OptimizerStates = ADAM,
-    messages: GradientMessages = UNCOMPRESSED,
 ) -> Estimate:
     """Predict memory, traffic and time of a layout.
 
@@ -274,7 +242,6 @@ def estimate(
         layout: The layout.
         batch: Number of samples of a step, over all ranks.
         optimizer_states: What the optimizer keeps of each parameter.
-        messages: How gradients are compressed before they are sent.
 
     Raises:
         ShapeError: If the layout does not suit the model.
@@ -293,11 +260,10 @@ def estimate(
         raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")
     samples = batch / (layout.dp * layout.replicate * layout.num_microbatches)
     order = order_of(layout.schedule, layout.pp, layout.num_microbatches) if layout.schedule else None
-    ranks = [Rank(stats, layout, stages, rank, samples, order, optimizer_states, messages) for rank in range(layout.pp)]
+    ranks = [Rank(stats, layout, stages, rank, samples, order, optimizer_states) for rank in range(layout.pp)]
     memory = tuple(memory_of(rank) for rank in ranks)
     traffic = [max((along(rank, axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((data_parallel(rank, cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
-    exchanged = max((between_shards(rank, cluster) for rank in ranks), key=lambda t: t.seconds)
     size = _HALF if stats.mixed_precision else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
     compute = max(microbatch_seconds(rank, cluster, size) for rank in ranks) * layout.num_microbatches
     tp, pp = (t.seconds for t in traffic)
@@ -307,14 +273,14 @@ def estimate(
     hidden = 0.0 if layout.pp > 1 else cluster.overlap * min(dp, compute)
     seconds = {
         "compute": compute,
-        "optimizer": max(optimizer_seconds(rank, cluster) for rank in ranks) + exchanged.seconds,
+        "optimizer": max(optimizer_seconds(rank, cluster) for rank in ranks),
         # The share b of the total time is idle, so that a working time w takes w / (1 - b) in total.
         "bubble": (compute + tp + pp) * bubble / (1 - bubble),
         "tp": tp,
         "pp": pp,
         "dp": dp - hidden,
     }
-    nonzero_traffic = tuple(t for t in (*traffic, *along_dp, exchanged) if t.payload)
+    nonzero_traffic = tuple(t for t in (*traffic, *along_dp) if t.payload)
     on_meta = max(map(start_of, ranks, memory))
     return Estimate(layout, memory, nonzero_traffic, seconds, bubble, full or on_meta, on_meta)
 

@@ -1,15 +1,12 @@
 """A rank of a layout: its stages, layers and tensors, and its memory: the peak in a step, and before the first step."""
 
-__all__ = [
-    "UNCOMPRESSED", "GradientMessages", "MemoryEstimate", "Rank", "memory_of", "optimizer_bytes", "shard_numel",
-    "start_of",
-]  # fmt: skip
+__all__ = ["MemoryEstimate", "Rank", "memory_of", "optimizer_bytes", "shard_numel", "start_of"]
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 from panther.distributed.advisor.cost.schedule import Order
 from panther.distributed.advisor.statistics.layer_stats import OptimizerStates, TensorStats
@@ -60,7 +57,6 @@ class Rank:
     """Number of samples of a microbatch."""
     order: Order | None
     optimizer_states: OptimizerStates
-    messages: "GradientMessages"
 
     def __post_init__(self) -> None:
         kind = SCHEDULES[self.layout.schedule].order if self.layout.schedule else "loop"
@@ -77,10 +73,6 @@ class Rank:
     def shape_of(self, tensor: TensorStats) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a tensor: a padded shard under ``"fsdp"``."""
         return _shard_shape(tensor.shape, tensor.on_mesh, self.shards) if self.shards > 1 else tensor.shape
-
-    def gradient_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each gradient on this rank."""
-        return [self.shape_of(tensor) for tensor in self.tensors if tensor.trained]
 
     @cached_property
     def state_bytes(self) -> int:
@@ -171,8 +163,7 @@ class MemoryEstimate:
     activations: float = 0
     """Tensors that are kept for the backward pass, and tensors that activation checkpointing recomputes in it."""
     communication: float = 0
-    """Buffers: DDP's buckets, FSDP's gathered and reduced units, inputs and outputs of pipeline stages, and the part of
-    compressed gradients that was not sent."""
+    """Buffers: DDP's buckets, FSDP's gathered and reduced units, and inputs and outputs of pipeline stages."""
     workspace: float = 0
     """Results of operators that autograd does not keep: twice the size of the largest one."""
     overlap: float = 0
@@ -194,10 +185,6 @@ def memory_of(rank: Rank) -> MemoryEstimate:
     parameters = [tensor for tensor in rank.tensors if tensor.role == "parameter"]
     trained = [tensor for tensor in parameters if tensor.trained]
     gradient_bytes = rank.bytes_of(trained)
-    unsent = 0.0
-    if trained and rank.messages.applies_to(rank.layout.strategy, rank.layout.replicate):
-        itemsize = max(tensor.itemsize for tensor in trained)
-        unsent = rank.messages.stored_bytes(rank.gradient_shapes(), itemsize)
     memory = MemoryEstimate(
         parameters=rank.bytes_of(parameters),
         # Gradients have the dtype and the sharding of the parameters, even in mixed precision.
@@ -206,9 +193,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
         buffers=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "buffer"),
         activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))], rank.recomputed()),
-        communication=(gradient_bytes if rank.layout.strategy == "ddp" else _gathered(rank))
-        + _pipeline_buffers(rank)
-        + unsent,
+        communication=(gradient_bytes if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank),
         workspace=2 * max(layer.largest.at(rank.samples) for layer in rank.layers),
     )
     return replace(memory, overlap=_overlap_bytes(rank, trained, memory))
@@ -307,93 +292,3 @@ def _gathered(rank: Rank) -> float:
     root, root_summed = sizes.pop("", (0.0, 0.0))
     block = max((2 * (g + u) for g, u in sizes.values()), default=0.0)
     return root + max(block, 2 * root_summed)
-
-
-_INDEX = 4  # bytes of an index of top-k
-# torch's PowerSGD sends a tensor whole unless its factors have less than half of its numbers.
-_MIN_COMPRESSION = 2
-
-
-@dataclass(frozen=True)
-class GradientMessages:
-    """How gradients are sent between ranks that have equal parameters.
-
-    Args:
-        hook: The value of ``comm_hook``; None sends gradients uncompressed.
-        settings: The settings of the hook that are not the default.
-
-    Raises:
-        ValueError: If the hook is unknown, or a setting is out of range or of another hook.
-        TypeError: If a setting is unknown.
-    """
-
-    hook: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.hook is None and not self.settings:
-            return
-        # Here, because it imports torch.distributed, which planning from stored statistics does not need.
-        from panther.distributed.data.comm_hooks import DEFAULTS, check_hook
-
-        unknown = [name for name in self.settings if name not in DEFAULTS]
-        if unknown:
-            raise TypeError(f"{unknown[0]!r} is not a setting of comm_hook: use one of {', '.join(DEFAULTS)}")
-        check_hook(self.hook, dict(self.settings))
-
-    def applies_to(self, strategy: str | None, replicate: int) -> bool:
-        """Return whether gradients of a layout are compressed: under DDP, and between the replicas of FSDP."""
-        return self.hook is not None and (strategy == "ddp" or (strategy == "fsdp" and replicate > 1))
-
-    def payload_bytes(self, shapes: Sequence[tuple[int, ...]], itemsize: int) -> float:
-        """Return the bytes of the messages of a rank in a step.
-
-        Args:
-            shapes: The shape of each gradient on this rank.
-            itemsize: Bytes of an entry.
-        """
-        numel = sum(map(prod, shapes))
-        if self.hook in ("fp16", "bf16"):
-            return min(itemsize, _HALF) * numel
-        if self.hook == "topk":
-            return float(self._setting("topk_fraction")) * numel * (itemsize + _INDEX)
-        if self.hook == "sketch":
-            return float(self._setting("sketch_fraction")) * numel * itemsize
-        if self.hook == "powersgd":
-            return itemsize * sum(map(self._factor_numbers, shapes))
-        return itemsize * numel
-
-    def stored_bytes(self, shapes: Sequence[tuple[int, ...]], itemsize: int) -> float:
-        """Return the bytes that a rank keeps between steps: what was not sent, and PowerSGD's factors.
-
-        The arguments are those of :meth:`payload_bytes`.
-        """
-        if self.hook not in ("topk", "powersgd"):
-            return 0.0
-        stored: float = sum(map(prod, shapes))
-        if self.hook == "powersgd":
-            factors = [(self._factor_numbers(shape), prod(shape)) for shape in shapes]
-            stored += sum(numbers for numbers, numel in factors if numbers < numel)
-        return itemsize * stored
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether each rank gets the messages of all ranks, in place of their sum."""
-        return self.hook == "topk"
-
-    def _factor_numbers(self, shape: tuple[int, ...]) -> float:
-        numel = prod(shape)
-        if len(shape) < 2:
-            return numel
-        m, n = shape[0], numel // max(1, shape[0])
-        rank = min(m, n, int(self._setting("powersgd_rank")))
-        factors = (m + n) * rank
-        return factors if factors * _MIN_COMPRESSION < numel else numel
-
-    def _setting(self, name: str) -> Any:
-        from panther.distributed.data.comm_hooks import DEFAULTS
-
-        return self.settings.get(name) or DEFAULTS[name]
-
-
-UNCOMPRESSED = GradientMessages()

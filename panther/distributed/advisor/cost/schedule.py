@@ -8,6 +8,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from panther.distributed.pipeline.balance import SCHEDULES, stages_of_rank
 from panther.errors import ShapeError
 
@@ -68,11 +70,8 @@ def order_of(name: str, ranks: int, microbatches: int) -> Order:
     Raises:
         ShapeError: If the schedule does not support the number of microbatches.
     """
-    # torch 2.13 executes 1f1b in a different order from the one that it lists. The orders of the remaining schedules
-    # are written here as well, because importing torch's pipelines takes longer than a plan.
-    listed = {"1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _interleaved}.get(
-        name, _listed_by_torch
-    )
+    # torch 2.13 executes 1f1b in a different order from the one that it lists.
+    listed = _one_forward_one_backward if name == "1f1b" else _listed_by_torch
     steps = tuple(tuple(rank) for rank in listed(name, ranks, microbatches))
     return Order(steps, _bubble(steps))
 
@@ -91,43 +90,7 @@ def _one_forward_one_backward(name: str, ranks: int, microbatches: int) -> list[
     return orders
 
 
-def _interleaved(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
-    split = name == "zero_bubble"  # the backward pass is split: gradients of the weights are computed later
-    stages = SCHEDULES[name].stages_per_rank
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise ShapeError(f"{name!r} takes a multiple of {rounds} microbatches on {ranks} ranks, not {microbatches}")
-    per_round, n = microbatches // rounds, stages * microbatches
-
-    def step(rank: int, kind: str, i: int) -> Step:
-        """Return the i-th step of a kind: the stages of a rank take turns, with a round of microbatches each."""
-        turn, position = divmod(i, per_round)
-        earlier_rounds, stage = divmod(turn, stages)
-        return (
-            (stage if kind == "F" else stages - 1 - stage) * ranks + rank,
-            kind,
-            earlier_rounds * per_round + position,
-        )
-
-    orders = []
-    for rank in range(ranks):
-        warmup = min((stages - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), n)
-        steps = [step(rank, "F", i) for i in range(warmup)]
-        for i in range(n):
-            if warmup + i < n:
-                steps.append(step(rank, "F", warmup + i))
-            steps.append(step(rank, "I" if split else "B", i))
-            if split and i >= rank:
-                steps.append(step(rank, "W", i - rank))
-        if split:
-            steps += [step(rank, "W", i) for i in range(max(n - rank, 0), n)]
-        orders.append(steps)
-    return orders
-
-
 def _listed_by_torch(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
-    import torch
-
     kind = SCHEDULES[name]
 
     class Listed(kind.make):  # type: ignore[name-defined]

@@ -2,16 +2,17 @@
 
 __all__ = ["ADAM", "LayerStats", "Line", "Measured", "OptimizerStates", "Product", "TensorStats"]
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from panther.distributed.advisor.statistics.fake_run import meta_copy
 from panther.errors import ConfigError, check_size
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Line(NamedTuple):
@@ -118,8 +119,8 @@ class Measured(NamedTuple):
 
 _STEP = 4  # bytes of a count of steps
 _Shape = tuple[int, ...]
-_State = tuple[_Shape, int, bool]
-"""The shape of a state, the bytes of an entry, and whether each rank has complete matrices of it."""
+_State = tuple[_Shape, int]
+"""The shape of a state, and the bytes of an entry."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +129,14 @@ class OptimizerStates:
 
     Attributes:
         copies: Number of copies of each trained parameter, and a count of steps if it is not zero.
-        exchanged: A function of the name of a sharded matrix and of the rows and columns of each rank, which returns
-            the bytes that a rank sends for its update.
         measured: By the name of a parameter, its shape and its states, in place of copies.
     """
 
     copies: int = 2
     measured: Mapping[str, tuple[_Shape, tuple[_State, ...]]] = field(default_factory=dict)
-    exchanged: Callable[[str, Sequence[tuple[range, range]]], float] | None = None
 
     @classmethod
-    def of(cls, model: "nn.Module", make: Callable[["nn.Module"], Any]) -> "OptimizerStates":
+    def of(cls, model: nn.Module, make: Callable[[nn.Module], Any]) -> "OptimizerStates":
         """Return the states of an optimizer, from a step on a copy of the model without values.
 
         Args:
@@ -148,10 +146,6 @@ class OptimizerStates:
         Raises:
             ConfigError: If a step needs values before the states exist.
         """
-        import torch
-
-        from panther.distributed.advisor.statistics.fake_run import meta_copy
-
         model = meta_copy(model)
         optimizer = make(model)
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -166,25 +160,21 @@ class OptimizerStates:
                     f"{type(optimizer).__name__} takes no step on tensors without values, from which its states are "
                     f"measured ({error}): give optimizer_states as a number of copies of the parameters"
                 ) from error
-        complete_states: frozenset[str] = getattr(optimizer, "complete_states", frozenset())
         measured = {}
         for name, p in model.named_parameters():
             states = optimizer.state.get(p, {})
             measured[name] = (
                 tuple(p.shape),
                 tuple(
-                    (tuple(value.shape), value.element_size(), key in complete_states)
-                    for key, value in states.items()
+                    (tuple(value.shape), value.element_size())
+                    for value in states.values()
                     if isinstance(value, torch.Tensor)
                 ),
             )
-        parameters = dict(model.named_parameters())
-        if not hasattr(optimizer, "exchanged_bytes"):
-            return cls(0, measured)
-        return cls(0, measured, lambda name, parts: optimizer.exchanged_bytes(parameters[name], parts))
+        return cls(0, measured)
 
     @classmethod
-    def checked(cls, states: "int | Callable[[nn.Module], Any]", model: Any) -> "OptimizerStates":
+    def checked(cls, states: int | Callable[[nn.Module], Any], model: Any) -> "OptimizerStates":
         """Return the states for an argument of a user: a number of copies, or a function for :meth:`of`."""
         if not callable(states):
             return cls(check_size("optimizer_states", states, least=0))
@@ -206,28 +196,7 @@ class OptimizerStates:
         if name not in self.measured:
             return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
         parameter, states = self.measured[name]
-        return sum(
-            prod(_shard_of(shape, parameter, shard, is_complete)) * entry for shape, entry, is_complete in states
-        )
-
-    def sent_bytes(self, name: str, shard: _Shape, ranks: int) -> float:
-        """Return the bytes that a rank sends for the update of a matrix, in the mean over the ranks that share it.
-
-        Args:
-            name: The name of the parameter.
-            shard: The shape of the largest part that a rank holds.
-            ranks: Number of ranks that share the matrix. Some of them may hold nothing of a small matrix.
-        """
-        matrix = self.measured[name][0] if name in self.measured else shard
-        if self.exchanged is None or len(matrix) != 2 or tuple(shard) == tuple(matrix):
-            return 0.0
-        sides = [
-            [range(start, min(start + part, size)) for start in range(0, max(size, 1), max(part, 1))]
-            for size, part in zip(matrix, shard, strict=True)
-        ]
-        parts = [(rows, columns) for rows in sides[0] for columns in sides[1]]
-        parts += [(range(0), range(0))] * (ranks - len(parts))
-        return self.exchanged(name, parts)
+        return sum(prod(_shard_of(shape, parameter, shard)) * entry for shape, entry in states)
 
     def count(self, name: str) -> int:
         """Return the number of states of a parameter, without counts of steps."""
@@ -236,17 +205,11 @@ class OptimizerStates:
         return sum(1 for shape, *_ in self.measured[name][1] if shape)
 
 
-def _shard_of(shape: _Shape, parameter: _Shape, shard: _Shape, is_complete: bool) -> _Shape:
-    """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares.
-
-    Complete matrices are sharded along the dimensions before those of a matrix only, as stacks of experts are.
-    """
+def _shard_of(shape: _Shape, parameter: _Shape, shard: _Shape) -> _Shape:
+    """Return the shape of a rank's part of a state, which is sharded along the dimensions that it shares."""
     if len(shape) != len(parameter):
         return shape
-    sharded_dims = len(shape) - 2 if is_complete else len(shape)
-    return tuple(
-        shard[dim] if size == parameter[dim] and dim < sharded_dims else size for dim, size in enumerate(shape)
-    )
+    return tuple(part if size == full else size for size, full, part in zip(shape, parameter, shard, strict=True))
 
 
 ADAM = OptimizerStates(2)

@@ -1,109 +1,18 @@
 """The statistics of a model that planning needs: tensors, flops, saved activations, and traffic when it is sharded."""
 
-__all__ = ["ModelStats", "default_folder"]
+__all__ = ["ModelStats"]
 
-import gzip
-import hashlib
-import json
-import os
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
+from torch import Tensor, nn
+
+from panther.distributed.advisor.statistics.layer_stats import LayerStats, Measured, TensorStats
+from panther.distributed.advisor.statistics.measured import measure, measure_transformer
 from panther.errors import ShapeError, check_size
-from panther.files import read_json, write_json
-
-SHIPPED = Path(__file__).with_name("transformers.json.gz")
-_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "tp_gathered", "moved", "recomputed")
-
-
-def default_folder() -> Path:
-    """Return the user's cache folder for Panther, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "panther"
-
-
-def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measured:
-    """Return the result of ``measure_transformer(**sizes)``: shipped, from the folder, or measured and stored there.
-
-    Measuring takes longer than planning. The shipped statistics are of the sizes that ``panther advise`` names, for the
-    version of torch with which ``tests/support/shipped_stats.py`` measured them; a test compares them.
-
-    Raises:
-        ShapeError: If the layer cannot be sharded over this number of ranks.
-    """
-    file = None if folder is None else Path(folder) / f"transformer-{_key(sizes)}.json"
-    values = _shipped().get(shipped_name(sizes)) or (None if file is None else _read(file))
-    if values is None:
-        values = measured_values(sizes)
-        if file is not None:
-            with suppress(OSError):  # the statistics are measured again the next time
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, values, indent=None)
-    if "refused" in values:
-        raise ShapeError(values["refused"])
-    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in values["tensors"])
-    layers = tuple(map(_layer, values["layers"]))
-    return Measured(**{**values, "tensors": tensors, "layers": layers})
-
-
-def shipped_name(sizes: dict[str, Any]) -> str:
-    """Return the name of an entry of the shipped file."""
-    return json.dumps(sizes, sort_keys=True)
-
-
-@cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    """Return the shipped entries; none for a different version of torch, whose operations may save other tensors."""
-    entries: dict[str, Any] = json.loads(gzip.decompress(SHIPPED.read_bytes()))
-    return entries["measured"] if entries["torch"] == version("torch").partition("+")[0] else {}
-
-
-def _layer(entry: dict[str, Any]) -> LayerStats:
-    lines = {name: Line(*entry[name]) for name in _LINES if name in entry}
-    products = tuple(Product(Line(*flops), Line(*moved), *rest) for flops, moved, *rest in entry["products"])
-    return LayerStats(**{**entry, **lines, "products": products})
-
-
-def measured_values(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of ``measure_transformer(**sizes)`` as plain values, or the reason why it refuses."""
-    from panther.distributed.advisor.statistics.measured import measure_transformer
-
-    try:
-        stats = measure_transformer(**sizes)
-    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may fail on sharded layers in many ways
-        return {"refused": str(error)}
-    listed = {"tensors": [asdict(t) for t in stats.tensors], "layers": [asdict(layer) for layer in stats.layers]}
-    return {**stats._asdict(), **listed}
-
-
-def _key(sizes: dict[str, Any]) -> str:
-    """Return a digest of the sizes and of all code that the statistics depend on."""
-    digest = hashlib.sha256(json.dumps([sizes, version("torch")], sort_keys=True).encode())
-    root = Path(__file__).parents[3]
-    for part in ("distributed", "nn"):
-        for source in sorted((root / part).rglob("*.py")):
-            digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        values = read_json(file)
-    except (OSError, ValueError):  # the file is missing or damaged, and the statistics are measured again
-        return None
-    is_complete = isinstance(values, dict) and ("refused" in values or "layers" in values)
-    return values if is_complete else None
-
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn  # planning from statistics that are kept in a file does without torch
 
 
 @dataclass(frozen=True)
@@ -205,10 +114,10 @@ class ModelStats:
     @classmethod
     def of(
         cls,
-        model: "nn.Module",
+        model: nn.Module,
         sample_input: Any,
         *,
-        loss_fn: "Callable[[Any], Tensor] | None" = None,
+        loss_fn: Callable[[Any], Tensor] | None = None,
         mixed_precision: str | None = None,
         activation_checkpointing: str = "none",
     ) -> "ModelStats":
@@ -234,8 +143,6 @@ class ModelStats:
         Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
         every size of the tp axis; twice as many with activation checkpointing, and two more for DDP in mixed precision.
         """
-        from panther.distributed.advisor.statistics.measured import measure
-
         _check(mixed_precision, activation_checkpointing)
 
         def measured(tp: int, autocast: bool) -> Measured:
@@ -258,7 +165,6 @@ class ModelStats:
         sketch: int | None = None,
         mixed_precision: str | None = None,
         activation_checkpointing: str = "none",
-        cache_dir: str | Path | None = None,
     ) -> "ModelStats":
         """Return the statistics of a plain pre-norm transformer: embedding, torch's encoder layers, linear head.
 
@@ -274,8 +180,6 @@ class ModelStats:
             sketch: Sketch size R of the layers in feed-forward blocks; None keeps them dense. Attention stays dense.
             mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :meth:`of`.
             activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``, as for :meth:`of`.
-            cache_dir: Folder in which measured statistics are kept for further calls with the same sizes and versions
-                of Panther and torch; None keeps none. The number of layers may differ.
 
         Raises:
             ShapeError: If a size is not positive, or ``heads`` does not divide ``hidden``.
@@ -294,15 +198,17 @@ class ModelStats:
         if hidden % heads:
             raise ShapeError(f"heads={heads} must divide hidden={hidden}")
         _check(mixed_precision, activation_checkpointing)
-        sizes = {"hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab, "sequence": sequence, "sketch": sketch}
+        sizes: dict[str, Any] = {**positive, "ffn": ffn, "sketch": sketch}
+        del sizes["layers"]
 
         def measured(tp: int, autocast: bool) -> Measured:
-            arguments = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
-            # Defaults are left out, so that earlier files keep their names.
-            arguments |= {"autocast": True} if autocast else {}
-            recomputes = activation_checkpointing != "none"
-            arguments |= {"activation_checkpointing": activation_checkpointing} if recomputes else {}
-            return transformer_stats(cache_dir, arguments)
+            return measure_transformer(
+                **sizes,
+                mixed_precision=mixed_precision,
+                tp=tp,
+                autocast=autocast,
+                activation_checkpointing=activation_checkpointing,
+            )
 
         # All layers have the same figures, so that a model of one layer is measured.
         return _lengthened(_stats(measured, mixed_precision, activation_checkpointing), layers)
