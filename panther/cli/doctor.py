@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="check interfaces, versions, clocks, disk and the connections of all pairs of ranks; takes the "
+        help="check interfaces, versions, disk and the connections of all pairs of ranks; takes the "
         "options of panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
     )
     parser.add_argument("--folder", type=Path, metavar="PATH", help="a folder that all nodes should share")

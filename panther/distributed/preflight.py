@@ -5,9 +5,6 @@ all others by a socket of its own, as gloo does, on ports that the system choose
 this run and the rank that is expected, so that a different program, or a different rank at the same address, is not
 mistaken for it. Rank 0 judges the answers and gives all ranks the same report: faults, with which a run would fail or
 go wrong, notes, and a table.
-
-The clock offset is computed as in NTP (D. Mills, 1991, doi:10.1109/26.103043): with t0 and t3 the times at which the
-question left and the answer came, and t the time in the answer, it is t - (t0 + t3) / 2.
 """
 
 __all__ = ["check_nodes"]
@@ -31,27 +28,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from panther._text import counted, format_bytes, format_seconds, format_table
+from panther._text import counted, format_bytes, format_table
 from panther._version import __version__
 from panther.distributed.comm.agreement import differences
 from panther.distributed.comm.handshake import Agreement, check_in, lost_store_explained, meet, pauses, values_of
 from panther.distributed.comm.ranks import name_ranks
-from panther.distributed.comm.store import Meeting, address_of, find_route, interface_of, largest_packet_of
+from panther.distributed.comm.store import Meeting, address_of, find_route, interface_of
 from panther.errors import DistributedError
 
 _CONNECT_S = 5.0
 _THREADS = 64  # connections that a rank tests at the same time
 _READ_S = 5.0  # time in which all ranks read the report
 _DATA = bytes(2**16)  # larger than a packet, because a network may drop large packets only
-_ANSWER = struct.Struct("!d")
 _TARGET = struct.Struct("!I")
-_CLOCK_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_BYTES = 2**28  # docker gives a container 64 MiB by default
 _SHOWN = 5
-
-_clock = time.time
-"""Replaced by tests."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,6 @@ class NodeInfo:
     address: str
     interface: str
     """Interface that gloo would use, by GLOO_SOCKET_IFNAME or by the route to the other nodes; "" if unknown."""
-    mtu: int
-    """Largest packet of the interface in bytes; 0 if it is unknown."""
     versions: dict[str, str]
     folder: str
     free_bytes: int
@@ -87,9 +77,8 @@ class Findings:
     one_host: bool
     where: str
     nodes: dict[int, NodeInfo] = field(default_factory=dict)
-    connections: dict[tuple[int, int], tuple[float, float] | str] = field(default_factory=dict)
-    """By the rank that connected and the rank that listened: the offset of its clock and the round trip, in seconds, or
-    the reason of a failure."""
+    connections: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By the rank that connected and the rank that listened: the reason of a failure; "" is none."""
     without_shared_folder: list[int] = field(default_factory=list)
     """Ranks that do not see what rank 0 wrote into the folder, or whose files rank 0 does not see."""
     absent: list[int] = field(default_factory=list)
@@ -109,7 +98,7 @@ class Report:
 def check_nodes(
     meeting: Meeting, rank: int, world_size: int, folder: Path | None = None, free_bytes: float = 1e9
 ) -> Report:
-    """Check interfaces, versions, clocks, disk, a shared folder and the connections of all pairs of ranks.
+    """Check interfaces, versions, disk, a shared folder and the connections of all pairs of ranks.
 
     Every rank must call it. It needs no process group, and makes none.
 
@@ -154,8 +143,7 @@ def check_nodes(
             sees = folder is None or (folder / f"{prefix}-0").exists()
             results = gather("result", {"connected": connected, "sees": sees}, "testing its connections")
             for other, result in results.items():
-                for target, outcome in result["connected"]:
-                    findings.connections[other, target] = outcome if isinstance(outcome, str) else tuple(outcome)
+                findings.connections |= {(other, target): failure for target, failure in result["connected"]}
             if folder is not None and not info.unwritable:
                 findings.without_shared_folder = [
                     other
@@ -226,14 +214,20 @@ def _present(agreement: Agreement, rank: int, folder: Path | None, prefix: str) 
     }
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
-    interface = interface_of(address) or ""
     try:
         yield NodeInfo(
-            socket.gethostname(), address, interface, largest_packet_of(interface), versions,
-            str((folder or Path()).absolute()), free,
-            shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None, torch.cuda.device_count(),
-            tuple(faults), listener.getsockname()[1] if listener else 0, unwritable,
-        )  # fmt: skip
+            host=socket.gethostname(),
+            address=address,
+            interface=interface_of(address) or "",
+            versions=versions,
+            folder=str((folder or Path()).absolute()),
+            free_bytes=free,
+            shared_memory_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
+            gpus=torch.cuda.device_count(),
+            faults=tuple(faults),
+            port=listener.getsockname()[1] if listener else 0,
+            unwritable=unwritable,
+        )
     finally:
         if listener is not None:
             with suppress(OSError):  # closing alone would leave the thread in accept
@@ -274,13 +268,9 @@ def _serve(connection: socket.socket, hello: bytes) -> None:
         if _read(connection, len(hello)) == hello:
             _read(connection, len(_DATA))
             connection.sendall(b"!")
-            _read(connection, 1)
-            connection.sendall(_ANSWER.pack(_clock()))
 
 
-def _connect_to_all(
-    places: list[tuple[str, int]], rank: int, token: str, timeout_s: float
-) -> list[tuple[int, tuple[float, float] | str]]:
+def _connect_to_all(places: list[tuple[str, int]], rank: int, token: str, timeout_s: float) -> list[tuple[int, str]]:
     """Return what :func:`connect` returns for each other rank, given the addresses and ports of all ranks."""
     other_ranks = [other for other in range(len(places)) if other != rank]
     with ThreadPoolExecutor(min(len(places), _THREADS)) as threads:
@@ -288,11 +278,8 @@ def _connect_to_all(
         return list(zip(other_ranks, outcomes, strict=True))
 
 
-def connect(address: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[float, float] | str:
-    """Connect to the listener of a rank; return the offset of its clock and the round trip, or the reason of a failure.
-
-    ``timeout_s`` applies to the connection and to each answer.
-    """
+def connect(address: str, port: int, rank: int, token: str, timeout_s: float) -> str:
+    """Connect to the listener of a rank and send it data; return the reason of a failure, or ""."""
     try:
         connection = socket.create_connection((address, port), timeout=timeout_s)
     except ConnectionRefusedError:
@@ -303,14 +290,9 @@ def connect(address: str, port: int, rank: int, token: str, timeout_s: float) ->
         return error.strerror or str(error)
     with connection:
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(token.encode() + _TARGET.pack(rank) + _DATA)
-            _read(connection, 1)  # the data has arrived, and does not delay the question
-            begun, sent_s = time.perf_counter(), _clock()
-            connection.sendall(b"?")
-            (other_s,) = _ANSWER.unpack(_read(connection, _ANSWER.size))
-            received_s, round_trip_s = _clock(), time.perf_counter() - begun
-            return other_s - (sent_s + received_s) / 2, round_trip_s
+            _read(connection, 1)
+            return ""
         except TimeoutError:
             return (
                 f"connected, but data did not arrive within {timeout_s:g} s, for example because large packets are "
@@ -344,7 +326,7 @@ def judge(findings: Findings, free_bytes: float) -> Report:
     notes = _notes(findings)
     heading = f"{counted(findings.world_size, 'rank')}, meeting {findings.where.partition(', ')[0]}"
     lines = [heading, *([_table(findings)] if findings.nodes else [])]
-    if num_connections := sum(not isinstance(outcome, str) for outcome in findings.connections.values()):
+    if num_connections := sum(not failure for failure in findings.connections.values()):
         lines.append(f"{counted(num_connections, 'connection')} between pairs")
     for title, texts in (("fault", faults), ("note", notes)):
         lines += [f"{title}: {text}" for text in texts]
@@ -395,8 +377,7 @@ def _name(findings: Findings, rank: int) -> str:
 
 def _failed_connections(findings: Findings) -> list[str]:
     """Return a fault for each pair that cannot connect; a rank to which no rank can connect is a single fault."""
-    connections = {pair: why for pair, why in findings.connections.items() if pair[1] not in findings.absent}
-    failed = {pair: why for pair, why in connections.items() if isinstance(why, str)}
+    failed = {pair: why for pair, why in findings.connections.items() if why and pair[1] not in findings.absent}
     places = {rank: f"{_name(findings, rank)} at {node.address}:{node.port}" for rank, node in findings.nodes.items()}
     faults = []
     for rank in findings.nodes if findings.world_size > 2 else ():
@@ -418,48 +399,20 @@ def _failed_connections(findings: Findings) -> list[str]:
 
 
 def _notes(findings: Findings) -> list[str]:
-    notes = []
-    mtus = {node.mtu for node in findings.nodes.values() if node.mtu}
-    if len(mtus) > 1 and not findings.one_host:
-        described = differences({rank: {"the MTU": str(node.mtu)} for rank, node in findings.nodes.items()})
-        notes.append(f"{described['the MTU']}: set the same on all nodes, as larger packets may be dropped")
-    for rank, (offset, _) in _clocks(findings).items():
-        if abs(offset) > _CLOCK_S:
-            notes.append(
-                f"the clock of {_name(findings, rank)} is {format_seconds(abs(offset))} "
-                f"{'ahead of' if offset > 0 else 'behind'} the clock of rank 0: synchronise the clocks (NTP), or logs "
-                "and times of files cannot be compared"
-            )
     shared_memory = {rank: node.shared_memory_bytes for rank, node in findings.nodes.items()}
     small = {rank: size for rank, size in shared_memory.items() if size is not None and size < _SHARED_MEMORY_BYTES}
-    if small:
-        notes.append(
-            f"/dev/shm of {name_ranks(list(small))} has {format_bytes(min(small.values()))} free: the workers of a "
-            "DataLoader may end with a bus error; give containers more (docker run --shm-size)"
-        )
-    return notes
-
-
-def _clocks(findings: Findings) -> dict[int, tuple[float, float]]:
-    """Return for each rank the seconds by which its clock is ahead of rank 0's, and the round trip of the question."""
-    return {
-        b: outcome
-        for (a, b), outcome in sorted(findings.connections.items(), key=lambda item: item[0])
-        if a == 0 and not isinstance(outcome, str)
-    }
+    if not small:
+        return []
+    return [
+        f"/dev/shm of {name_ranks(list(small))} has {format_bytes(min(small.values()))} free: the workers of a "
+        "DataLoader may end with a bus error; give containers more (docker run --shm-size)"
+    ]
 
 
 def _table(findings: Findings) -> str:
-    clocks = _clocks(findings) | {0: (0.0, 0.0)}
-    rows = [["rank", "host", "address", "interface", "MTU", *findings.nodes[0].versions, "GPUs", "free disk", "clock"]]
+    rows = [["rank", "host", "address", "interface", *findings.nodes[0].versions, "GPUs", "free disk"]]
     for rank, node in findings.nodes.items():
-        offset, round_trip = clocks.get(rank, (0.0, 0.0))
-        clock = f"{'+-'[offset < 0]}{format_seconds(abs(offset))}"
-        if abs(offset) <= round_trip / 2:  # which cannot be distinguished from 0
-            clock = "0" if rank in clocks else "-"
         versions = [node.versions.get(name, "-") for name in findings.nodes[0].versions]
-        rows.append([
-            str(rank), node.host, node.address, node.interface or "-", str(node.mtu or "-"), *versions, str(node.gpus),
-            format_bytes(node.free_bytes) if node.free_bytes else "-", clock,
-        ])  # fmt: skip
+        free = format_bytes(node.free_bytes) if node.free_bytes else "-"
+        rows.append([str(rank), node.host, node.address, node.interface or "-", *versions, str(node.gpus), free])
     return format_table(rows)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import threading
 import time
 from dataclasses import asdict, replace
@@ -83,16 +82,6 @@ def test_another_version(tmp_path):
     (fault,) = report.faults
     assert fault.startswith("Panther is ")
     assert fault.endswith(" on ranks 0, 2 and 0.0.1 on rank 1: install the same version everywhere")
-
-
-@pytest.mark.parametrize(("shift", "word"), [(3.0, "ahead of"), (-3.0, "behind")])
-def test_another_clock(shift, word, tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(2, preflight, "_clock", lambda: time.time() + shift)))
-    assert report.faults == []
-    (note,) = report.notes
-    assert note.startswith("the clock of rank 2 (")
-    (difference,) = re.findall(rf"is (\S+) s {word} the clock of rank 0: synchronise", note)
-    assert abs(float(difference) - 3) < 1  # The error is that of a round trip between busy processes.
 
 
 def test_a_full_disk(tmp_path):
@@ -236,10 +225,10 @@ def nodes():
     found = Findings(3, False, "at 10.0.0.1:29500, tried from 10.0.0.1")
     for rank in range(3):
         found.nodes[rank] = NodeInfo(
-            f"node{rank}", f"10.0.0.{rank + 1}", "eth0", 1500, {"torch": "2.13"}, "/data",
+            f"node{rank}", f"10.0.0.{rank + 1}", "eth0", {"torch": "2.13"}, "/data",
             10**11, 10**9, 8, (), 4000 + rank,
         )  # fmt: skip
-    found.connections = {pair: (1e-5, 1e-4) for pair in permutations(range(3), 2)}
+    found.connections = {pair: "" for pair in permutations(range(3), 2)}
     return found
 
 
@@ -248,10 +237,10 @@ def test_three_nodes(nodes):
     assert report.faults == report.notes == ()
     assert report.text.splitlines() == [
         "3 ranks, meeting at 10.0.0.1:29500",
-        "rank  host   address   interface  MTU   torch  GPUs  free disk  clock",
-        "0     node0  10.0.0.1  eth0       1500  2.13   8     100 GB     0",
-        "1     node1  10.0.0.2  eth0       1500  2.13   8     100 GB     0",
-        "2     node2  10.0.0.3  eth0       1500  2.13   8     100 GB     0",
+        "rank  host   address   interface  torch  GPUs  free disk",
+        "0     node0  10.0.0.1  eth0       2.13   8     100 GB",
+        "1     node1  10.0.0.2  eth0       2.13   8     100 GB",
+        "2     node2  10.0.0.3  eth0       2.13   8     100 GB",
         "6 connections between pairs",
         "no faults",
     ]
@@ -263,27 +252,19 @@ def test_one_address_on_two_nodes(nodes):
     assert fault.startswith("ranks 1, 2 are on the hosts node1, node2 and have one address, 10.0.0.2 on eth0: set GLOO")
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"mtu": 9000}, "the MTU is 1500 on ranks 0, 2 and 9000 on rank 1: set the same on all nodes"),
-        ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm of rank 1 has 67.1 MB free"),
-    ],
-    ids=["MTU", "shared memory"],
-)
-def test_notes(change, expected, nodes):
-    nodes.nodes[1] = replace(nodes.nodes[1], **change)
+def test_a_small_shared_memory(nodes):
+    nodes.nodes[1] = replace(nodes.nodes[1], shared_memory_bytes=64 * 2**20)
     report = judge(nodes, 1e9)
     assert report.faults == ()
     (note,) = report.notes
-    assert note.startswith(expected)
+    assert note.startswith("/dev/shm of rank 1 has 67.1 MB free")
 
 
 def test_many_pairs_that_fail(nodes):
     for rank in range(3, 12):
         nodes.nodes[rank] = replace(nodes.nodes[0], host=f"node{rank}", address=f"10.0.0.{rank + 1}")
     nodes.world_size = 12
-    nodes.connections = {pair: (0.0, 1e-4) for pair in permutations(range(12), 2)}
+    nodes.connections = {pair: "" for pair in permutations(range(12), 2)}
     for a in range(8):
         nodes.connections[a, a + 1] = "no answer"
     *first, last = judge(nodes, 1e9).faults

@@ -14,7 +14,6 @@ __all__ = [
     "alone_in",
     "find_route",
     "interface_of",
-    "largest_packet_of",
     "listens",
     "open_store",
 ]
@@ -48,7 +47,7 @@ except ImportError:  # Windows
 _POLL_S = 0.02
 _LAUNCHER_S = 10.0  # a busy launcher on this machine answers within this time
 _ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -98,24 +97,14 @@ def interface_of(address: str) -> str | None:
 
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of an interface; None if it has no address, or the system is not Linux."""
-    answer = _ask(interface, _SIOCGIFADDR)
-    return None if answer is None else socket.inet_ntoa(answer[20:24])
-
-
-def largest_packet_of(interface: str) -> int:
-    """Return the size of the largest packet of an interface (MTU) in bytes; 0 if it is unknown."""
-    answer = _ask(interface, _SIOCGIFMTU)
-    return 0 if answer is None else int(struct.unpack_from("i", answer, 16)[0])
-
-
-def _ask(interface: str, request: int) -> bytes | None:
     if fcntl is None or not Path("/proc/self").exists():
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            return fcntl.ioctl(probe, request, struct.pack("256s", interface.encode()[:15]))
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError:  # the interface does not exist or has no address
             return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def listens(host: str, port: int) -> bool:
