@@ -3,7 +3,7 @@
 __all__ = [
     "ASSERT_TENSOR_METADATA", "TorchDispatchMode", "assign_attribute", "compiler_stance", "disable_dispatch_modes",
     "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_mutable_operator", "operator_name",
-    "run_backward", "running_backward_id", "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
+    "running_backward_id", "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
     "without_fake_log",
 ]  # fmt: skip
 
@@ -13,10 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-
-# Backward pass of a loss and a second root. torch.autograd.backward ends in the same function, after checks in Python
-# that took 2 % of a step of 1 ms; it is the public fallback.
-from torch.autograd.graph import _engine_run_backward as run_backward
 
 # Assigns a tensor or module to a GraphModule under a dotted name, and makes the modules between. fx fills a GraphModule
 # with it. The public fallback is add_submodule with register_buffer and register_parameter.

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import Any
 
+from panther._setting_names import advice_for
 from panther.errors import ConfigError
 
 
@@ -39,25 +40,6 @@ class Callback:
 
 _HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 _CLOSE = 0.8  # difflib's similarity of 'on_stpe' and 'on_step' is 0.86, and of 'on_load' and 'on_record' 0.67
-# Names of hooks in Lightning, Keras and transformers, by the hook to write in their place.
-_OTHER_NAMES = {
-    "on_start": "on_begin on_fit_begin on_fit_start on_init_end on_train_begin on_train_start",
-    "on_step": (
-        "on_batch_end on_optimizer_step on_step_end on_substep_end on_train_batch_end on_train_step_end "
-        "on_training_step_end"
-    ),
-    "on_epoch": "on_epoch_end on_train_epoch_end on_training_epoch_end",
-    "on_record": (
-        "on_evaluate on_log on_test_end on_test_epoch_end on_validation_end on_validation_epoch_end on_validate"
-    ),
-    "on_checkpoint": "on_save on_save_checkpoint on_save_end",
-    "load_state_dict": "on_load on_load_checkpoint",
-}
-_ADVICE = {other: f"use {name}" for name, equals in _OTHER_NAMES.items() for other in equals.split()}
-_ADVICE |= dict.fromkeys(
-    ["on_end", "on_fit_end", "on_stop", "on_train_end", "on_train_finish"], "write what follows training after fit"
-)
-_ADVICE |= dict.fromkeys(["on_error", "on_exception", "on_keyboard_interrupt"], "put try and except around fit")
 
 
 def check_callback(callback: Callback) -> None:
@@ -72,7 +54,8 @@ def check_callback(callback: Callback) -> None:
             continue
         near = get_close_matches(name.lower(), _HOOKS, 1, cutoff=_CLOSE)
         if name.lower().startswith("on_") or (near and name.lower().startswith("on")):
-            fix = _ADVICE.get(name) or (f"did you mean {near[0]}?" if near else f"use some of {', '.join(_HOOKS)}")
+            fix = f"did you mean {near[0]}?" if near else f"use some of {', '.join(_HOOKS)}"
+            fix = advice_for(name, "Callback") or fix
             raise ConfigError(f"{kind}.{name} would never be called, because a Callback has no such hook: {fix}")
     for name in _HOOKS:
         method, arguments = getattr(callback, name), inspect.signature(getattr(Callback, name)).parameters

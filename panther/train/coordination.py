@@ -1,7 +1,7 @@
 """What ranks exchange in a run: the numbers of every step, sums, signals that arrived, and the agreement to stop."""
 
 __all__ = [
-    "GradientCarrier", "StepExchange", "StopVotes", "catch_signals", "gather_over_ranks", "join_process_group",
+    "StepExchange", "StopVotes", "catch_signals", "gather_over_ranks", "join_process_group",
     "sum_over_ranks",
 ]  # fmt: skip
 
@@ -11,27 +11,24 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from panther._torch import parameters_of, run_backward, tree_map
 from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
 from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.distributed.comm.ranks import apply_timeout, in_process_group
-from panther.errors import ConfigError, TrainingError
+from panther.errors import ConfigError
 from panther.train.callbacks import Callback, may_stop
 from panther.train.optimization.trainable import MAX_SAMPLES, list_names
 
-_NAME = "_numbers_of_the_step"
-_NUM_NUMBERS = 10
+_NUM_NUMBERS = 9
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
@@ -51,86 +48,12 @@ def gather_over_ranks(values: Sequence[int]) -> list[list[int]]:
     return torch.stack(rows).tolist()
 
 
-class GradientCarrier:
-    """Send a few numbers as the gradient of a parameter that only DistributedDataParallel knows.
-
-    torch's own code averages this gradient in a bucket with other gradients. A separate message (of 40 bytes, when it
-    was measured), or a communication hook in Python that appends the numbers to a bucket, made a step of 5 ms on two
-    processes 12 to 15 % longer.
-    """
-
-    def __init__(self, parameter: nn.Parameter, model: DistributedDataParallel) -> None:
-        self._parameter, self._size = parameter, model.process_group.size()
-        self._row: Tensor | None = None
-        self._in_step = False
-        model.register_forward_hook(self._add_to_output)
-
-    @classmethod
-    def wrap(
-        cls, model: nn.Module, wrap: Callable[[nn.Module], DistributedDataParallel]
-    ) -> tuple[DistributedDataParallel, "GradientCarrier"]:
-        """Return the model as ``wrap`` wraps it in DDP, without a communication hook, and the carrier of its numbers.
-
-        DDP must not look for unused parameters, because it would count the carrier's parameter among them.
-        """
-        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32  # half precision would round
-        parameter = nn.Parameter(torch.zeros(_NUM_NUMBERS, dtype=dtype, device=first.device))
-        # DDP collects parameters at construction only, so the model of the user does not keep the parameter.
-        model.register_parameter(_NAME, parameter)
-        try:
-            parallel = wrap(model)
-        finally:
-            del parameters_of(model)[_NAME]
-        return parallel, cls(parameter, parallel)
-
-    def begin(self) -> None:
-        """Begin a step of the Trainer: its passes up to :meth:`backward` send zeros or the numbers of :meth:`send`."""
-        self._in_step, self._row = True, None
-
-    def send(self, numbers: Tensor | list[float]) -> None:
-        """Set the numbers that :meth:`backward` sends."""
-        like = self._parameter
-        self._row = numbers.to(like) if isinstance(numbers, Tensor) else like.new_tensor(numbers)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; DDP averages the gradients once it has the gradients of all its parameters."""
-        parameter, row = self._parameter, self._row
-        parameter.grad = None
-        if row is None:
-            row = torch.zeros_like(parameter)
-        # The parameter is a second root of the backward pass. So it needs no product or sum with the loss, and an
-        # infinite loss does not change the numbers.
-        options = {"allow_unreachable": True, "accumulate_grad": True}
-        run_backward((loss, parameter), (torch.ones_like(loss), row), False, False, (), **options)
-        self._in_step = False
-
-    def receive(self) -> list[float]:
-        """Return the sums over the ranks, after the backward pass."""
-        assert self._parameter.grad is not None
-        return [mean * self._size for mean in self._parameter.grad.tolist()]
-
-    def _add_to_output(self, model: DistributedDataParallel, args: Any, output: Any) -> Any:
-        """Connect the parameter to the output of a forward outside of a Trainer's steps: DDP waits for its gradient."""
-        if self._in_step or not torch.is_grad_enabled() or not model.require_backward_grad_sync:
-            return None
-        self._parameter.grad = None
-        nothing = 0.0 * self._parameter.sum()
-
-        def connected(leaf: Any) -> Any:
-            return leaf + nothing.to(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-        return tree_map(connected, output)  # all tensors, because the loss may depend on any of them
-
-
 class StepExchange:
-    """Sum ten numbers of every step over the ranks: with the gradients, or by a message during the backward pass.
+    """Sum nine numbers of every step over the ranks, by a message during the backward pass.
 
     The numbers are how many ranks received a signal, the sum of the numbers of these signals, whether a loss is not
     finite, the weighted losses, the number of samples and their weight, whether some weight is not the number of
-    samples, how many ranks are to stop, how many ranks have frozen or unfrozen parameters, and 1 from the first rank.
-    If the numbers are sent with the gradients, the last number shows whether DDP has summed them: otherwise it is not
-    1.
+    samples, how many ranks are to stop, and how many ranks have frozen or unfrozen parameters.
 
     Nothing waits for a GPU before the backward pass, because the loss is read after this pass. It is not read a step
     later, because the parameters of a step that is to be stopped or skipped must not change. Reading it later would
@@ -154,7 +77,6 @@ class StepExchange:
         self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
-        self._carrier: GradientCarrier | None = None
         self._work: Any = None
 
     def start(
@@ -162,7 +84,6 @@ class StepExchange:
         loss_sum: float | Tensor,
         samples: int,
         reports_loss: bool,
-        carrier: GradientCarrier | None,
         changed: Sequence[str] = (),
         *,
         everywhere: bool = False,
@@ -175,7 +96,6 @@ class StepExchange:
             loss_sum: The sum of the losses times their weights.
             samples: Number of samples.
             reports_loss: Whether this rank's losses are counted.
-            carrier: The carrier that sends the numbers with the gradients; None sends a message.
             changed: Names of parameters that this rank has frozen or unfrozen since the last step.
             everywhere: Whether all ranks must have changed parameters before the backward pass. Ranks that reduce
                 gradients of different parameters fail in torch, with an error that names no parameter.
@@ -187,14 +107,14 @@ class StepExchange:
         """
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
-        self._own_loss, self._carrier = loss_sum, carrier
+        self._own_loss = loss_sum
         # A flag for a signal, and its number. The sums tell which signal it is, if all ranks received the same signal.
         signals = [1.0, float(self.received[0])] if self.received else [0.0, 0.0]
         counted = float(samples) if reports_loss else 0.0
         weighs = counted if weight is None else weight * reports_loss
         differs = weight is not None and weight != samples
         # Places 2 and 3 follow: whether the loss is not finite, and the loss.
-        numbers = [*signals, 0.0, 0.0, counted, weighs, *map(float, (differs, stops, bool(changed), get_rank() == 0))]
+        numbers = [*signals, 0.0, 0.0, counted, weighs, *map(float, (differs, stops, bool(changed)))]
         row: Tensor | list[float] = numbers
         if isinstance(loss_sum, Tensor):
             # The row is filled on the GPU, because a copy from the host's memory would wait for all work of the GPU.
@@ -209,16 +129,14 @@ class StepExchange:
             numbers[2] = 1.0
         elif reports_loss:
             numbers[3] = loss_sum
-        if carrier is not None:
-            carrier.send(row)
-        elif self._device is not None:
+        if self._device is not None:
             row = torch.as_tensor(row, dtype=torch.float64, device=self._device)
             # The message is asynchronous, because the backward pass that follows takes longer.
             self._work = dist.all_reduce(row, async_op=True)
         self._sent = row
         if changed and everywhere and self._work is not None:
             self._work.wait()
-            if (num_changed := round(float(row[-2]))) < get_world_size():
+            if (num_changed := round(float(row[-1]))) < get_world_size():
                 raise ConfigError(
                     f"rank {get_rank()} has frozen or unfrozen {', '.join(changed[:MAX_SAMPLES])}, as {num_changed} of "
                     f"{get_world_size()} ranks did: freeze and unfreeze parameters on every rank, in the same step"
@@ -228,24 +146,13 @@ class StepExchange:
         """Return the mean loss of the step (NaN if the loss of a rank is not finite) and the samples of all ranks.
 
         It also sets :attr:`gradient_factor`. If no sample has a weight, the factor is 0 and the loss is NaN.
-
-        Raises:
-            TrainingError: If the numbers, and so the gradients with which they were sent, were not summed.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._carrier is not None:
-            self._sent = self._carrier.receive()
         sums = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed, first = sums
-        if self._device is not None and round(first) != 1:
-            raise TrainingError(
-                "DistributedDataParallel has not averaged the gradients of this step, because the backward pass did "
-                "not reach all of its parameters: set find_unused_parameters=True"
-            )
+        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed = sums
         self.num_changed = round(num_changed)
-        samples = float(round(samples))  # a mean times the number of ranks has rounding errors
         self.stop_signal = 0
         if ranks_with_signal := round(signaled):
             number = round(numbers) / ranks_with_signal

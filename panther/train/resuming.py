@@ -15,19 +15,14 @@ from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.files import parse_json
+from panther.files.writer import take_lock
 from panther.train.history import History
 from panther.train.optimization.parameter_groups import RateScheduler
 from panther.train.optimization.trainable import list_names
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 # Attributes of the Trainer that checkpoints store unchanged.
 SAVED_ATTRIBUTES = ("epoch", "skipped", "_windows_done", "_validated_at")
 _LOCK = ".lock"
-_FAR = 1 << 30  # beyond the text in the file: locked bytes cannot be read on Windows
 
 
 def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) -> None:
@@ -137,15 +132,13 @@ def locked_directory(directory: Path) -> Iterator[None]:
                 raise CheckpointError(
                     f"checkpoint_dir {directory} cannot be written to ({error.strerror}): name another directory"
                 ) from None
-            try:
-                # The operating system releases the lock when the process ends, so a killed run leaves no stale lock.
-                _lock(file)
-            except (BlockingIOError, PermissionError):
+            # The operating system releases the lock when the process ends, so a killed run leaves no stale lock.
+            if not take_lock(file.fileno()):
                 file.seek(0)
                 owner = file.read().strip() or "another process"
                 raise TrainingError(
                     f"another run writes to {directory} ({owner}): wait for it, or name another directory"
-                ) from None
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
@@ -191,14 +184,3 @@ def _check_shared(directory: Path) -> None:
             f"checkpoint_dir must be one folder for all ranks, and {list_names(failed_ranks, 3)} cannot see what "
             f"rank 0 ({views[0][1]}, {views[0][2]}) wrote there: name a folder of a file system that all nodes share"
         )
-
-
-def _lock(file: Any) -> None:
-    """Lock an open file, or raise BlockingIOError (PermissionError on Windows) if another process holds the lock."""
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    import msvcrt  # Windows has no fcntl
-
-    file.seek(_FAR)
-    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]

@@ -410,11 +410,12 @@ class Trainer:
             self._trainable.check_stage(changed)
         samples = sum(batch.samples for batch in window)
         # The exchange starts before the last backward pass and is waited for after it.
-        reports, everywhere = engine.reports_loss, engine.stages == 1
+        # DDP takes gradients of parameters that were frozen since, and stages have different parameters.
+        everywhere = engine.stages == 1 and not engine.reduced
 
         def start_exchange(loss_sum: float | Tensor) -> None:
             options: dict[str, Any] = {"everywhere": everywhere, "weight": engine.weight, "stops": self.stop}
-            exchange.start(loss_sum, samples, reports, engine.carrier, changed, **options)
+            exchange.start(loss_sum, samples, engine.reports_loss, changed, **options)
 
         try:
             engine.forward_backward(window, start_exchange)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from panther.distributed import data_parallel, get_distributed_info, init, shutdown
 from panther.train import coordination
-from panther.train.coordination import GradientCarrier, StepExchange
+from panther.train.coordination import StepExchange
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.loading.feed import Batch
 
@@ -51,31 +51,26 @@ def window(device, samples=(4, 3)):
 
 
 @pytest.mark.parametrize("samples", [(4, 3), (0,)])
-@pytest.mark.parametrize("carries", [True, False])
 @pytest.mark.parametrize("received", [[], [signal.SIGTERM]])
-def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatch, carries, samples, received):
+def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatch, samples, received):
     """On the meta device, which refuses to read a number, as there are none."""
     sent, device = [], torch.device("meta")
     monkeypatch.setattr(coordination, "get_world_size", lambda: 2)
     monkeypatch.setattr(coordination, "get_distributed_info", lambda: SimpleNamespace(device=device))
     monkeypatch.setattr(dist, "all_reduce", lambda row, async_op: sent.append(row))
-    exchange, carrier = StepExchange(), None
+    exchange = StepExchange()
     exchange.received.extend(received)
-    if carries:
-        group = SimpleNamespace(size=lambda: 2)
-        parallel = SimpleNamespace(process_group=group, register_forward_hook=lambda hook: None)
-        carrier = GradientCarrier(nn.Parameter(torch.zeros(10, device=device)), parallel)
-    engine = ModelEngine(model=model_of(device), loss_fn=nn.MSELoss(), device=device, size=2, carrier=carrier)
+    engine = ModelEngine(model=model_of(device), loss_fn=nn.MSELoss(), device=device, size=2)
 
     def before_backward(loss_sum):
-        exchange.start(loss_sum, 7, True, carrier)
+        exchange.start(loss_sum, 7, True)
         raise ReachedError
 
     given = window(device, samples)
     with NoCopies(), pytest.raises(ReachedError):
         engine.forward_backward(given, before_backward)
-    row = carrier._row if carries else sent[0]
-    assert (row.device, row.shape) == (device, (10,))
+    row = sent[0]
+    assert (row.device, row.shape) == (device, (9,))
     with NoCopies(), pytest.raises(AssertionError, match="copies between devices"):
         torch.tensor([1.0]).to(device)
     with pytest.raises(RuntimeError, match="cannot be called on meta tensors"):
@@ -85,22 +80,18 @@ def test_no_number_is_read_from_a_gpu_or_copied_to_it_before_backward(monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("precision", [None, torch.float16])
-@pytest.mark.parametrize("carries", [True, False])
-def test_torch_sees_no_wait_before_backward_on_a_gpu(monkeypatch, carries, precision):
+def test_torch_sees_no_wait_before_backward_on_a_gpu(monkeypatch, precision):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     init()
     try:
         device = get_distributed_info().device
-        model, carrier = model_of(device), None
-        if carries:
-            model, carrier = GradientCarrier.wrap(model, data_parallel)
+        model = data_parallel(model_of(device))
         scaler = torch.amp.GradScaler("cuda", enabled=precision is not None)
         engine = ModelEngine(
             model=model,
             loss_fn=nn.MSELoss(),
             device=device,
-            carrier=carrier,
             autocast_dtype=precision,
             scaler=scaler,
         )
@@ -108,7 +99,7 @@ def test_torch_sees_no_wait_before_backward_on_a_gpu(monkeypatch, carries, preci
         exchange = StepExchange()
 
         def before_backward(loss_sum):
-            exchange.start(loss_sum, 7, True, carrier)
+            exchange.start(loss_sum, 7, True)
             torch.cuda.set_sync_debug_mode("default")
 
         given = window(device)

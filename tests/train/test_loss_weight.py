@@ -135,7 +135,7 @@ STRATEGIES = {
     "pp, zero bubble": (2, 1, {"strategy": "pp", "pipeline_schedule": "zero_bubble", "num_microbatches": 4}),
     "pp, interleaved": (2, 1, {"strategy": "pp", "pipeline_schedule": "interleaved", "num_microbatches": 2}),
     "ddp, without accumulation": (2, 2, {"strategy": "ddp", "accumulation": 1}),
-    "ddp, without a carrier": (2, 2, {"strategy": "ddp", "find_unused_parameters": True}),
+    "ddp, with unused parameters": (2, 2, {"strategy": "ddp", "find_unused_parameters": True}),
     "hybrid": (4, 2, {"strategy": "hybrid", "tensor_parallel_size": 2}),
     "hybrid with stages": (4, 2, {"strategy": "hybrid", "pipeline_parallel_size": 2}),
     "ddp, 4 ranks": (4, 4, {"strategy": "ddp", "accumulation": 3}),

@@ -96,7 +96,7 @@ STRATEGIES = {
     "zero1": (2, {"strategy": "zero1"}),
     "replicate": (2, {"strategy": "replicate"}),
     "tp": (2, {"strategy": "tp"}),
-    "ddp, without a carrier": (2, {"strategy": "ddp", "find_unused_parameters": True}),
+    "ddp, with unused parameters": (2, {"strategy": "ddp", "find_unused_parameters": True}),
     "hybrid": (4, {"strategy": "hybrid", "tensor_parallel_size": 2}),
     "fsdp with tp": (4, {"strategy": "fsdp", "tensor_parallel_size": 2}),
 }

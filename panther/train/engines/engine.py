@@ -28,7 +28,7 @@ from panther.distributed.data.comm_hooks import hook_state
 from panther.distributed.pipeline.losses import reduction_of
 from panther.errors import ConfigError
 from panther.nn.io import unwrapped
-from panther.train.coordination import GradientCarrier, sum_over_ranks
+from panther.train.coordination import sum_over_ranks
 from panther.train.loading.feed import Batch
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.trainable import list_names
@@ -59,8 +59,6 @@ class Engine(ABC):
     """Whether the losses of this rank count. Only one of the ranks that have the same samples reports them."""
     group: dist.ProcessGroup | None = None
     """The ranks that split the data; None is all ranks."""
-    carrier: GradientCarrier | None = None
-    """The carrier that sends the numbers of a step with the gradients; None where that is impossible."""
     reduced: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """The parameters whose gradients DDP averages, in the order of DDP."""
     autocast_dtype: torch.dtype | None = None

@@ -74,8 +74,6 @@ class ModelEngine(Engine):
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         loss_sum: float | Tensor = 0.0
         weights = self._weigh(window)
-        if self.carrier is not None:
-            self.carrier.begin()
         self.sharded_step.begin()
         statistics: list[tuple[Tensor, Tensor]] = []
         for number, (batch, batch_weight) in enumerate(zip(window, weights, strict=True)):
@@ -104,10 +102,7 @@ class ModelEngine(Engine):
                 weighted = self.scaler.scale(weighted)
                 if last:
                     before_backward(loss_sum)
-                if last and self.carrier is not None:
-                    self.carrier.backward(weighted)
-                else:
-                    weighted.backward()
+                weighted.backward()
         if isinstance(self.model, DistributedDataParallel):
             self._finish_reduction(self.model)
         self.sharded_step.finish()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from panther._torch import local_offsets, tree_leaves, tree_map
@@ -22,12 +22,16 @@ from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm.agreement import agree, gather_objects
 from panther.errors import ConfigError
 from panther.train.optimization.trainable import list_names
-from panther.train.optimization.trial import check_optimizer
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """The argument of a Trainer: an optimizer, a function that makes an optimizer from parameters, or None for AdamW."""
 
 _log = logging.getLogger(__name__)
+# These optimizers compute each entry by itself (Muon each matrix), and tests compare them under every strategy.
+_COMPARED = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta, optim.Adagrad,
+    optim.ASGD, optim.Adamax, optim.Muon, optim.SparseAdam,
+)  # fmt: skip
 
 
 def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
@@ -160,7 +164,7 @@ def make_optimizer(
             "gradients before the step: call step_in_backward_(False), or write the loop yourself"
         )
     _report_untrained(result, by_name)
-    check_optimizer(result, strategy, stages)
+    _check_division(result, strategy, stages)
     return _shard_state(result) if strategy == "zero1" else result
 
 
@@ -314,6 +318,33 @@ def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> 
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state") and holds(value, 5):
             yield name
+
+
+def _check_division(optimizer: torch.optim.Optimizer, strategy: str, stages: int) -> None:
+    """Warn of an optimizer that may read numbers of all parameters, of which a rank has a part by the strategy.
+
+    torch computes operations on sharded tensors correctly, except for numbers that an optimizer reads: ``.item()`` of a
+    sum is the sum over this rank's shard (torch 2.13).
+
+    Raises:
+        ConfigError: If steps depend on the order of parameters, which the strategy changes.
+    """
+    if get_world_size() == 1 or strategy == "ddp":
+        return
+    name, is_divided = type(optimizer).__name__, strategy == "zero1" or stages > 1
+    if is_divided and any(gather_objects(getattr(optimizer, "depends_on_order", False), None)):
+        raise ConfigError(
+            f"the steps of {name} without names of parameters depend on their order, which strategy={strategy!r} "
+            "changes: make the optimizer from model.named_parameters(), or from panther.optim.sketched_param_groups"
+        )
+    if type(optimizer) in _COMPARED or type(optimizer).__module__.startswith("panther.") or get_rank():
+        return
+    _log.warning(
+        "strategy=%r gives each rank a part of the parameters, and steps of %s are right only if it computes each "
+        "entry by itself: compare its losses with those of strategy='ddp'",
+        strategy,
+        name,
+    )
 
 
 def _report_untrained(optimizer: torch.optim.Optimizer, by_name: Mapping[str, nn.Parameter]) -> None:

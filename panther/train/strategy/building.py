@@ -18,7 +18,7 @@ from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.comm_hooks import follow_loss_scale
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
-from panther.distributed.parallelize.build import Parallelized, parallelize
+from panther.distributed.parallelize.build import parallelize
 from panther.distributed.parallelize.config import ParallelismConfig, ParallelismSettings
 from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import OF_PIPELINES
@@ -26,7 +26,6 @@ from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
 from panther.nn.io import unwrapped
 from panther.train.config import TrainConfig
-from panther.train.coordination import GradientCarrier
 from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.engines.pipeline_engine import PipelineEngine
@@ -224,20 +223,10 @@ def _distribute(
             settings["sample_input"] = tuple(
                 x[: len(x) // layout.num_microbatches].to(common["device"]) for x in inputs
             )
-    results: list[Parallelized] = []
-
-    def build(module: nn.Module) -> Any:
-        results.append(parallelize(module, ParallelismConfig(**settings)))
-        wrapped: Any = results[0].model
-        if layout.strategy == "ddp":
-            common["reduced"] = reduced_parameters(wrapped)  # here, because the carrier's is among them now
-        return wrapped
-
-    if layout.strategy == "ddp" and config.comm_hook is None and not config.find_unused_parameters:
-        _, common["carrier"] = GradientCarrier.wrap(model, build)
-    else:
-        build(model)
-    parallel = results[0]
+    parallel = parallelize(model, ParallelismConfig(**settings))
+    if layout.strategy == "ddp":
+        wrapped: Any = parallel.model
+        common["reduced"] = reduced_parameters(wrapped)
     data_group, tensor_group = parallel.groups
     common |= {
         "rank": dist.get_rank(data_group),
