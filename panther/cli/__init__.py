@@ -28,7 +28,7 @@ _COMMANDS = {
     "export": "write a model for other programs: ONNX, torch.export, plain layers",
     "train": "train a model of yours, without a script",
     "launch": "start a script on several processes, as torchrun does",
-    "init": "write launch files for Slurm, Kubernetes, torchrun or docker compose",
+    "init": "write launch files for Slurm, Kubernetes, Ray or torchrun",
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
     "simulate": "show on a CPU what data parallelism does, and check it",
     "explain": "print a page about a concept: sketching, seeds, memory, parallelism, ranks, ...",

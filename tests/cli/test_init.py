@@ -46,8 +46,8 @@ def init(kind, *options, script="train.py", arguments=()):
     assert main(["init", kind, *options, script, *arguments]) == 0
 
 
-# Schemas, by hand from the documentation of Kubernetes 1.31, of Kubeflow's training operator 1.8 and of the compose
-# specification: a type, a list of one schema, or a dict of fields, of which those with a ! are required.
+# Schemas, by hand from the documentation of Kubernetes 1.31 and of Kubeflow's training operator 1.8: a type, a list of
+# one schema, or a dict of fields, of which those with a ! are required.
 
 CONTAINER = {
     "!name": str,
@@ -146,13 +146,6 @@ RAYJOB = {
         },
     },
 }  # fmt: skip
-DEVICE = {"!driver": str, "device_ids": [str], "!capabilities": [str]}
-NODE = {
-    "!image": str, "hostname": str, "command": [str], "working_dir": str, "volumes": [str], "shm_size": str,
-    "stop_grace_period": str, "mem_limit": str, "cpus": int,
-    "deploy": {"resources": {"reservations": {"devices": [DEVICE]}}},
-}  # fmt: skip
-COMPOSE = {"name": str, "x-node": NODE, "!services": {f"node{rank}": NODE for rank in range(4)}}
 
 
 def faults(value, schema, path="."):
@@ -264,19 +257,6 @@ def test_ray(options, capsys):
     assert (out.split("\0")[:-1], err) == (["train.py", *ARGUMENTS], "")
 
 
-def test_compose():
-    init("compose", "--image=me/x:1", "--gpus-per-node=1", "--memory=2G", arguments=ARGUMENTS)
-    document = yaml.safe_load(Path("compose.yaml").read_text())
-    assert faults(document, COMPOSE) == []
-    assert list(document["services"]) == ["node0", "node1"]
-    for rank, service in enumerate(document["services"].values()):
-        arguments = [word.replace("$$", "$") for word in service["command"]]
-        assert arguments[:2] == ["panther", "launch"]
-        assert arguments[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
-        assert {f"--node-rank={rank}", "--rdzv-endpoint=node0:29500", "--nnodes=2"} < set(arguments)
-        assert re.search(r"(?<!\$)\$(?!\$)", "".join(service["command"]).replace("$$", "")) is None
-
-
 def shell(file, **environment):
     """Run a script with bash, first only reading it."""
     waits.run(["bash", "-n", file], check=True)
@@ -292,20 +272,14 @@ os.write(1, (" ".join(map(str, words)) + os.linesep).encode())  # a line at once
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["compose", "kubernetes"])
-def test_commands_of_two_containers_run(kind, free_port):
+def test_commands_of_two_containers_run(free_port):
     Path("train.py").write_text(SHOW)
     options = ["--nodes=2", "--image=x", "--backend=gloo", f"--port={free_port}"]
-    init(kind, *options, arguments=ARGUMENTS)
-    if kind == "compose":
-        services = yaml.safe_load(Path("compose.yaml").read_text())["services"]
-        commands = [service["command"][2:] for service in services.values()]
-        host = "node0"
-    else:
-        _, job = yaml.safe_load_all(Path("job.yaml").read_text())
-        (container,) = job["spec"]["template"]["spec"]["containers"]
-        commands = [[word.replace("$(NODE_RANK)", str(rank)) for word in container["args"]] for rank in range(2)]
-        host = "panther-0.panther"
+    init("kubernetes", *options, arguments=ARGUMENTS)
+    _, job = yaml.safe_load_all(Path("job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    commands = [[word.replace("$(NODE_RANK)", str(rank)) for word in container["args"]] for rank in range(2)]
+    host = "panther-0.panther"
     launchers = [
         Launcher(f"node{rank}", *(word.replace("$$", "$").replace(f"={host}:", "=127.0.0.1:") for word in command))
         for rank, command in enumerate(commands)
@@ -468,36 +442,6 @@ def test_a_script_on_the_command_line_wins():
 TRAINS = 'model = "mine:net"\ndata = "mine:data"\n[launch]\nimage = "x"\n'
 
 
-def test_containers_find_the_configuration():
-    Path("files/below").mkdir(parents=True)
-    Path("files/below/job.toml").write_text(TRAINS)
-    paths = {
-        ("files/below/job.toml", "."): "files/below/job.toml",
-        ("files/below/job.toml", "files"): "below/job.toml",
-        (str(Path("files/below/job.toml").absolute()), "files/below"): "job.toml",
-    }
-    for (config, out), expected in paths.items():
-        assert main(["init", "compose", f"--config={config}", f"--out={out}"]) == 0
-        services = yaml.safe_load(Path(out, "compose.yaml").read_text())["services"]
-        for service in services.values():
-            assert service["command"][-3:] == ["train", "--config", expected]
-
-
-def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
-    Path("job.toml").write_text(TRAINS)
-    rule = "the only folder that the containers see: move the configuration there"
-    assert main(["init", "compose", "--config=job.toml", "--out=files"]) == 2
-    message = f"--config job.toml is not below --out files, {rule}, or leave --out away\n"
-    assert capsys.readouterr().err == f"panther: error: {message}"
-    assert not Path("files").exists()
-    assert main(["init", "slurm", "--config=job.toml", "--out=files"]) == 0
-    assert "    --config\n    job.toml\n" in Path("files/slurm.sbatch").read_text()
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    assert main(["init", "compose", "--config=../job.toml"]) == 2
-    assert capsys.readouterr().err.endswith(f"--config ../job.toml is not below --out ., {rule}\n")
-
-
 def test_slurm_without_cores_is_noted(capsys):
     init("slurm", "--gpus-per-node=8")
     assert capsys.readouterr().err == (
@@ -555,9 +499,6 @@ def test_a_script_that_does_not_exist_is_noted(capsys):
     told = "does not exist here: check its path if the job runs on this file system"
     for kind, script, options, path in (
         ("torchrun", "nowhere.py", [], "nowhere.py"),
-        ("compose", "train.py", ["--image=x", "--out=below"], "below/train.py"),
-        ("compose", "train.py", ["--image=x"], None),
-        ("compose", "/app/train.py", ["--image=x", "--force"], None),
         ("kubernetes", "nowhere.py", ["--image=x"], None),
         ("torchrun", "package.nowhere", ["--module", "--force"], None),
     ):
@@ -593,7 +534,6 @@ def test_bad_flags_exit_with_2(arguments, message, capsys):
     [
         (["slurm"], "nothing to run: name a script after the options"),
         (["kubernetes", "t.py"], "kubernetes needs --image"),
-        (["compose", "t.py"], "compose needs --image"),
         (["ray", "t.py"], "ray needs --image"),
         (["ray", "--image=x", "--config", "train.toml"], "is for panther train, which does not use Ray"),
         (

@@ -6,7 +6,6 @@ import argparse
 import os
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from panther._text import counted, format_table
@@ -30,13 +29,13 @@ def add_parser(commands: Any) -> None:
     )
     add_option(parser, "--seed", seed, "seed of the first run", 0)
     add_option(parser, "--runs", positive, "seeds to average over", 4)
-    add_option(parser, "--out", str, "folder for the models and the plot", "panther-demo", metavar="DIR")
+    add_option(parser, "--out", str, "folder for the models", "panther-demo", metavar="DIR")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, reload, print the table and plot it."""
-    for module in ("sklearn.datasets", "matplotlib.figure", "tqdm"):
+    """Train, reload, and print the table."""
+    for module in ("sklearn.datasets", "tqdm"):
         require_extra(module, "demo")
     device = _device(args.device, args.nproc_per_node)
     out = check_folder(args.out)
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise FormatError(
             "a network has a different accuracy after saving and loading. This is a bug: please report it"
         )
-    plot = out / "demo.png"
-    _plot(columns, plot)
-    print(f"Models and plot are in {out}: see {plot}")
+    print(f"The models are in {out}.")
     return 0
 
 
@@ -77,7 +74,6 @@ def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dic
             "accuracy": statistics.mean(accuracies),
             "accuracies": accuracies,
             "seconds_per_epoch": statistics.median(result["seconds_per_epoch"] for result in runs),
-            "losses": [result["losses"] for result in runs],
             "reloaded": all(reloaded[result["folder"]] == result["accuracy"] for result in runs),
         }
     return columns
@@ -108,38 +104,6 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
 
     share = 100 * sketched["weight_bytes"] / dense["weight_bytes"]
     return f"Sketched: {share:.0f} % of the dense bytes, {against(dense, 'dense')} and {against(low_rank, 'low-rank')}."
-
-
-def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
-    """Plot loss curves, and bars of accuracy, bytes and time."""
-    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(14, 4), layout="constrained")
-    loss, *bars = figure.subplots(1, 4, width_ratios=(2, 1, 1, 1))
-    colors = ("#7f7f7f", "#d1495b", "#30638e")
-    for (kind, column), color in zip(columns.items(), colors, strict=True):
-        epochs = range(1, len(column["losses"][0]) + 1)
-        for losses in column["losses"]:
-            loss.plot(epochs, losses, color=color, alpha=0.25, linewidth=1)
-        mean = [statistics.mean(losses) for losses in zip(*column["losses"], strict=True)]
-        loss.plot(epochs, mean, color=color, linewidth=2, label=kind)
-    loss.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
-    loss.xaxis.get_major_locator().set_params(integer=True)
-    loss.legend()
-    # The axis starts just below the lowest accuracy, because all bars would look equal on an axis from 0.
-    low = max(0.0, min(value for column in columns.values() for value in column["accuracies"]) - 2)
-    bars[0].set_ylim(low, 100.5)
-    figures = (
-        ("accuracy", f"Test accuracy, % (axis starts at {low:.0f})", "{:.1f}"),
-        ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
-        ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
-    )
-    for axis, (key, title, form) in zip(bars, figures, strict=True):
-        bar_container = axis.bar(list(columns), [column[key] for column in columns.values()], color=colors)
-        axis.bar_label(bar_container, fmt=form)
-        axis.set_title(title, fontsize=10)
-        axis.set_yticks([])
-    for axis in figure.axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
 
 
 def _device(choice: str, nproc: int) -> str:

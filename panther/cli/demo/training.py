@@ -117,7 +117,6 @@ def _train(kind: str, seed: int, train: TensorDataset, test: TensorDataset, sett
     result = {
         "kind": kind,
         "seed": seed,
-        "losses": history["loss"][1],
         "seconds_per_epoch": len(train) / statistics.median(history["samples_per_s"][1]),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "gradient_bytes": gradient_traffic.bytes,

@@ -1,4 +1,4 @@
-"""``panther init``: launch files for Slurm, Kubernetes, Ray, torchrun or docker compose."""
+"""``panther init``: launch files for Slurm, Kubernetes, Ray or torchrun."""
 
 __all__ = ["add_parser", "run"]
 
@@ -19,7 +19,6 @@ _KINDS = {
     "kubernetes": "an indexed Job with its Service, a PyTorchJob and a TrainJob",
     "ray": "a RayJob for KubeRay",
     "torchrun": "a shell script for torchrun",
-    "compose": "a docker compose file with two or more nodes on one machine",
 }
 
 
@@ -68,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
             "nothing to run: name a script after the options, or give a --config whose table [launch] has a script, "
             "or a model and data for panther train"
         )
-    if args.kind == "compose":
-        values.setdefault("nodes", 2)
     job = JobConfig(**values)
     texts = write_files(args.kind, job)
     folder = check_folder(args.out)
@@ -83,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(folder / name, text)
         usage = text.partition("panther init. ")[2].partition("\n")[0]
         print(f"{folder / name}: {usage}{'' if folder == Path() else f' (in {folder})'}")
-    _print_notes(args.kind, job, folder)
+    _print_notes(args.kind, job)
     return 0
 
 
@@ -100,13 +97,11 @@ def _check_order(args: argparse.Namespace) -> None:
         )
 
 
-def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
+def _print_notes(kind: str, job: JobConfig) -> None:
     """Print notes about what is probably not intended: a script that does not exist, a Slurm job without cores."""
-    # The files of an image are not known here. compose mounts the folder of compose.yaml into the containers.
-    script = folder / job.script if kind == "compose" else Path(job.script)
-    unknown = job.module or kind in ("kubernetes", "ray") or (kind == "compose" and Path(job.script).is_absolute())
-    if not unknown and not script.exists():
-        note(f"{script} does not exist here: check its path if the job runs on this file system")
+    # The files of an image are not known here.
+    if not (job.module or kind in ("kubernetes", "ray") or Path(job.script).exists()):
+        note(f"{job.script} does not exist here: check its path if the job runs on this file system")
     if kind == "ray":
         note(f"the script trains with panther.integrations.ray.RayTrainer, on {job.ray_workers}")
     if kind == "slurm" and job.cpus_per_node is None:
@@ -152,19 +147,5 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise PantherError(
             f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a script'
         )
-    arguments = ["train", "--config", _path_there(args), *args_there]
+    arguments = ["train", "--config", str(args.config), *args_there]
     return values | {"script": "panther", "module": True, "args": arguments}
-
-
-def _path_there(args: argparse.Namespace) -> str:
-    """Return the path of --config where the job runs: compose mounts the folder of its file only."""
-    if args.kind != "compose":
-        return str(args.config)
-    path, folder = Path(args.config).resolve(), Path(args.out).resolve()
-    if not path.is_relative_to(folder):
-        away = ", or leave --out away" if path.is_relative_to(Path.cwd()) else ""
-        raise PantherError(
-            f"--config {args.config} is not below --out {args.out}, the only folder that the containers see: move the "
-            f"configuration there{away}"
-        )
-    return path.relative_to(folder).as_posix()

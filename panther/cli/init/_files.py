@@ -20,19 +20,18 @@ _EXIT_S = 30  # after the grace time, the processes end and the job is queued ag
 
 
 def write_files(kind: str, job: JobConfig) -> dict[str, str]:
-    """Return the text of each file of a kind: slurm, torchrun, kubernetes, ray or compose.
+    """Return the text of each file of a kind: slurm, torchrun, kubernetes or ray.
 
     Raises:
         PantherError: If the values of the job do not allow it.
     """
-    if kind in ("kubernetes", "ray", "compose") and job.image is None:
+    if kind in ("kubernetes", "ray") and job.image is None:
         raise PantherError(f"{kind} needs --image: name a container image with Panther in it")
     writers: dict[str, dict[str, Callable[[JobConfig], str]]] = {
         "slurm": {"slurm.sbatch": _slurm},
         "torchrun": {"torchrun.sh": _torchrun},
         "kubernetes": {"job.yaml": _job, "pytorchjob.yaml": _pytorchjob, "trainjob.yaml": _trainjob},
         "ray": {"rayjob.yaml": _rayjob},
-        "compose": {"compose.yaml": _compose},
     }
     return {name: write(job) for name, write in writers[kind].items()}
 
@@ -168,29 +167,6 @@ def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str
         "mounts": json.dumps(mounts),
         "volumes": json.dumps(volumes),
     }
-
-
-def _compose(job: JobConfig) -> str:
-    """Return a compose file in which each node is a service of one machine."""
-    limits = {"mem_limit": job.memory and job.memory.lower(), "cpus": job.cpus_per_node}
-    services = ""
-    for rank in range(job.nodes):
-        # compose reads $ as the start of a variable, and $$ as a dollar sign.
-        options = job.options("node0", str(rank))
-        command = ["panther", "launch", *options, *(word.replace("$", "$$") for word in job.command)]
-        services += f"\n  node{rank}:\n    <<: *node\n    hostname: node{rank}\n    command:{_sequence(command, 4)}"
-        if job.gpus_per_node:  # each node gets different GPUs
-            ids = [str(rank * job.gpus_per_node + number) for number in range(job.gpus_per_node)]
-            device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
-            services += f"\n    deploy: {json.dumps({'resources': {'reservations': {'devices': [device]}}})}"
-    return _fill(
-        "compose.yaml",
-        name=json.dumps(job.name),
-        image=json.dumps(job.image),
-        stop_s=job.grace + _EXIT_S,
-        limits="".join(f"\n  {name}: {json.dumps(value)}" for name, value in limits.items() if value),
-        services=services,
-    )
 
 
 def _sequence(texts: Sequence[str], indent: int) -> str:

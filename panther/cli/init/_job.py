@@ -61,7 +61,7 @@ class JobConfig:
     memory: str | None = _option(None, "memory of each node, as 64G", _MEMORY)
     time: str | None = _option(None, "time limit of Slurm, as 24:00:00", _TIME)
     partition: str | None = _option(None, "partition of Slurm", _PARTITION)
-    image: str | None = _option(None, "container image with Panther in it, for kubernetes, ray and compose", _IMAGE)
+    image: str | None = _option(None, "container image with Panther in it, for kubernetes and ray", _IMAGE)
     volume: str | None = _option(
         None,
         "PersistentVolumeClaim for checkpoints and its path in pods, as runs:/runs, for kubernetes and ray",
