@@ -130,7 +130,8 @@ def integers_of(
     packed = codes.packed[rows]
     if codes.bits == 8:
         return packed.view(torch.int8)
-    integers = unpack_codes(packed, codes.bits, columns, memory("codes", torch.uint8, 2 * len(packed) * columns))
+    work = memory("codes", torch.uint8, 2 * len(packed) * (columns + 71))
+    integers = unpack_codes(packed, codes.bits, columns, work)
     integers = integers.view(torch.int8)
     if subtracts_zeros:
         _by_groups(Tensor.sub_, integers, codes.zeros[rows].view(torch.int8), codes.group_size)

@@ -64,8 +64,7 @@ def unpack_codes(
         packed: The packed codes, uint8.
         bits: Bits of a code, 1 to 8.
         columns: Number of codes in a row.
-        work: A buffer for the result, one-dimensional uint8 with at least ``2 * rows * columns`` entries. It is used
-            where the bytes of a row are whole words of 64 bits.
+        work: A buffer for the result, one-dimensional uint8 with at least ``2 * rows * (columns + 71)`` entries.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
@@ -75,10 +74,11 @@ def unpack_codes(
         return packed ^ MIDDLE
     parts = _parts(bits)
     # vmap does not support ``out``.
-    is_plain = not (are_transforms_active() or torch.compiler.is_compiling() or torch.jit.is_tracing())
-    if is_plain and _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
-        return _unpacked_by_words(packed, parts, columns, work)
-    return _unpacked_by_parts(packed, parts, columns)
+    if are_transforms_active() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return _unpacked_by_parts(packed, parts, columns)
+    if not packed.numel():
+        return packed.new_empty(len(packed), columns)
+    return _unpacked_by_words(packed, parts, columns, work)
 
 
 def quantized_matmul(
@@ -106,27 +106,32 @@ def quantized_matmul(
     return y.to(x.dtype)
 
 
-def _has_words(packed: Tensor) -> bool:
-    """Return whether rows can be viewed as integers of 64 bits."""
-    return packed.stride(1) == 1 and packed.stride(0) % 8 == 0 and packed.storage_offset() % 8 == 0
-
-
 def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: int, work: Tensor | None) -> Tensor:
     """Return the codes by operations on eight bytes at once, which are faster.
 
-    A shift moves bits into the neighbouring byte. A mask clears them.
+    A shift moves bits into the neighbouring byte. A mask clears them. Rows that are not whole words are padded.
     """
     rows = len(packed)
-    size = rows * columns
+    has_words = packed.stride(1) == 1 and packed.stride(0) % 8 == 0 and packed.storage_offset() % 8 == 0
+    size = rows * max(64 // width * -(-columns * width // 64) for width, _ in parts)
     if work is None:
         work = packed.new_empty(size if len(parts) == 1 else 2 * size)
-    codes, start = work[:size], 0
+    if parts == [(4, 0)] and not (has_words and columns % 16 == 0):  # Two operations on bytes are faster than padding.
+        nibbles = work[: 2 * packed.numel()].view(rows, 2, -1)
+        torch.bitwise_and(packed, 15, out=nibbles[:, 0])
+        torch.bitwise_right_shift(packed, 4, out=nibbles[:, 1])
+        return nibbles.flatten(1)[:, :columns]
+    codes, start = packed, 0
     for width, low in parts:
-        length = columns * width // 8
-        words = packed[:, start : start + length].view(torch.int64)
+        length = -(-columns * width // 8)
+        part_bytes = packed[:, start : start + length]
+        if not has_words or start % 8 or length % 8:
+            part_bytes = packed.new_zeros(rows, -(-length // 8) * 8)
+            part_bytes[:, :length] = packed[:, start : start + length]
         start += length
-        part = work[size : 2 * size] if low else codes
-        runs = part.view(torch.int64).view(rows, 8 // width, length // 8)
+        words = part_bytes.view(torch.int64)
+        part = work[size:] if low else work
+        runs = part[: 8 // width * part_bytes.numel()].view(torch.int64).view(rows, 8 // width, words.shape[1])
         if width == 4:
             runs[:, 0] = words
             torch.bitwise_right_shift(words, 4, out=runs[:, 1])
@@ -134,16 +139,13 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
             shifts = torch.arange(0, 8, width, device=packed.device)
             torch.bitwise_right_shift(words[:, None], shifts[:, None], out=runs)
         runs &= int.from_bytes(bytes([(1 << width) - 1] * 8))
-        if low:
-            codes.add_(part, alpha=1 << low)
-    return codes.view(rows, columns)
+        unpadded = runs.view(torch.uint8)[:, :, :length].reshape(rows, -1)[:, :columns]
+        codes = codes.add_(unpadded, alpha=1 << low) if low else unpadded
+    return codes
 
 
 def _unpacked_by_parts(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
-    """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them.
-
-    They take any number of columns. With 4 bits they take up to twice as long as shifts into a buffer (one AMD core).
-    """
+    """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
     if torch.compiler.is_exporting():  # ONNX's exporter writes shifts of signed integers.
         packed = packed.to(torch.int32)
     codes, start = None, 0
