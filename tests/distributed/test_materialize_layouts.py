@@ -213,9 +213,8 @@ def empty_pipe():
         return Pipe()
 
 
-@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_stages_of_a_sequential(saved, inside, tmp_path):
+def test_stages_of_a_sequential(saved, tmp_path):
     one = materialize_(empty_pipe(), seed=5)
     if saved:
         save_file({name: tensor + 1.0 for name, tensor in one.named_parameters()}, tmp_path / "a.safetensors")
@@ -225,7 +224,7 @@ def test_stages_of_a_sequential(saved, inside, tmp_path):
     x = torch.randn(4, 24)
 
     def run():
-        stages = split_stages(empty_pipe, 4, order="v", inside_sketched_layers=inside)
+        stages = split_stages(empty_pipe, 4, order="v")
         assert all(parameter.is_meta for stage in stages for parameter in stage.submod.parameters())
         materialize_([stage.submod for stage in stages], tmp_path if saved else None, seed=5)
         schedule = make_schedule("zbv", stages, 4, nn.functional.mse_loss)

@@ -37,7 +37,6 @@ VALUES = {
     "tensor_parallel_size": (2, [0, "2"]),
     "pipeline_parallel_size": (2, [0, False]),
     "pipeline_layers": ("blocks", [1]),
-    "inside_sketched_layers": (True, [1]),
     "num_microbatches": (4, [0, 0.5]),
     "pipeline_schedule": ("gpipe", [None, 1, "2f2b"]),
     "mixed_precision": ("bf16", ["fp8", "fp32"]),
@@ -94,7 +93,7 @@ def with_directory(name, value):
         return {name: value, "comm_hook": name.partition("_")[0]}
     if name == "cluster_file":
         return {name: value, "strategy": "auto"}
-    if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule", "inside_sketched_layers"):
+    if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule"):
         return {name: value, "strategy": "pp"}
     needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
     return {name: value} | ({"checkpoint_dir": "runs"} if needs else {})

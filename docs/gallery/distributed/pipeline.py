@@ -31,9 +31,7 @@ width, lr = (256, 1e-3) if QUICK else (1024, 5e-4)
 # Stages
 # ------
 #
-# Stages have about equal numbers of parameters. With ``inside_sketched_layers=True`` a boundary may be inside a
-# sketched layer, where 2R numbers are sent for each row in place of the width. The network learns 1,792 digits of
-# scikit-learn in batches of 64.
+# Stages have about equal numbers of parameters. The network learns 1,792 digits of scikit-learn in batches of 64.
 
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 images, labels = images[:1792].float() / 16, labels[:1792]
@@ -48,8 +46,8 @@ def build():
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
-def train(inside):
-    stages = split_stages(build(), 2, inside_sketched_layers=inside)
+def train():
+    stages = split_stages(build(), 2)
     schedule = make_schedule("1f1b", stages, 4, nn.CrossEntropyLoss())
     optimizer = torch.optim.Adam(schedule.parameters(), lr)
     losses = []
@@ -68,16 +66,14 @@ def train(inside):
     return names, losses, traffic.bytes // len(batches)
 
 
-for inside in (False, True):
-    print("boundaries inside sketched layers:", inside)
-    for rank, (names, losses, sent) in enumerate(
-        launch(train, inside, nproc=2, start_method="fork")
-    ):
-        print(
-            f"  rank {rank} has layers {', '.join(names)}, sends "
-            f"{sent:,} bytes a step, losses",
-            *(loss and f"{loss:.3f}" for loss in losses[6::7]),
-        )
+for rank, (names, losses, sent) in enumerate(
+    launch(train, nproc=2, start_method="fork")
+):
+    print(
+        f"rank {rank} has layers {', '.join(names)}, sends "
+        f"{sent:,} bytes a step, losses",
+        *(loss and f"{loss:.3f}" for loss in losses[6::7]),
+    )
 
 # %%
 # Only the rank of the last stage knows the loss. The same steps in one process:

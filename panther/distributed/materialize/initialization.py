@@ -36,7 +36,7 @@ class Draw(NamedTuple):
     names: list[str]
     """Names of the module's own tensors that have no values."""
     owner: nn.Module
-    """The module that draws the values: for the code of a stage, or half of a layer, the module of the full model."""
+    """The module that draws the values: for the code of a stage, the module of the full model."""
     draw: Callable[[], Any]
     """A function that draws all values of ``owner``."""
 

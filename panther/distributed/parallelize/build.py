@@ -100,7 +100,7 @@ def parallelize(
     mesh, data_axes, groups = _arrange(layout, all_axes)
     plan = _agree(model, config, partial(_plan, model, config, layout, styles))
     report = shard_model_(model, mesh["tp"], plan.layers) if layout.tp > 1 else None
-    _recompute(model, config, plan)
+    checkpoint_blocks_(model, fsdp_blocks(model), config.activation_checkpointing)
     stages = plan.stages.stages(model, mesh["pp"].get_group()) if plan.stages else []
     model = _replicate_or_shard(model, stages, config, data_axes, groups.data)
     return Parallelized(model, stages, mesh, groups, report, layout)
@@ -152,10 +152,7 @@ def _plan_stages(model: nn.Module, config: ParallelismConfig, ranks: int) -> "St
             f"every one of {n} stages must have something to train, and {len(trained)} of the model's children "
             "have parameters that require a gradient: use fewer stages"
         )
-    inputs, inside = config.sample_input, config.inside_sketched_layers
-    return plan_stages(
-        model, n, ranks, order=kind.order, layers=layers, sample_input=inputs, inside_sketched_layers=inside
-    )
+    return plan_stages(model, n, ranks, order=kind.order, layers=layers, sample_input=config.sample_input)
 
 
 def _agree(model: nn.Module, config: ParallelismConfig, plan: Callable[[], _ModelPlan]) -> _ModelPlan:
@@ -169,14 +166,6 @@ def _agree(model: nn.Module, config: ParallelismConfig, plan: Callable[[], _Mode
 
     broadcast_model(model, dist.group.WORLD, "parallelize", describe)  # type: ignore[arg-type]
     return plans[0]
-
-
-def _recompute(model: nn.Module, config: ParallelismConfig, plan: _ModelPlan) -> None:
-    """Step 5: wrap blocks, except for halves of a layer, which keep only their inputs in any case."""
-    halved = plan.stages.blocks.halved if plan.stages else ()
-    undivided = {module for name, module in model.named_modules() if name not in halved}
-    blocks = [block for block in fsdp_blocks(model) if block in undivided]
-    checkpoint_blocks_(model, blocks, config.activation_checkpointing)
 
 
 def _replicate_or_shard(

@@ -46,10 +46,6 @@ class ParallelismSettings(Settings):
     pipeline_layers: str | None = None
     """Name of the ModuleList between whose modules the model is split into stages. An nn.Sequential needs none."""
 
-    inside_sketched_layers: bool = False
-    """For pipelines, whether a stage that would begin with a sketched layer, or after one, begins inside of it, so that
-    2R numbers a row are sent in place of the width, as for :func:`panther.distributed.split_stages`."""
-
     mixed_precision: Literal["bf16", "fp16"] | None = None
     """Dtype of matrix products; parameters keep theirs, and None computes in it. A Trainer computes under autocast, and
     also scales the loss for ``fp16``."""

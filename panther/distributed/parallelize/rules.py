@@ -60,10 +60,9 @@ _EXCLUSIONS = (
     ("reshard_after_forward", True, "pipeline_parallel_size", ", because stages stay gathered for all microbatches"),
     ("comm_hook", None, "tensor_parallel_size", ", because it reduces the gradients of complete layers"),
     ("comm_hook", None, "pipeline_parallel_size", ", because it reduces the gradients of a complete model"),
-    ("inside_sketched_layers", False, "tensor_parallel_size", ", because halves of a layer are not sharded"),
 )
 # The same for settings of pipelines alone, beside the schedule.
-OF_PIPELINES: dict[str, Any] = {"num_microbatches": None, "pipeline_layers": None, "inside_sketched_layers": False}
+OF_PIPELINES: dict[str, Any] = {"num_microbatches": None, "pipeline_layers": None}
 
 
 def possible_strategies(config: Any) -> tuple[str, ...]:

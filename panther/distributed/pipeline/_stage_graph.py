@@ -9,9 +9,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from panther._torch import assign_attribute, buffers_of, unsaved_buffers_of
-from panther.distributed.pipeline.stage_modules import FirstHalf, SecondHalf, can_halve
-
-_HALF = "panther_half"  # key in a node's meta, for the class of the half of a layer that the node calls
 
 
 def pass_through(x: Tensor) -> Tensor:
@@ -39,19 +36,13 @@ class StageGraph:
     def __len__(self) -> int:
         return len(self.starts) + 1
 
-    @property
-    def halved(self) -> set[str]:
-        """The names of layers that are in two stages."""
-        return {str(node.target) for node in self.block_of if _HALF in node.meta}
-
     def names_in(self, begin: int, end: int) -> set[str]:
         """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
         names: set[str] = set()
         for node, block in self.block_of.items():
             if begin <= block < end:
                 if node.op == "call_module":
-                    name, half = str(node.target), node.meta.get(_HALF)
-                    names |= {name} if half is None else half.names_in(name)
+                    names.add(str(node.target))
                 names |= {str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"}
         return names
 
@@ -63,9 +54,6 @@ class StageGraph:
         # Sorted in the model's order, so that the parameters of a stage have the model's order too.
         names = sorted(targets, key=lambda name: (order.get(name, -1), name))
         parts = {name: _at(model, name, self.constants) for name in names}
-        for node in graph.nodes:
-            if _HALF in node.meta:  # a stage never has both halves of a layer, because it begins or ends between them
-                parts[str(node.target)] = node.meta[_HALF](parts[str(node.target)])
         stage = fx.GraphModule(parts, graph, type(model).__name__)
         if end == len(self):
             self._keep_unused(stage, model)
@@ -107,50 +95,10 @@ class StageGraph:
         entries: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
         tensors = (*model.named_parameters(), *model.named_buffers())
         entries += [item for item in tensors if not item[0].startswith(inside)]
-        used_names = self.names_in(0, len(self)) | self.halved
+        used_names = self.names_in(0, len(self))
         for name, value in entries:
             if name not in used_names:
                 assign_attribute(value, stage, name)
-
-    def begin_inside(self, model: nn.Module, begins: list[int]) -> None:
-        """Move stages that begin with a sketched layer, or after one, to the middle of the layer."""
-        for begin in begins[1:]:
-            calls = [node for node, block in self.block_of.items() if node.op == "call_module" and block >= 0]
-            first = next(node for node in calls if self.block_of[node] == begin)
-            previous_calls = [node for node in calls if self.block_of[node] == begin - 1]
-            # If other calls of this stage or later ones also need the input of the layer, the input is sent in any
-            # case, and the 2R numbers would be sent in addition.
-            if self._can_halve(model, first) and not self._used_from(first.all_input_nodes[0], begin, first):
-                self._halve(first, begin)
-            elif (
-                previous_calls
-                and self._can_halve(model, previous_calls[-1])
-                and self._used_from(previous_calls[-1], 0) == self._used_from(previous_calls[-1], begin)
-            ):
-                self._halve(previous_calls[-1], begin)
-
-    def _can_halve(self, model: nn.Module, call: fx.Node) -> bool:
-        calls = [node for node in self.block_of if node.op == "call_module" and node.target == call.target]
-        plain = len(call.args) == len(call.all_input_nodes) == 1 and not call.kwargs
-        return plain and len(calls) == 1 and can_halve(model.get_submodule(str(call.target)))
-
-    def _used_from(self, node: fx.Node, begin: int, except_by: fx.Node | None = None) -> list[fx.Node]:
-        """Return the nodes from a block on that use a node's value, except for ``except_by``."""
-        return [user for user in node.users if user is not except_by and self.block_of[user] >= begin]
-
-    def _halve(self, call: fx.Node, begin: int) -> None:
-        """Replace a call by calls of the layer's halves; the second half is in the block ``begin``."""
-        graph = call.graph
-        with graph.inserting_before(call):
-            first = graph.call_module(str(call.target), call.args)
-            second = graph.call_module(str(call.target), (first,))
-        call.replace_all_uses_with(second)
-        first.meta[_HALF], second.meta[_HALF] = FirstHalf, SecondHalf
-        in_order: dict[fx.Node, int] = {}
-        for node, block in self.block_of.items():
-            in_order |= {first: begin - 1, second: begin} if node is call else {node: block}
-        graph.erase_node(call)
-        self.block_of = in_order
 
 
 def _at(model: nn.Module, name: str, constants: nn.Module) -> Any:

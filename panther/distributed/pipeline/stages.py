@@ -24,7 +24,7 @@ from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.distributed.pipeline.balance import balance_stages, stages_of_rank
-from panther.distributed.pipeline.stage_modules import Children, begin_inside, from_source_
+from panther.distributed.pipeline.stage_modules import Children, from_source_
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
 
@@ -43,7 +43,6 @@ def split_stages(
     order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
-    inside_sketched_layers: bool = False,
 ) -> list[PipelineStage]:
     """Split a model into n stages, and return the stages of this rank. Every rank of the axis must call it.
 
@@ -69,10 +68,6 @@ def split_stages(
             2 ranks - 1 - r, which the schedules ``"zbv"`` and ``"dualpipev"`` need.
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
-        inside_sketched_layers: Whether a stage that would begin with an SKLinear, or after one, begins inside of this
-            layer: the previous stage then has S1 and U2 and sends 2R numbers per row, and the stage has U1, S2 and the
-            bias. This applies to layers that are neither packed nor sharded and have no hooks, and that are children of
-            an nn.Sequential or, in a traced model, called once by the model's forward.
 
     Returns:
         This rank's stages, in the order of their indices.
@@ -112,7 +107,7 @@ def split_stages(
 
     def check() -> dict[str, Any]:
         ranks = dist.get_world_size(group) if group else 1
-        more: dict[str, Any] = {"order": order, "layers": layers, "inside_sketched_layers": inside_sketched_layers}
+        more: dict[str, Any] = {"order": order, "layers": layers}
         plans[:] = [plan_stages(model, n, ranks, points, sample_input=sample_input, **more)]
         # Ranks that disagree would wait for messages that no other rank sends.
         settings = {"n": n, "points": None if points is None else list(points), **more}
@@ -230,7 +225,6 @@ def plan_stages(
     order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
-    inside_sketched_layers: bool = False,
 ) -> StagePlan:
     """Check the arguments of :func:`split_stages` for ``ranks`` ranks, trace the model, and choose where stages begin.
 
@@ -258,7 +252,7 @@ def plan_stages(
                 f"points={list(points)} must be {n - 1} different names of children after the first, in order, of "
                 f"{', '.join(names)}"
             )
-        blocks = Children(names, [None] * len(names), model)
+        blocks = Children(names)
     else:
         starts = _starts(model, n, points, layers)
         if inputs is None:
@@ -268,11 +262,6 @@ def plan_stages(
         blocks, begins = trace_stages(model, starts, inputs), list(range(n))
     if points is None:
         begins = balance_stages(_sizes_in_parameters(model, blocks), n)
-    if inside_sketched_layers:
-        if isinstance(blocks, Children):
-            blocks, begins = begin_inside(blocks, begins)
-        else:
-            blocks.begin_inside(model, begins)
     # Checked last, because it depends on the stages whether a shared parameter is in only one of them.
     _check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
