@@ -1,6 +1,6 @@
 """The house rules that no linter knows: imports go only downward, the package stays light, names do not collide.
 
-Each rule is one test that lists all offenders, and a few sources that show what its check refuses and allows.
+Each rule is one test that lists all offenders.
 """
 
 import ast
@@ -47,7 +47,7 @@ LEVELS = {
         "calibration": 0, "readers": 0, "moments": 1, "forms": 2,
         "config": 3, "selection": 3, "weights": 3,
         "memory": 4, "report": 4,
-        "fitting": 5, "heal": 5,
+        "fitting": 5, "healing": 5,
         "linearization": 6, "preparation": 6,
         "_compress": 7, "streaming": 8, "": 9,
     },
@@ -174,42 +174,6 @@ def test_adapters_ask_layers_by_their_protocol():
         if module.startswith("panther.integrations") and (names := named_layers(path.read_text()))
     }
     assert complaints == {}
-    assert named_layers("from panther.nn import QuantizedExperts as Q\nx = pr.nn.SKConv2d") == {
-        "QuantizedExperts", "SKConv2d"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "complaint"),
-    [
-        ("panther.nn.linear", "from ..compression.config import Config", "nn may not import compression"),
-        ("panther.nn.linear", "def f():\n    import panther as pr", "nn may not import panther"),
-        ("panther.nn.linear", "importlib.import_module('panther.train')", "nn may not import train"),
-        ("panther.nn", "from ..cli import main", "nn may not import cli"),
-        ("panther.tuning.runners", "require_extra('panther.integrations.ray', 'ray')", "may not import integrations"),
-        ("panther.kernels.ops", "from panther.errors import ShapeError", "kernels may not import errors"),
-        ("panther.elsewhere", "", "give 'elsewhere' its place in LAYERS"),
-        ("panther.distributed.elsewhere", "", "give 'elsewhere' its place in LEVELS['distributed']"),
-        ("panther.distributed.tensor.unshard", "from ..pipeline import stages", "tensor may not import pipeline"),
-        ("panther.distributed.tensor.unshard", "from panther.distributed import init", "import the whole package"),
-        ("panther.tuning.study", "from panther.tuning import runners", "study may not import runners"),
-        (
-            "panther.nn.linear",
-            "import panthera\nfrom .base import Base\nfrom panther.errors import ShapeError",
-            "",
-        ),
-        ("panther.kernels.ops", "from . import reference\nfrom panther.kernels.selection import backend", ""),
-        ("panther.distributed.advisor.plan", "from panther.distributed.parallelize import build", ""),
-        (
-            "panther.compression.forms.codes",
-            "from panther.compression.moments import sums\nfrom ..calibration import targets",
-            "",
-        ),
-    ],
-)
-def test_the_import_check(module, source, complaint):
-    complaints = upward_imports(source, module, module in PACKAGES)
-    assert [complaint in text for text in complaints] == ([True] if complaint else [])
 
 
 def circles(sources: dict[str, str], packages: set[str]) -> list[tuple[str, ...]]:
@@ -246,16 +210,6 @@ def test_no_import_circle_and_no_crowded_folder():
     assert circles({module: path.read_text() for module, path in MODULES.items()}, PACKAGES) == []
     sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in MODULES.values())
     assert {folder: size for folder, size in sizes.items() if size > MAXIMUM_FILES} == {}
-
-
-def test_a_circle_through_a_package_and_a_string_is_found():
-    sources = {
-        "panther.tuning.runners": "def run():\n    require_extra('panther.tuning.ray', 'ray')",
-        "panther.tuning.ray": "from panther.tuning.runners import run",
-        "panther.tuning.goal": "if TYPE_CHECKING:\n    from panther.tuning.result import Result",
-        "panther.tuning.result": "from .goal import Goal\nfrom . import ray",
-    }
-    assert circles(sources, {"panther.tuning.runners"}) == [("panther.tuning.ray", "panther.tuning.runners")]
 
 
 def test_import_is_light():
@@ -331,12 +285,6 @@ def test_names_are_listed_documented_and_hide_no_module():
     assert found == []
 
 
-def test_the_name_check_objects():
-    source = "__all__ = ['qb', 'other']\ndef qb(): ...\ndef _private(): ..."
-    assert clashes("panther.linalg.qb", public_definitions(source), {"panther.linalg.qb"}) == {"panther.linalg.qb"}
-    assert clashes("panther.linalg._qb", public_definitions(source), {"panther.linalg._qb"}) == set()
-
-
 def machine_paths(text: str) -> list[str]:
     """Absolute paths in ``text`` that hold on one machine only: home and work folders, and this checkout's."""
     folders = ("root", "home/[a-z]", "Users/[A-Za-z]", "work", "workspace")
@@ -357,9 +305,3 @@ def test_no_tracked_file_names_a_machine_path():
         if b"\0" not in data and (paths := machine_paths(data.decode(errors="replace"))):
             found[name] = paths
     assert found == {}
-
-
-def test_the_path_check():
-    slash = "/"
-    assert machine_paths(f"see {slash}home/ann/panther, {slash}work/main and {ROOT}/tests")
-    assert machine_paths(f"https://example.org/home/ann/x and a{slash}root{slash}b and /tmp/x and the root/leaf") == []

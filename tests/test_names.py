@@ -47,17 +47,6 @@ def test_names_say_what_a_variable_holds():
     assert not complaints, "\n".join(complaints)
 
 
-def test_vague_names_are_found_where_a_variable_is_bound():
-    source = (
-        "def f(own, *, given=1):\n"
-        "    found = [one for one, size in own.one]\n"
-        "    with made() as (kept, names):\n"
-        "        if (known := kept) and found == given:\n"
-        "            obj.done = {'what': what}\n"
-    )
-    assert vague_bindings(source) == [(1, "given"), (1, "own"), (2, "found"), (2, "one"), (3, "kept"), (4, "known")]
-
-
 @pytest.mark.parametrize("package", sorted({package_of(name) for name in NAMES}))
 def test_the_words_of_the_code_are_those_of_the_glossary(package):
     complaints = [
@@ -67,16 +56,3 @@ def test_the_words_of_the_code_are_those_of_the_glossary(package):
         for line, complaint in code_complaints(path.read_text())
     ]
     assert not complaints, "\n".join(complaints)
-
-
-def test_the_words_of_comments_docstrings_and_messages_are_read_and_code_is_not():
-    source = (
-        "def go_on(x='go_on'):\n"
-        '    """Send it.\n\n'
-        "    >>> go('go on')\n\n"
-        "    Then ``go on``, and go on.\n"
-        '    """\n'
-        "    go.on = 1  # Tensors go on.\n"
-        "    raise E(f'rank {x} cannot go on')\n"
-    )
-    assert [line for line, _ in code_complaints(source)] == [6, 8, 9]

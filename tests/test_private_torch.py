@@ -10,7 +10,6 @@ import inspect
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -152,24 +151,6 @@ def test_private_names_of_torch_are_in_one_place():
     assert uses.pop("panther/sketch/operator.py")[0].endswith(": base._apply")
     assert {path: names for path, names in uses.items() if names} == {}
     assert sum(len(private_uses(nodes_of(path))) for path in ALLOWED) > 75
-
-
-# Forms of use that are not among those of the allowed files.
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f():\n    from torch._C import _functorch",
-        "import torch as t\nt.ops.aten._unsafe_view(y, shape)",
-        "import torch.distributed as dist\nhasattr(dist, '_anything')",
-        "from torch import distributed as dist\nx = dist.distributed_c10d._world",
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nDDP._anything(model)",
-        "x._of_a_later_torch",
-        "def _apply(self, fn):\n    return self.layer._apply(fn)",
-        "def to(self, fn):\n    return super()._apply(fn)",
-    ],
-)
-def test_the_scan_objects(source):
-    assert len(private_uses(list(ast.walk(ast.parse(source))))) == 1
 
 
 def overridden_methods(classes: list[type]) -> set[str]:

@@ -134,12 +134,6 @@ def test_what_fails_leaves_the_rest_and_no_case_is_measured_twice(worker, record
     )
 
 
-def test_a_case_after_the_time_is_up_is_skipped(worker, recorder):
-    assert run_cases(worker, recorder, [({"case": "late"}, problem)], seconds=-1) == 0
-    (row,) = read_rows(recorder.path)
-    assert (row["status"], row["note"]) == ("skipped", "the time for this section is up")
-
-
 def run_in_process(suite, recorder, monkeypatch, tmp_path, process, seconds=60):
     """Run a section whose process is replaced by a function."""
     monkeypatch.setattr(suite, "_run", process)
@@ -163,40 +157,6 @@ def test_after_a_lost_device_the_section_continues_in_a_new_process(suite, worke
     statuses = [(row["case"], row["status"]) for row in rows]
     assert statuses[0] == ("loses", "failed")
     assert ("good", "measured") in statuses
-
-
-@pytest.mark.parametrize(
-    ("outcome", "note"), [(-11, "exit code -11"), (3, "exit code 3"), (None, "did not end in time")]
-)
-def test_a_process_that_ends_before_a_case_costs_its_section_alone(
-    suite, recorder, monkeypatch, tmp_path, outcome, note
-):
-    (row,) = run_in_process(suite, recorder, monkeypatch, tmp_path, lambda *_, **__: outcome)
-    assert row["status"] == "failed"
-    assert note in row["note"]
-
-
-@pytest.mark.parametrize(("outcome", "note"), [(-11, "exit code -11"), (None, "did not end in time")])
-def test_a_process_that_ends_in_a_case_costs_that_case_alone(
-    suite, worker, recorder, monkeypatch, tmp_path, outcome, note
-):
-    outcomes = [outcome, 0]
-
-    def process(command, deadline, **_):
-        if len(outcomes) == 2:
-            worker.CaseInProgress(tmp_path).write({"section": "sparse", "case": "ends it", "dtype": "float32"})
-        return outcomes.pop(0)
-
-    (row,) = run_in_process(suite, recorder, monkeypatch, tmp_path, process)
-    assert (row["case"], row["status"]) == ("ends it", "failed")
-    assert note in row["note"]
-    assert outcomes == []
-
-
-def test_a_section_that_never_starts_says_which_cases_it_skipped(suite, worker, recorder, monkeypatch, tmp_path):
-    rows = run_in_process(suite, recorder, monkeypatch, tmp_path, fail, seconds=-1)
-    assert [row["case"] for row in rows] == [facts["case"] for facts, _ in worker.PROBLEMS["sparse"]("cpu", tiny=True)]
-    assert {row["note"] for row in rows} == {suite.TIME_IS_UP}
 
 
 def test_a_command_is_ended_with_its_grace_and_not_before(suite):
@@ -249,43 +209,6 @@ def test_the_checks_cover_every_kernel_dtype_and_direction(suite, tmp_path):
     assert covered >= {(module, dtype, "backward") for module in modules - without_backward for dtype in dtypes}
 
 
-def test_several_processes_share_the_checks(suite, worker, tmp_path):
-    from benchmarks.gpu.correctness import correctness_checks
-
-    every = [facts for facts, _ in correctness_checks("cpu")]
-    shares = [[facts for facts, _ in correctness_checks("cpu", share, 3)] for share in range(3)]
-    assert sorted(map(str, every)) == sorted(str(facts) for part in shares for facts in part)
-    assert max(map(len, shares)) <= min(map(len, shares)) + len(every) // 6
-    for part in shares:  # Both directions of a check use the same compiled kernels.
-        forward = {(facts["case"], facts["dtype"]) for facts in part if facts["direction"] == "forward"}
-        assert {(facts["case"], facts["dtype"]) for facts in part} == forward
-    for share in (1, 2):
-        worker.CaseInProgress(tmp_path, share).write({"section": "correctness", "case": f"of {share}"})
-    assert {facts["case"] for facts in worker.CaseInProgress.take_all(tmp_path)} == {"of 1", "of 2"}
-    assert worker.CaseInProgress.take_all(tmp_path) == []
-
-
-def test_a_process_that_ends_leaves_the_shares_of_the_others(suite, worker, recorder, monkeypatch, tmp_path):
-    def process(command, deadline, **_):
-        share = command[command.index("--share") + 1]
-        rows = worker.remaining_cases("correctness", read_rows(recorder.path), "cpu", int(share), 4)
-        if share == "2" and len(rows) == len(list(worker.correctness_checks("cpu", 2, 4))):
-            worker.CaseInProgress(tmp_path, 2).write({"section": "correctness", **rows[0]})
-            return -11
-        for facts in rows:
-            recorder.add({**facts, "status": "passed"})
-        return 0
-
-    monkeypatch.setattr(suite, "_run", process)
-    suite.main(
-        ["--dry-run", "--out", str(tmp_path), "--commit", "abc", "--sections", "correctness", "--processes", "4"]
-    )
-    rows = read_rows(recorder.path)
-    (failed,) = (row for row in rows if row["status"] == "failed")
-    assert "exit code -11" in failed["note"]
-    assert len(rows) == len(list(worker.correctness_checks("cpu")))
-
-
 def test_a_wrong_kernel_fails_its_check():
     from benchmarks.gpu.correctness import Check, run_check
 
@@ -310,17 +233,6 @@ def test_predictions_that_rows_contradict_are_said():
     assert "choose_path takes fused, 10 us, and joined takes 5 us" in sentence
     host = row("", 100, "host", "SKLinear, 256 x 256, R = 16", direction="no gradients")
     assert contradictions([host], triton=True) == ["HOST_US['pair'] is 24, and the host takes 100 us"]
-
-
-def test_the_page_for_the_documentation_has_no_markup_by_accident(suite, recorder):
-    docutils = pytest.importorskip("docutils.core")
-    note = "RuntimeError: `a_ *b* |c| \\d"
-    recorder.add({"section": "sparse", "case": "a", "status": "failed", "note": note})
-    recorder.add({"section": "correctness", "case": "b", "status": "failed", "note": note})
-    page = suite.document(read_rows(recorder.path), recorder.stamped, True)
-    settings = {"halt_level": 2, "report_level": 5}
-    tree = docutils.publish_string(page, settings_overrides=settings).decode()
-    assert tree.count("`a_ *b* |c| \\d") == 2
 
 
 def test_every_aim_is_a_case_that_the_suite_measures(suite):

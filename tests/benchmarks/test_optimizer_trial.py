@@ -133,19 +133,6 @@ def test_all_methods_run_on_images_and_times_are_measured_in_turns(trial):
     assert all(row["x_adamw"] > 0 for row in progress.rows if row["equal"] == "speed")
 
 
-def test_a_missing_package_leaves_a_method_out(trial, monkeypatch, capsys, characters):
-    from benchmarks.train import optimizer_methods
-
-    def refuse(module, extra):
-        raise trial.MissingExtraError(f"{module} is missing")
-
-    monkeypatch.setattr(optimizer_methods, "require_extra", refuse)
-    progress = trial.Progress()
-    list(trial.run(["characters"], [optimizer_methods.METHODS["AdamW, 8 bits"]], progress, quick=True))
-    assert progress.rows == []
-    assert "torchao.optim is missing" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["encoder", "smollm2"])
 def test_pretrained_models_are_fine_tuned(trial, name):
     pytest.importorskip("transformers")
@@ -161,55 +148,6 @@ def test_pretrained_models_are_fine_tuned(trial, name):
     assert rows["LoRA"]["state_numbers"] <= rows["AdamW"]["state_numbers"] / 4
     assert rows["tensor, rank 1"]["state_numbers"] < rows["AdamW"]["state_numbers"]
     assert {"AdamW, narrower", "sketched layers"} <= set(task.excluded)
-
-
-def test_words_and_characters_are_the_same_text():
-    from benchmarks.train import optimizer_tasks
-    from benchmarks.trials.text_model import SYMBOLS
-
-    source = b"def f(self):\n    return self.value + self.other\n" * 3
-    codes = torch.tensor(list(source))
-    symbols = torch.cat((torch.where(codes == ord("\n"), 2, codes - 29), torch.tensor([0])))
-    vocabulary = optimizer_tasks.vocabulary_of(optimizer_tasks._decoded(symbols), 4)
-    assert next(iter(vocabulary)) == " self"
-    assert set(vocabulary.values()) == set(range(SYMBOLS, SYMBOLS + 4))
-    tokens = optimizer_tasks._in_words(symbols, vocabulary)
-    assert len(tokens) < len(symbols)
-    spelling = {number: word for word, number in vocabulary.items()}
-    spelled = [
-        spelling[token] if token >= SYMBOLS else optimizer_tasks._decoded(torch.tensor([token]))
-        for token in tokens.tolist()
-    ]
-    assert "".join(spelled) == source.decode() + "\0"
-
-
-def test_glosses_come_with_the_part_of_speech(monkeypatch, tmp_path):
-    from benchmarks.trials import pretrained
-
-    for part, letter in (("noun", "n"), ("verb", "v"), ("adj", "s"), ("adv", "r")):
-        lines = ["  1 This is a licence | and not an entry", f"00001740 03 {letter} 01 word 0 000 | " + 50 * letter]
-        (tmp_path / f"data.{part}").write_text("\n".join([*lines, ""]))
-    monkeypatch.setenv("PANTHER_WORDNET", str(tmp_path))
-    data = b"".join((tmp_path / f"data.{part}").read_bytes() for part in ("noun", "verb", "adj", "adv"))
-    monkeypatch.setattr(pretrained, "_WORDNET_SHA256", pretrained.hashlib.sha256(data).hexdigest())
-    labelled = dict(pretrained.labelled_glosses())
-    assert labelled == {50 * letter: letter.replace("s", "a") for letter in "nvsr"}
-    assert sorted(pretrained.glosses()) == sorted(labelled)
-
-
-def test_the_table_has_the_losses_of_the_chosen_rate():
-    from benchmarks.figures import optimizers_table
-
-    losses = [("steps", 0.003, 2.5), ("steps", 0.006, 2.0), ("steps", 0.006, 2.2), ("time", 0.006, 2.4)]
-    runs = [
-        {"method": "Muon", "equal": equal, "lr": str(lr), "loss": str(loss), "state_mb": "0.5", "device": "A CPU"}
-        for equal, lr, loss in losses
-    ]
-    speeds = [{"method": "Muon", "x_adamw": "1.25", "peak_mb": "80.2"}]
-    table = optimizers_table.method_table("characters-96", runs, speeds)
-    assert "Characters, width 96: nats a character, 2 seeds, A CPU" in table
-    assert "   Muon,2.100,0.200,2.400,0.5,80.2,1.25\n" in table
-    assert "   Muon,2.100,0.200,2.400,0.5,,\n" in optimizers_table.method_table("characters-96", runs, [])
 
 
 def state_numbers(methods):
