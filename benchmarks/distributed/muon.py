@@ -26,7 +26,6 @@ from panther.optim import MuonAdamW, orthogonalize
 _RATE, _DECAY = 0.02, 0.1
 _MATRICES = 8  # of a shape, on 2, 4 or 8 ranks
 _SHAPES = ((256, 256), (512, 256), (1024, 256), (256, 1024), (512, 512))
-_RANK = 32
 _SHARE = {
     "allgather": lambda n: n - 1,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -56,17 +55,12 @@ def _torch_muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=_RATE, weight_decay=_DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
-def _panther(parameters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
-    return MuonAdamW(parameters, lr=_RATE, weight_decay=_DECAY, orthogonalize=True, **settings)
-
-
-def _low_rank(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return _panther(parameters, rank=min(_RANK, *(min(p.shape) for p in parameters)))
+def _panther(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return MuonAdamW(parameters, lr=_RATE, weight_decay=_DECAY, orthogonalize=True)
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "MuonAdamW": _panther,
-    f"MuonAdamW, rank {_RANK}": _low_rank,
     "gathering": lambda parameters: GatheringMuon(parameters, {"lr": _RATE}),
     "torch.optim.Muon": _torch_muon,
 }
@@ -120,7 +114,7 @@ def _rows(shapes: tuple[tuple[int, int], ...], ranks: int, steps: int) -> list[d
                     "x gather": figure(sum(everywhere) / ranks / gathered),
                     "calls": traffic.calls,
                     "time_ms": figure(1e3 * min(seconds)),
-                    "error": "" if "rank" in name else figure(_error(ends, exact, starts)),
+                    "error": figure(_error(ends, exact, starts)),
                 }
             )
     return rows

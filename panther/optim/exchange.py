@@ -1,20 +1,13 @@
-r"""Orthogonalise matrices that are sharded over ranks, a batch of one layout at a time, without gathering them.
+"""Orthogonalise matrices that are sharded over ranks, a batch of one layout at a time.
 
-Each matrix belongs to one rank, its owner. There are two ways. The first one is taken if it sends at most three
-quarters of the bytes of the second one:
-
-- **Triangles.** If every shard has full rows of a tall matrix M (m, n), the Gram matrix is a sum over the ranks. A rank
-  sends R of a QR factorisation of its shard, n (n + 1) / 2 numbers, because Gram matrices in float32 would lose small
-  singular values. The owner computes Q with :math:`M Q` orthogonalised from all R and sends the upper triangle of Q to
-  every rank, which multiplies its shard by Q. A rank sends about (N - 1)/N n^2 numbers for each matrix.
-- **Owners.** The shards go to the owner, which orthogonalises the complete matrix and sends the shards of the result
-  back: 2 (N - 1)/N^2 m n numbers.
+Each matrix belongs to one rank, its owner. The shards go to the owner, which orthogonalises the complete matrix and
+sends the shards of the result back: a rank sends 2 (N - 1)/N^2 m n numbers for an (m, n) matrix.
 
 A generator stands for a batch. It yields while its messages travel, so that other batches compute in the meantime. All
 ranks run the same batches in the same order.
 """
 
-__all__ = ["Owners", "check_gradients", "mean_bytes", "triangle_bytes", "update_shards", "whole_matrix_bytes"]
+__all__ = ["Owners", "check_gradients", "mean_bytes", "update_shards"]
 
 import hashlib
 from collections.abc import Generator, Sequence
@@ -27,14 +20,11 @@ from panther.distributed.comm.agreement import agree
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.ranks import transport
 from panther.errors import DistributedError
-from panther.linalg.operand import full_precision
 from panther.optim.matrix_updates import MatrixUpdate, advance_momenta, apply_updates
-from panther.optim.newton_schulz import orthogonalize, orthogonalizing_factor
+from panther.optim.newton_schulz import orthogonalize
 from panther.optim.shards import ShardLayout, sending_device
 
 _CALL = "MuonAdamW.step"
-# Triangles have to send this share of the bytes at most, because their products in float64 took up to twice the time.
-_WORTH = 0.75
 
 
 class Owners:
@@ -43,12 +33,12 @@ class Owners:
     def __init__(self) -> None:
         self._flops_by_group: dict[dist.ProcessGroup, list[float]] = {}
 
-    def choose(self, layout: ShardLayout, dtype: torch.dtype, count: int) -> list[int]:
+    def choose(self, layout: ShardLayout, count: int) -> list[int]:
         """Return the owners of ``count`` matrices, the same ones on every rank."""
         if layout.holder is not None:
             return [layout.holder] * count
         m, n = layout.shape
-        flops = 30.0 * n**3 if _sends_triangles(layout, dtype) else 8.0 * m * n**2 + 28.0 * n**3
+        flops = 8.0 * m * n**2 + 28.0 * n**3
         loads = self._flops_by_group.setdefault(layout.group, [0.0] * layout.ranks)
         owners = []
         for _ in range(count):
@@ -57,25 +47,10 @@ class Owners:
         return owners
 
 
-def triangle_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
-    """Return the bytes that all ranks together send for a matrix as triangles, in the mean over its possible owners."""
-    entries = sum(_triangle_size(height, layout.shape[1]) for height in _heights(layout))
-    receivers = sum(height > 0 for height in _heights(layout))
-    answer = _triangle_size(layout.shape[1], layout.shape[1]) + 1
-    share = (layout.ranks - 1) / layout.ranks
-    return share * (entries + receivers * answer) * dtype.itemsize
-
-
-def whole_matrix_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
-    """Return the bytes that all ranks together send for a matrix that goes to its owner and back."""
-    m, n = layout.shape
-    return 0.0 if layout.holder is not None else 2 * (layout.ranks - 1) / layout.ranks * m * n * dtype.itemsize
-
-
 def mean_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
     """Return the bytes that a rank sends for a matrix, in the mean over the ranks."""
-    total = triangle_bytes if _sends_triangles(layout, dtype) else whole_matrix_bytes
-    return total(layout, dtype) / layout.ranks
+    m, n = layout.shape
+    return 0.0 if layout.holder is not None else 2 * (layout.ranks - 1) / layout.ranks**2 * m * n * dtype.itemsize
 
 
 def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[None, None, None]:
@@ -83,9 +58,25 @@ def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[No
     layout = batch[0].layout
     assert layout is not None
     shards = advance_momenta(batch)  # (batch, rows, columns) of this rank
-    orthogonalize_shards = _by_triangles if _sends_triangles(layout, shards.dtype) else _by_owners
-    owners_of_batch = owners.choose(layout, shards.dtype, len(shards))
-    apply_updates(batch, (yield from orthogonalize_shards(shards, layout, owners_of_batch)))
+    by_owner = _by_rank(owners.choose(layout, len(shards)), layout.ranks)
+    owned = by_owner[layout.rank]
+    rectangles = layout.rectangles
+    pieces = yield from _exchange(
+        [shards[indices] for indices in by_owner], [len(owned) * rectangle.size for rectangle in rectangles], layout
+    )
+    matrices = shards.new_empty(len(owned), *layout.shape)
+    places = [
+        matrices[:, r.rows.start : r.rows.stop, r.columns.start : r.columns.stop] for r in rectangles
+    ]  # views of the matrices
+    for place, piece in zip(places, pieces, strict=True):
+        place.copy_(piece.view(place.shape))
+    if owned:
+        matrices.copy_(orthogonalize(matrices, dtype=matrices.dtype))
+    pieces = yield from _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
+    result = torch.empty_like(shards)
+    for indices, piece in zip(by_owner, pieces, strict=True):
+        result[indices] = piece.view(len(indices), *shards.shape[1:])
+    apply_updates(batch, result)
 
 
 def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str) -> None:
@@ -128,68 +119,6 @@ def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name
         describe()  # raises if every rank has the same error
 
 
-def _sends_triangles(layout: ShardLayout, dtype: torch.dtype) -> bool:
-    # Triangles are never in half precision, and steps are to be in one dtype in every layout.
-    has_wide_entries = dtype.itemsize > 2 and layout.has_full_rows
-    return has_wide_entries and triangle_bytes(layout, dtype) < _WORTH * whole_matrix_bytes(layout, dtype)
-
-
-def _by_triangles(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
-    n = layout.shape[1]
-    heights = _heights(layout)
-    sizes = [_triangle_size(height, n) for height in heights]
-    by_owner = _by_rank(owners, layout.ranks)
-    owned = by_owner[layout.rank]
-    # R is upper trapezoidal if this rank has fewer than n rows.
-    triangles = (
-        _pack(torch.linalg.qr(shards, mode="r").R) if layout.rectangle.size else shards.new_empty(len(shards), 0)
-    )
-    pieces = yield from _exchange(
-        [triangles[indices] for indices in by_owner], [len(owned) * size for size in sizes], layout
-    )
-    answers = triangles.new_zeros(len(owned), _triangle_size(n, n) + 1)
-    if owned:
-        parts = [
-            _unpack(piece.view(len(owned), size), height, n)
-            for piece, size, height in zip(pieces, sizes, heights, strict=True)
-        ]
-        Q, norms = orthogonalizing_factor(torch.cat(parts, -2))
-        answers = torch.cat((_pack(Q), norms.flatten(-2)), -1)
-    receives = [height > 0 for height in heights]
-    counts = [len(indices) * answers.shape[-1] if receives[layout.rank] else 0 for indices in by_owner]
-    pieces = yield from _exchange([answers if receiver else answers[:0] for receiver in receives], counts, layout)
-    if not receives[layout.rank]:
-        return shards
-    factors = shards.new_empty(len(owners), answers.shape[-1])
-    for indices, piece in zip(by_owner, pieces, strict=True):
-        factors[indices] = piece.view(len(indices), answers.shape[-1])
-    upper = _unpack(factors[:, :-1], n, n)
-    with full_precision():
-        return (shards / factors[:, -1, None, None]) @ (upper + upper.triu(1).mT)
-
-
-def _by_owners(shards: Tensor, layout: ShardLayout, owners: Sequence[int]) -> Generator[None, None, Tensor]:
-    by_owner = _by_rank(owners, layout.ranks)
-    owned = by_owner[layout.rank]
-    rectangles = layout.rectangles
-    pieces = yield from _exchange(
-        [shards[indices] for indices in by_owner], [len(owned) * rectangle.size for rectangle in rectangles], layout
-    )
-    matrices = shards.new_empty(len(owned), *layout.shape)
-    places = [
-        matrices[:, r.rows.start : r.rows.stop, r.columns.start : r.columns.stop] for r in rectangles
-    ]  # views of the matrices
-    for place, piece in zip(places, pieces, strict=True):
-        place.copy_(piece.view(place.shape))
-    if owned:
-        matrices.copy_(orthogonalize(matrices, dtype=matrices.dtype))
-    pieces = yield from _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
-    result = torch.empty_like(shards)
-    for indices, piece in zip(by_owner, pieces, strict=True):
-        result[indices] = piece.view(len(indices), *shards.shape[1:])
-    return result
-
-
 def _exchange(
     parts: Sequence[Tensor], counts: Sequence[int], layout: ShardLayout
 ) -> Generator[None, None, list[Tensor]]:
@@ -217,34 +146,9 @@ def _exchange(
     return pieces
 
 
-def _heights(layout: ShardLayout) -> list[int]:
-    """Return the number of rows of R of each rank: 0 without a shard, and at most n."""
-    return [min(len(r.rows), layout.shape[1]) if r.size else 0 for r in layout.rectangles]
-
-
 def _by_rank(owners: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the numbers of the matrices of each owner."""
     by_owner: list[list[int]] = [[] for _ in range(ranks)]
     for index, owner in enumerate(owners):
         by_owner[owner].append(index)
     return by_owner
-
-
-def _triangle_size(height: int, n: int) -> int:
-    """Return the number of entries of an upper trapezoidal matrix of min(height, n) rows and n columns."""
-    height = min(height, n)
-    return height * n - height * (height - 1) // 2
-
-
-def _pack(R: Tensor) -> Tensor:  # (batch, height, n) -> (batch, entries)
-    """Return the entries on and above the diagonal."""
-    rows, columns = torch.triu_indices(*R.shape[-2:], device=R.device)
-    return R[:, rows, columns]
-
-
-def _unpack(entries: Tensor, height: int, n: int) -> Tensor:  # (batch, entries) -> (batch, height, n)
-    """Return upper trapezoidal matrices; the inverse of :func:`_pack`."""
-    rows, columns = torch.triu_indices(height, n, device=entries.device)
-    R = entries.new_zeros(len(entries), height, n)
-    R[:, rows, columns] = entries
-    return R

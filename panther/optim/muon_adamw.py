@@ -67,9 +67,8 @@ class MuonAdamW(CheckedGroups):
 
     Cost: the state has one number for each entry of an orthogonalised matrix and two for each entry of other
     parameters. :func:`orthogonalize` runs once for all matrices of a shape. For a matrix (m, n), m >= n, that is
-    sharded over N ranks, a rank sends :math:`2 (N-1)/N^2\, m n` numbers of the dtype of the momentum, or
-    :math:`(N-1)/N\, n^2` numbers in float32 if each rank has complete rows and this is less. An agreement of 16 bytes
-    comes before.
+    sharded over N ranks, a rank sends :math:`2 (N-1)/N^2\, m n` numbers of the dtype of the iteration. An agreement of
+    16 bytes comes before.
 
     Example:
         >>> import torch, panther as pr

@@ -9,7 +9,7 @@ larger. Results are then wrong by 2e-5 of their norm at most, and by 8e-4 withou
 deficient, one large value and many of a thousandth). Dao-AILab's Gram Newton-Schulz restarts for half precision.
 """
 
-__all__ = ["orthogonalize", "orthogonalizing_factor"]
+__all__ = ["orthogonalize"]
 
 from collections.abc import Callable
 
@@ -23,7 +23,6 @@ from panther.linalg.operand import full_precision
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = (3, 2)  # before and after the restart
-_ALL_ROUNDS = (sum(_ROUNDS),)
 # From this ratio of the sides, polynomials of the Gram matrix take less time in float32: 0.8 of it at 4, 1.4 at 1.
 _LONG = 2
 _ONE_BY_ONE = 256  # From this size, CPUs multiply single matrices in 0.95 of the time of stacks.
@@ -87,38 +86,6 @@ def _iterated(X: Tensor, add_product: Callable[..., Tensor]) -> Tensor:  # (*, m
         gram = X @ X.mT
         X = add_product(X, add_product(gram, gram, gram, beta=_B, alpha=_C), X, beta=_A)
     return X
-
-
-def orthogonalizing_factor(
-    S: Tensor,  # (*batch, k, n)
-) -> tuple[Tensor, Tensor]:  # (*batch, n, n), (*batch, 1, 1)
-    r"""Return Q and norms such that ``(M / norm) @ Q`` is ``orthogonalize(M)`` for each M with the Gram matrix of S.
-
-    Q is symmetric, as a polynomial of the Gram matrix. It is computed in float64, because after a restart in float32
-    the factors of Q would commute to 4e-4 only. Float64 matrices need the restart in turn.
-
-    Args:
-        S: Float32 or float64, with :math:`S^T S = M^T M`, for example the factor R of a QR factorisation of M.
-
-    Returns:
-        Q, and the Frobenius norms, 1 for matrices of zeros; both in the dtype of S.
-
-    Cost: ``2 k n^2 + 30 n^3`` flops in float64.
-    """
-    rounds_by_phase = _ROUNDS if S.dtype is torch.float64 else _ALL_ROUNDS
-    dtype, S = S.dtype, S.double()
-    norms = torch.linalg.matrix_norm(S, keepdim=True)
-    norms = torch.where(norms > 0, norms, 1)
-    S = S / norms
-    eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
-    Q = eye
-    for phase, rounds in enumerate(rounds_by_phase):
-        level, product = _polynomial(S.mT @ S, rounds)
-        factor = product + level * eye
-        Q = Q @ factor if phase else factor
-        if phase + 1 < len(rounds_by_phase):
-            S = S @ factor
-    return Q.to(dtype), norms.to(dtype)
 
 
 def _polynomial(gram: Tensor, rounds: int) -> tuple[float, Tensor]:

@@ -63,8 +63,7 @@ class ShardLayout:
         """Return the layout of a matrix from the rows and columns of each rank, before a transposition."""
         m, n = matrix
         rectangles = tuple(Rectangle(*part) for part in parts)
-        # Square matrices are transposed if columns are sharded, so that their Gram matrices are sums over the ranks.
-        is_transposed = m < n or (m == n and all(len(r.rows) == m for r in rectangles if r.size))
+        is_transposed = m < n
         if is_transposed:
             m, n, rectangles = n, m, tuple(rectangle.transposed for rectangle in rectangles)
         return cls(group, rank, (m, n), is_transposed, rectangles)
@@ -79,16 +78,9 @@ class ShardLayout:
         """Return the shard of this rank."""
         return self.rectangles[self.rank]
 
-    def oriented(self, is_transposed: bool) -> "ShardLayout":
-        """Return the layout with the matrices transposed if it differs in this; they have to be square."""
-        if is_transposed == self.is_transposed:
-            return self
-        rectangles = tuple(rectangle.transposed for rectangle in self.rectangles)
-        return replace(self, is_transposed=is_transposed, rectangles=rectangles)
-
     @cached_property
     def has_full_rows(self) -> bool:
-        """Whether every shard consists of full rows, so that Gram matrices are sums over the ranks."""
+        """Whether every shard consists of full rows of the tall matrices."""
         return all(len(rectangle.columns) == self.shape[1] for rectangle in self.rectangles if rectangle.size)
 
     @cached_property

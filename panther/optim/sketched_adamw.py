@@ -394,8 +394,7 @@ class SketchedAdamW(CheckedGroups):
         if not _is_sketched(parameter, group):
             return 0.0
         m, _ = layout.shape
-        # Square matrices are not transposed here.
-        is_partial = not layout.oriented(parameter.shape[0] < parameter.shape[1]).has_full_rows
+        is_partial = not layout.has_full_rows
         # Sums of squares are in float64.
         num_sums = {"projected": 0, "tensor": 2, "channel": 2 + m * is_partial}[group["update"]]
         sketch_bytes = group["rank"] * m * is_partial * torch.promote_types(parameter.dtype, torch.float32).itemsize

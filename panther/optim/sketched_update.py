@@ -93,8 +93,7 @@ class SketchedUpdate:
         self.dtype = moment_dtype(parameter)
         self.gradient = local_part(placed_like(parameter, parameter.grad))
         self.is_transposed = parameter.shape[0] < parameter.shape[1]
-        # The layout takes square matrices as tall ones after a transposition too.
-        self.layout = layout = None if layout is None else layout.oriented(self.is_transposed)
+        self.layout = layout
         rows, columns = (range(size) for size in sorted(parameter.shape, reverse=True))
         self.shape, self.has_all_columns = (len(rows), len(columns)), True
         if layout is not None:

@@ -8,7 +8,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from panther.distributed import make_mesh
 from panther.optim import MuonAdamW, orthogonalize
-from panther.optim.newton_schulz import orthogonalizing_factor
 
 pytestmark = pytest.mark.distributed
 
@@ -102,7 +101,7 @@ def test_steps_are_those_of_one_process(n, layout):
 
 
 def test_steps_in_half_precision_differ_by_rounding():
-    """Triangles and owners compute in float32 or wider, so only the rounding of updates and parameters differs.
+    """Owners compute in float32 or wider, so only the rounding of updates and parameters differs.
 
     An entry of a parameter may round the other way, which is a tenth of the step of a matrix of one row.
     """
@@ -132,6 +131,4 @@ def test_float32_is_exact_enough_for_every_spectrum(shape, spectrum):
     """Without the restart, the error was 8e-4 for one large value, and 2e-4 for condition 1e4."""
     M = matrix_of(shape, spectrum, torch.float32)
     exact = orthogonalize(M.double())
-    factor, norm = orthogonalizing_factor(torch.linalg.qr(M, mode="r").R)
-    for result in (orthogonalize(M), M / norm @ factor):
-        assert torch.linalg.norm(result - exact) < 1e-4 * torch.linalg.norm(exact)
+    assert torch.linalg.norm(orthogonalize(M) - exact) < 1e-4 * torch.linalg.norm(exact)
