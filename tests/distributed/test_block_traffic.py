@@ -75,7 +75,7 @@ def count(kind, form):
 
 A_ROW = NUMBER * ROWS
 
-# Of attention, then of the feed-forward block; q, k and v are one collective, and so are gate and up.
+# Of attention, then of the feed-forward block; dense q, k and v are one collective, and so are dense gate and up.
 BYTES = {
     ("block", "dense"): (2 * A_ROW * WIDTH, 2 * A_ROW * WIDTH),
     ("block", "sketched"): (2 * A_ROW * 2 * R, A_ROW * 2 * R * (3 + 2)),
@@ -94,9 +94,9 @@ BYTES = {
 }
 CALLS = {
     ("block", "dense"): (2, 2),  # was (2, 5)
-    ("block", "sketched"): (2, 2),  # was (2, 5)
+    ("block", "sketched"): (2, 5),
     ("sequence", "dense"): (6, 4),  # was (12, 9); two of the six exchange shapes
-    ("sequence", "sketched"): (6, 8),  # was (12, 16)
+    ("sequence", "sketched"): (12, 14),  # five of the twelve exchange shapes
     ("encoder", "dense"): (2, 3),  # was (2, 8)
     ("encoder", "sketched"): (2, 3),  # was (2, 8)
 }
@@ -107,7 +107,7 @@ CALLS = {
 def test_collectives_and_bytes_of_a_block(kind, form):
     forward_calls, forward_bytes, backward_calls, backward_bytes = count(kind, form)
     assert (forward_calls, backward_calls) == CALLS[kind, form]
-    shapes = 2 * 9 * 8 if kind == "sequence" else 0  # ranks tell the shapes before a gather
+    shapes = (2 if form == "dense" else 5) * 9 * 8 if kind == "sequence" else 0  # ranks tell them before a gather
     assert (forward_bytes - shapes, backward_bytes) == BYTES[kind, form]
 
 

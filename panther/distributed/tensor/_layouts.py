@@ -40,10 +40,6 @@ class Layouts:
         """The ranks of the mesh."""
         return self.mesh.get_group()
 
-    def takes_same_input(self, other: "Layouts") -> bool:
-        """Return whether layers with these two layouts take inputs with the same placement."""
-        return other.mesh == self.mesh and other.input_dim == self.input_dim
-
     def take(self, x: Tensor) -> Tensor:
         """Return the local tensor of an input that is replicated, or sharded along ``input_dim``."""
         dim = self.input_dim

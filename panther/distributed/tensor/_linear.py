@@ -20,20 +20,22 @@ __all__ = [
     "RowwiseLowRankLinear",
     "RowwiseSKLinear",
     "ShardedLayer",
+    "SharedInput",
     "VocabularyEmbedding",
     "shard_layer_",
+    "share_input_",
 ]
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 
-from panther._torch import parameters_of
+from panther._torch import parameters_of, version_of
 from panther.distributed.comm.collectives import on_first_rank
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
@@ -42,11 +44,10 @@ from panther.distributed.tensor._module import (
     ShardedSketchedModule,
     become_,
     flattened,
-    local_shards,
     shard_parameter_,
     unflattened,
 )
-from panther.distributed.tensor._shared_input import SharedInput
+from panther.distributed.tensor.unshard import remember_
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
 from panther.nn import LowRankLinear, SKLinear
@@ -72,41 +73,59 @@ class ShardedLayer(ShardedModule):
     layer, because each rank then uses them for a part of the sequence."""
 
 
-class ColwiseLayer(ShardedLayer):
-    """Base of the layers whose outputs are sharded; layers with the same input can share its collective."""
+class SharedInput:
+    """The input of dense layers that are called one after another with the same tensor, such as q, k and v.
 
-    shared_input: SharedInput | None = None
+    All of them get one copy of it, so that autograd adds their gradients before the sum over the ranks.
+    """
 
-    def first_product(self, input: Tensor) -> Tensor:
-        """Return the result of the first product and the collective, which layers with the same input share."""
-        shared = self.shared_input
-        return self.shared_forward([self], input)[0] if shared is None else shared.enter(self, input)
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers, self._num_left = num_layers, 0
+        self._input: Tensor | None = None
+        self._key: tuple[int, int | None] | None = None
+        self._result: Tensor | None = None
 
-    def can_share_with(self, other: Any) -> bool:
-        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
-        return type(other) is type(self) and self.layouts.takes_same_input(other.layouts)
+    def take(self, input: Tensor, layouts: Layouts) -> Tensor:
+        """Return the input on every rank; the gradient is summed over the ranks."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or input.is_inference():
+            return layouts.gather_or_sum_in_backward(layouts.take(input))
+        result, key = self._result, (version_of(input), layouts.input_dim)
+        if result is None or self._input is not input or self._key != key:
+            result = layouts.gather_or_sum_in_backward(layouts.take(input))
+            self._input, self._key, self._result, self._num_left = input, key, result, self._num_layers
+        self._num_left -= 1
+        if not self._num_left:
+            self._input = self._result = None
+        return result
 
-    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Compute the first product of all ``layers`` (self included) in one call and one collective."""
-        raise NotImplementedError
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without tensors, so that copies of the layers have none."""
+        return vars(SharedInput(self._num_layers))
 
 
-class ColwiseLinear(ColwiseLayer, nn.Linear):
+def share_input_(block: nn.Module) -> None:
+    """Let the dense layers of a block whose outputs are sharded share their input."""
+    layers = [layer for layer in block.children() if isinstance(layer, ColwiseLinear)]
+    if len(layers) > 1 and not isinstance(block, nn.Sequential | nn.ModuleList):
+        shared = SharedInput(len(layers))
+        for layer in layers:
+            remember_(layer, ("shared_input",))
+            layer.shared_input = shared
+
+
+class ColwiseLinear(ShardedLayer, nn.Linear):
     """A dense layer whose outputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
     action = "outputs sharded"
     size_name = "out_features"
+    shared_input: SharedInput | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        x = self.first_product(input)
+        x = (self.shared_input or SharedInput(1)).take(input, self.layouts)
         y = unflattened(F.linear(flattened(x), *self.locals("weight", "bias")), x)
         return self.layouts.give_columns(y, self.out_features)
-
-    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Return the input for each layer; its gradient is summed over the ranks once for all layers."""
-        return [self.layouts.gather_or_sum_in_backward(self.layouts.take(input))] * len(layers)
 
 
 class RowwiseLinear(ShardedLayer, nn.Linear):
@@ -162,6 +181,12 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         stream = self.sketch_names.index(name)
         return signs(self.seed, stream, rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
 
+    def inner(self, x: Tensor) -> Tensor:  # (*, inputs of this rank) -> (*, 2 R)
+        """Return :math:`s x [S_1 | U_2]`, by the kernels of the unsharded layer."""
+        S1, U2 = self.locals("S1", "U2")
+        x, S1, U2 = autocast(x.device, x, S1, U2.to(S1.dtype))
+        return unflattened(sketched_inner(flattened(x), S1, U2, self.scale), x)
+
     def expanded(self, h: Tensor) -> Tensor:  # (*, 2 R) -> (*, out or this rank's outputs)
         """Return :math:`h [U_1 ; S_2] + b`, by the kernels of the unsharded layer."""
         S2, U1, bias = self.locals("S2", "U1", "bias")
@@ -170,17 +195,7 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         return unflattened(sketched_outer(flattened(h), U1, S2, bias), h)
 
 
-def sketched_inputs(
-    layers: Sequence[ShardedSKLinear], x: Tensor
-) -> Tensor:  # (*, inputs of this rank) -> (*, sum of 2R)
-    r"""Return :math:`s x [S_1 | S_1' | \dots | U_2 | U_2' | \dots]` of layers with one input, as one product."""
-    S1s, U2s = zip(*local_shards(layers, "S1", "U2"), strict=True)
-    x, *factors = autocast(x.device, x, *S1s, *(U2.to(S1.dtype) for S1, U2 in zip(S1s, U2s, strict=True)))
-    h = sketched_inner(flattened(x), factors[: len(layers)], factors[len(layers) :], layers[0].scale)
-    return unflattened(h, x)
-
-
-class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
+class ColwiseSKLinear(ShardedSKLinear):
     """A sketched layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(SKLinear, 0)
@@ -190,24 +205,8 @@ class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        return self.layouts.give_columns(self.expanded(self.first_product(input)), self.out_features)
-
-    def can_share_with(self, other: Any) -> bool:
-        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
-        if not super().can_share_with(other) or other.scale != self.scale or other.summed != self.summed:
-            return False
-        # FSDP may have sharded the factors of one layer further, and gathers them only when this layer is called.
-        factors, other_factors = ((layer.S1, layer.U2) for layer in (self, other))
-        return all(_placed_alike(a, b) for a, b in zip(factors, other_factors, strict=True))
-
-    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Return the 2R numbers per row of each layer, from one product and one collective."""
-        h = self.layouts.gather_or_sum_in_backward(sketched_inputs(layers, self.layouts.take(input)))
-        if len(layers) == 1:
-            return [h]
-        ranks = [layer.S1.shape[1] for layer in layers]
-        parts = h.split(ranks * 2, -1)
-        return [torch.cat(pair, -1) for pair in zip(parts[: len(ranks)], parts[len(ranks) :], strict=True)]
+        h = self.layouts.gather_or_sum_in_backward(self.inner(self.layouts.take(input)))
+        return self.layouts.give_columns(self.expanded(h), self.out_features)
 
 
 class RowwiseSKLinear(ShardedSKLinear):
@@ -220,11 +219,11 @@ class RowwiseSKLinear(ShardedSKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
-        h = sketched_inputs([self], self.layouts.take_columns(input, self.local_range))
+        h = self.inner(self.layouts.take_columns(input, self.local_range))
         return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
 
 
-class ColwiseLowRankLinear(ColwiseLayer, LowRankLinear):
+class ColwiseLowRankLinear(ShardedLayer, LowRankLinear):
     """A low-rank layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(LowRankLinear, 0)
@@ -234,19 +233,9 @@ class ColwiseLowRankLinear(ColwiseLayer, LowRankLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        h, (up, bias) = self.first_product(input), self.locals("up", "bias")
+        x, (down, up, bias) = self.layouts.take(input), self.locals("down", "up", "bias")
+        h = self.layouts.gather_or_sum_in_backward(unflattened(F.linear(flattened(x), down.mT), x))
         return self.layouts.give_columns(unflattened(F.linear(flattened(h), up.mT, bias), h), self.out_features)
-
-    def can_share_with(self, other: Any) -> bool:
-        """Return whether :meth:`shared_forward` can compute the first product of another layer too."""
-        return super().can_share_with(other) and other.summed == self.summed and _placed_alike(self.down, other.down)
-
-    def shared_forward(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
-        """Return the inner numbers of each layer, from one product and one collective."""
-        x, downs = self.layouts.take(input), [down for (down,) in local_shards(layers, "down")]
-        h = F.linear(flattened(x), (downs[0] if len(downs) == 1 else torch.cat(downs, 1)).mT)
-        h = self.layouts.gather_or_sum_in_backward(unflattened(h, x))
-        return [h] if len(layers) == 1 else list(h.split([layer.rank for layer in layers], -1))
 
 
 class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
@@ -263,11 +252,6 @@ class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
         partial = unflattened(F.linear(flattened(x), self.local("down").mT), x)
         h, (up, bias) = self.layouts.scatter_or_sum(partial), self.locals("up", "bias")
         return self.layouts.give(unflattened(F.linear(flattened(h), up.mT, bias), h), partial.shape)
-
-
-def _placed_alike(a: Tensor, b: Tensor) -> bool:
-    placed = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else None for x in (a, b)]
-    return placed[0] == placed[1] and a.dtype is b.dtype and len(a) == len(b) and a.device == b.device
 
 
 def shard_layer_(

@@ -11,7 +11,6 @@ __all__ = [
     "distribute",
     "flattened",
     "local_parameters",
-    "local_shards",
     "local_tensor",
     "no_view",
     "replicate_",
@@ -22,7 +21,7 @@ __all__ = [
 import copyreg
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -78,7 +77,10 @@ class ShardedModule(nn.Module):
 
     def locals(self, *names: str) -> list[Any]:
         """Return :meth:`local` of each name; gradients that have to be summed are sent in one message."""
-        return local_shards([self], *names)[0]
+        shards = {name: local_tensor(getattr(self, name)) for name in names}
+        summed = [name for name in names if name in self.summed and shards[name] is not None]
+        tensors = sum_together_in_backward([shards[name] for name in summed], self.tp_group) if summed else []
+        return list((shards | dict(zip(summed, tensors, strict=True))).values())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a state_dict; from full tensors, which are equal on every rank, each rank takes its shard."""
@@ -138,22 +140,6 @@ def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **at
 def local_tensor(tensor: Any) -> Any:
     """Return this rank's shard of a DTensor, and any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_shards(modules: Sequence[ShardedModule], *names: str) -> list[list[Any]]:
-    """Return :meth:`ShardedModule.local` for modules on one mesh, whose gradients are summed in one message."""
-    shards = [[local_tensor(getattr(module, name)) for name in names] for module in modules]
-    places = [
-        (i, j)
-        for i, module in enumerate(modules)
-        for j, name in enumerate(names)
-        if name in module.summed and shards[i][j] is not None
-    ]
-    if places:
-        tensors = sum_together_in_backward([shards[i][j] for i, j in places], modules[0].tp_group)
-        for (i, j), tensor in zip(places, tensors, strict=True):
-            shards[i][j] = tensor
-    return shards
 
 
 def no_view(output: Tensor) -> Tensor:

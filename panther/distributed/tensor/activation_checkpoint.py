@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from panther._torch import checkpoint_wrapped_, functional_collectives
 from panther.distributed.tensor._attention import HeadwiseAttention
 from panther.distributed.tensor._linear import (
-    ColwiseLayer,
     RowwiseLinear,
     RowwiseLowRankLinear,
     RowwiseSKLinear,
@@ -106,7 +105,7 @@ class _Shapes:
     """Shapes of this rank's factors, by which products are recognized."""
 
     inner: dict[int, int] = field(default_factory=dict)
-    """Largest number of columns of [S1 | U2], concatenated over layers with the same input, by the number of rows."""
+    """Largest number of columns of [S1 | U2], by the number of rows."""
     outer: set[tuple[int, int]] = field(default_factory=set)
     """Shapes of [U1 ; S2], and of U1 and S2."""
     summed: set[tuple[int, int]] = field(default_factory=set)
@@ -122,9 +121,7 @@ class _Shapes:
             if isinstance(layer, SKLinear | LowRankLinear):
                 by_rows = isinstance(layer, RowwiseSKLinear | RowwiseLowRankLinear)
                 rows = len(here) if by_rows else layer.in_features
-                shared = layer.shared_input if isinstance(layer, ColwiseLayer) else None
-                width = sum(map(_inner_width, [layer] if shared is None else shared.layers))
-                shapes.inner[rows] = max(shapes.inner.get(rows, 0), width)
+                shapes.inner[rows] = max(shapes.inner.get(rows, 0), _inner_width(layer))
                 columns = layer.out_features if by_rows or not here else len(here)
                 shapes.outer |= {(_inner_width(layer), columns)}
                 if isinstance(layer, SKLinear):  # Products with U1 and S2 may be separate.

@@ -32,13 +32,6 @@ from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
 from panther.nn.protocol import CompressedModule
 
-# Names of layers of one module that take the same input and contribute to the same loss. Other layers with the same
-# input, such as heads for different tasks, may have separate backward passes.
-_ONE_INPUT = (
-    ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"), ("to_q", "to_k", "to_v"),
-    ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"),
-)  # fmt: skip
-_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention")
 # Feed-forward blocks by the names of their layers: the widening layers, which are sharded column-wise, and the
 # narrowing layer. `_transformers.py` lists the classes that have only elementwise functions between these layers.
 _FEED_FORWARD = (
@@ -69,8 +62,6 @@ class ModulePlan:
     """Whether the gradients of a replicated module are summed over the ranks, because ranks have different inputs."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Attributes whose values differ between ranks, such as a number of heads."""
-    same_input: tuple[str, ...] = ()
-    """The layers that take the same input, including this one."""
 
 
 Plan = dict[str, ModulePlan]
@@ -161,17 +152,10 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
             plan.setdefault(name, ModulePlan(refusal))
         return
     firsts = tuple(name for name in block.layers if name != block.rowwise)
-    # In cross-attention, queries have a different input from keys and values.
-    crosses = any(word in block.rowwise for word in _CROSS_ATTENTION)
-    same_input = firsts[1:] if crosses else firsts
     for name in block.layers:
         by_rows = name == block.rowwise
         reason = block.reason or f"paired with {' and '.join(map(repr, firsts if by_rows else [block.rowwise]))}"
-        plan[name] = (
-            ModulePlan(reason, RowwiseSKParallel())
-            if by_rows
-            else ModulePlan(reason, ColwiseSKParallel(), same_input=same_input if name in same_input else ())
-        )
+        plan[name] = ModulePlan(reason, RowwiseSKParallel() if by_rows else ColwiseSKParallel())
     for name in block.norms:
         plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
     for name, attributes in block.attributes.items():
@@ -265,13 +249,6 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
                 f"plan names {pattern!r}, and no module matches it: the modules are {', '.join(names[:10])}"
             )
         plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
-    for parent in {name.rpartition(".")[0] for name in plan}:
-        for children in _ONE_INPUT:
-            same_input = tuple(f"{parent}.{child}" if parent else child for child in children)
-            if any(word in parent for word in _CROSS_ATTENTION):
-                same_input = same_input[1:]
-            if plan.keys() >= set(same_input):
-                plan |= {name: replace(plan[name], same_input=same_input) for name in same_input}
     # A style gives its layer a separate parameter, which can be shared again only if the shards are equal.
     for places in shared_parameters(model):
         dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}
