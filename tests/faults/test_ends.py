@@ -11,7 +11,6 @@ import torch
 import waits
 from faults import FAULTS, STEPS, Samples, fail, processes_of, recover, start, steps
 from launchers import Launcher, until
-from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -283,13 +282,3 @@ def test_a_process_that_begins_to_end_shows_where_it_is(capfd):
     error = capfd.readouterr().err
     assert f"process {pid} has 0.1 s to save and end, because its launcher has died" in error
     assert "in test_a_process_that_begins_to_end_shows_where_it_is" in error
-
-
-def test_folders_of_killed_launches_are_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name, locked in (("panther-launch-old", True), ("panther-launch-unknown", False), ("other", True)):
-        (tmp_path / name).mkdir()
-        if locked:
-            (tmp_path / name / "lock").touch()
-    assert on_ranks(max, 1, 3, 5, fresh=True) == [5]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "panther-launch-unknown"]

@@ -5,12 +5,10 @@ __all__ = ["launch"]
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,6 @@ from panther.distributed.comm.ending import DEFAULT_GRACE_PERIOD_S, record_failu
 from panther.distributed.comm.process_group import check_timeout, shutdown, start_group
 from panther.distributed.comm.ranks import in_process_group
 from panther.errors import DistributedError, check_size
-from panther.files.writer import hold_lock, unlocked_file
-
-_PREFIX, _LOCK = "panther-launch-", "lock"
 
 
 def launch(
@@ -76,31 +71,12 @@ def launch(
     for name, seconds in (("timeout_s", timeout_s), ("grace_period_s", grace_period_s)):
         check_timeout(name, seconds)
     call = (fn, args) if start_method == "fork" else _pickle_call(fn, args)
-    _remove_left_folders()
-    with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, _locked(Path(folder)):
+    with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
         arguments = (call, Path(folder), timeout_s)
         failure = _agent.run_agent(_work, arguments, nproc, max_restarts, start_method, folder, grace_period_s)
         if failure:
             raise DistributedError(failure)  # here, so that no traceback keeps torch's objects
         return [pickle.loads(_result_of(rank, Path(folder)).read_bytes()) for rank in range(nproc)]
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock in the folder, which the system removes when this process and its workers have ended."""
-    with open(folder / "new", "w") as file:
-        hold_lock(file.fileno())
-        if os.name == "posix":  # Windows has no such locks, and does not rename open files
-            os.rename(folder / "new", folder / _LOCK)  # the file is locked before any process can see it
-        yield
-
-
-def _remove_left_folders() -> None:
-    """Remove the folders of launches of this user that were killed together with their guardians."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with unlocked_file(folder / _LOCK) as is_left:  # it is locked while the launcher or a worker is alive
-            if is_left:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _result_of(rank: int, folder: Path) -> Path:
