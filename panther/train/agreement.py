@@ -39,7 +39,7 @@ _ROWS = 4  # number of rows that are compared at both ends of a dataset in memor
 def agree_on_run(trainer: Any, call: str, data: Mapping[str, Any], is_built: bool) -> None:
     """Raise DistributedError on every rank unless all ranks start the same run. It costs one exchange.
 
-    Settings that concern a single rank may differ: progress bars, trackers, profiles, the path of ``initial_weights``,
+    Settings that concern a single rank may differ: progress, trackers, profiles, the path of ``initial_weights``,
     ``timeout_s``, callbacks without a state, devices, and how loaders fetch (workers, pinned memory).
 
     Args:

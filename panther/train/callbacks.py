@@ -1,11 +1,10 @@
 """The base class of callbacks, and the checks of their methods."""
 
-__all__ = ["Callback", "check_callback", "may_stop"]
+__all__ = ["Callback", "check_callback"]
 
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
-from types import CodeType, FunctionType
 from typing import Any
 
 from panther._setting_names import advice_for
@@ -72,14 +71,3 @@ def check_callback(callback: Callback) -> None:
     if saves != loads:
         present, absent = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise ConfigError(f"{kind} has {present} and no {absent}, so its state would not be saved: add the other one")
-
-
-def may_stop(kind: type[Callback]) -> bool:
-    """Return whether a method of a class names an attribute ``stop``, which ends a run."""
-
-    def names(code: CodeType) -> bool:
-        return "stop" in code.co_names or any(names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
-
-    members = [member for base in kind.__mro__ for member in vars(base).values()]
-    functions = [inspect.unwrap(member) for member in members if callable(member)]
-    return any(names(function.__code__) for function in functions if isinstance(function, FunctionType))

@@ -147,9 +147,9 @@ class TrainConfig(ParallelismSettings):
     """Name of the run in the trackers."""
 
     progress: bool = True
-    """Whether the first rank shows the progress: a bar if its output is a terminal and tqdm is installed, else a line
-    for each record. The lines are logged by ``panther.train.progress`` at level INFO: a program that has set up logging
-    gets them through its own handlers, and otherwise they go to standard error."""
+    """Whether the first rank shows the progress, in a line for each record. The lines are logged by
+    ``panther.train.progress`` at level INFO: a program that has set up logging gets them through its own handlers, and
+    otherwise they go to standard error."""
 
     price_per_device_hour: float | None = None
     """Price of a device, or of a process on CPUs, for an hour, in any currency. With it, records have the price of the

@@ -1,7 +1,7 @@
 """What ranks exchange in a run: the numbers of every step, sums, signals that arrived, and the agreement to stop."""
 
 __all__ = [
-    "StepExchange", "StopVotes", "catch_signals", "gather_over_ranks", "join_process_group",
+    "StepExchange", "catch_signals", "gather_over_ranks", "join_process_group",
     "sum_over_ranks",
 ]  # fmt: skip
 
@@ -25,7 +25,6 @@ from panther.distributed.comm.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.distributed.comm.ranks import apply_timeout, in_process_group
 from panther.errors import ConfigError
-from panther.train.callbacks import Callback, may_stop
 from panther.train.optimization.trainable import MAX_SAMPLES, list_names
 
 _NUM_NUMBERS = 9
@@ -175,36 +174,6 @@ class StepExchange:
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"
-
-
-class StopVotes:
-    """Find out at the start of a run whether some rank has callbacks, and whether they may stop the run.
-
-    Args:
-        callbacks: The callbacks of this rank.
-        stop: Whether this rank is to stop already.
-
-    Attributes:
-        has_callbacks: Whether some rank has callbacks.
-        ends: Whether some rank is to stop already.
-    """
-
-    def __init__(self, callbacks: Sequence[Callback], stop: bool) -> None:
-        kinds = {type(callback) for callback in callbacks}
-        answers = gather_objects((bool(kinds), any(map(may_stop, kinds)), bool(stop)), None)
-        self.has_callbacks, self._may_stop, self.ends = map(any, zip(*answers, strict=True))
-
-    def after_step(self, stop: bool, exchange: StepExchange) -> bool:
-        """Return whether all ranks stop after this step."""
-        if get_world_size() == 1:
-            return stop
-        # A separate message takes 12 to 15 % of a step of 5 ms, so it is sent only if a callback may have set `stop`
-        # just now.
-        return sum_over_ranks([stop])[0] > 0 if self._may_stop else exchange.stops
-
-    def after_epoch(self, stop: bool, ends: bool) -> bool:
-        """Return whether all ranks stop after this epoch: some rank is to stop, or they have agreed to end."""
-        return sum_over_ranks([stop])[0] > 0 if self._may_stop else ends
 
 
 def join_process_group(timeout_s: float | None) -> None:

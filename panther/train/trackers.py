@@ -3,13 +3,11 @@
 __all__ = ["BuiltInCallback", "ProgressLines", "built_in_callbacks"]
 
 import datetime
-import importlib.util
 import json
 import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,30 +67,6 @@ class _StepProfiler(BuiltInCallback):
         measured.export_chrome_trace(str(self._folder / f"rank-{get_rank()}.json"))
         table = measured.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
         write_text(self._folder / f"rank-{get_rank()}.txt", table)
-
-
-class _ProgressBar(BuiltInCallback):
-    """A progress bar of tqdm."""
-
-    def __init__(self) -> None:
-        self._tqdm = require_extra("tqdm", "demo").tqdm
-        # The default lock is a named semaphore, which a killed process would leave in the system.
-        self._tqdm.set_lock(threading.RLock())
-        self._bar: Any = None
-
-    def on_start(self, trainer: Any) -> None:
-        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step")
-
-    def on_step(self, trainer: Any, loss: float) -> None:
-        self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
-        self._bar.update()
-
-    def on_skip(self, trainer: Any) -> None:
-        self._bar.update()
-
-    def close(self, status: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 class ProgressLines(BuiltInCallback):
@@ -275,9 +249,7 @@ def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iter
 
     def make_trackers() -> None:
         if config.progress and sys.stderr is not None:  # pythonw has no stderr
-            # A bar would cost time in every step and show nothing in a file.
-            shows_bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm")
-            callbacks.append(_ProgressBar() if shows_bar else ProgressLines())
+            callbacks.append(ProgressLines())
         for name in config.trackers if config.checkpoint_dir is not None else ():
             callbacks.append(makers[name]())
 

@@ -26,7 +26,7 @@ from panther._logs import logs_shown
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
-from panther.distributed.comm.agreement import run_on_all_ranks
+from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
 from panther.distributed.data.comm_hooks import hook_state, load_hook_state
@@ -36,7 +36,7 @@ from panther.train.agreement import agree_on_progress, agree_on_run, compare_sam
 from panther.train.callbacks import Callback
 from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
-from panther.train.coordination import StepExchange, StopVotes, catch_signals, join_process_group, sum_over_ranks
+from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines.engine import Engine
 from panther.train.history import History, Meter, peak_memory
 from panther.train.loading.feed import Batch, Feed
@@ -88,9 +88,8 @@ class Trainer:
         step: Number of optimizer steps so far.
         total_steps: Number of optimizer steps when training ends, once ``fit`` has begun; None if that is unknown.
         epoch: Number of completed epochs.
-        stop: Set it to True on any rank to end training on all ranks, with a checkpoint: after the present step if the
-            class of a callback does it. Where several ranks cannot know that it may be set (in a function that a
-            callback calls, in a loss), training ends at the latest after the next step.
+        stop: Set it to True on any rank to end training on all ranks, with a checkpoint: after the present step, or
+            after the next one if several ranks have no callbacks and the loss or the model sets it.
 
     Example:
         >>> import torch, panther as pr
@@ -140,7 +139,7 @@ class Trainer:
         self.total_steps: int | None = None
         self.stop = False
         self._ends = False  # whether all ranks have agreed to stop
-        self._votes: StopVotes = None  # type: ignore[assignment] # _train sets it
+        self._has_callbacks = False  # whether some rank has callbacks, which may set `stop`
         self._checked_at = 0  # the last step whose gradient is known to be finite
         self.skipped = 0
         """Number of steps that were skipped because a loss or gradient was not finite."""
@@ -342,8 +341,9 @@ class Trainer:
         with saved_settings_stay(self.optimizer.param_groups if self._is_resumed else []):
             self._notify("on_start")
         self._is_resumed = False
-        self._votes = StopVotes(self.callbacks, self.stop)
-        self.stop = self._ends = self._votes.ends
+        answers = gather_objects((bool(self.callbacks), bool(self.stop)), None)
+        self._has_callbacks, self._ends = map(any, zip(*answers, strict=True))
+        self.stop = self._ends
         self._checked_at, self._groups.quantities = self.step, {}
         self._meter.start()
         if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
@@ -365,8 +365,7 @@ class Trainer:
                     # The last step of an epoch is saved at the end of the epoch, so that resuming does not repeat it.
                     if self._is_due(config.checkpoint_every_n_steps) and self._windows_done != windows_per_epoch:
                         self._save(feed)
-                    self._ends = self._votes.after_step(self.stop, exchange)
-                    self.stop |= self._ends
+                    self._agree_to_stop(exchange.stops)
                     if self._is_over():
                         break
             if self._windows_done == 0:
@@ -387,13 +386,19 @@ class Trainer:
             self._validate(validation)
         self._notify("on_epoch")
         self._groups.step_scheduler("epoch", self.step)
-        if self._votes.has_callbacks:
+        if self._has_callbacks:
             agree_on_progress(self, self._engine.stages, "the end of an epoch")
-        self._ends = self._votes.after_epoch(self.stop, self._ends)
-        self.stop |= self._ends
+        self._agree_to_stop(self._ends)
         num_epochs = self.config.checkpoint_every_n_epochs
         if self._is_due(self.config.checkpoint_every_n_steps) or (num_epochs and self.epoch % num_epochs == 0):
             self._save(feed)
+
+    def _agree_to_stop(self, is_agreed: bool) -> None:
+        """Stop all ranks if a rank is to stop; without callbacks the exchange of the step has found out."""
+        if self._has_callbacks or get_world_size() == 1:
+            is_agreed = sum_over_ranks([self.stop])[0] > 0
+        self._ends = is_agreed
+        self.stop |= is_agreed
 
     def _is_over(self) -> bool:
         return self._ends or (self.config.max_steps is not None and self.step >= self.config.max_steps)
@@ -402,14 +407,32 @@ class Trainer:
         return num_steps is not None and self.step % num_steps == 0
 
     def _step(self, window: list[Batch], exchange: StepExchange) -> None:
-        config, engine = self.config, self._engine
+        """Take an optimizer step on the batches of a window, or skip it on every rank."""
         self._activity = f"step {self.step + 1}"
-        scaler = engine.scaler
         self._groups.begin_step(self.step, self.total_steps)
+        loss, samples = self._compute_gradients(window, exchange)
+        logs = (self.step + 1) % self.config.log_every_n_steps == 0
+        norm = self._finish_gradients(exchange, logs) if math.isfinite(loss) else None
+        if norm is None:
+            self._skip_or_stop(window, exchange)
+            return
+        has_overflowed = self._change_parameters()
+        self.step, self._windows_done = self.step + 1, self._windows_done + 1
+        self._meter.add_step(loss, exchange.weight * (self._engine.weight_unit or 1.0), samples)
+        if has_overflowed:  # the scaler finds its scale by overflows, so this is not an error with on_nonfinite="stop"
+            self.skipped += 1
+            self._notify("on_skip")
+        else:
+            self._notify("on_step", loss)
+        if logs:
+            self._record(gradient_norm=norm if math.isfinite(norm) else None)
+
+    def _compute_gradients(self, window: list[Batch], exchange: StepExchange) -> tuple[float, float]:
+        """Run the forward and backward passes; return the mean loss (NaN on a fault) and the samples of all ranks."""
+        engine = self._engine
         if (changed := self._trainable.changed()) and engine.stages > 1:
             self._trainable.check_stage(changed)
         samples = sum(batch.samples for batch in window)
-        # The exchange starts before the last backward pass and is waited for after it.
         # DDP takes gradients of parameters that were frozen since, and stages have different parameters.
         everywhere = engine.stages == 1 and not engine.reduced
 
@@ -418,6 +441,7 @@ class Trainer:
             exchange.start(loss_sum, samples, engine.reports_loss, changed, **options)
 
         try:
+            # The exchange starts before the last backward pass and is waited for after it.
             engine.forward_backward(window, start_exchange)
         except Exception as error:  # the text of an error of the user's model or loss stays first
             error.add_note(_place_of(self.step + 1, window))
@@ -428,16 +452,16 @@ class Trainer:
                 ) from error
             raise
         self._loss_parameters.check()
-        loss, samples_of_all_ranks = exchange.finish()
+        result = exchange.finish()
         if exchange.num_changed:
             self._groups.adopt_changes(self.step, self.total_steps)
         if self._groups.averaged_apart:
             average_gradients(self._groups.averaged_apart)
-        step = self.step + 1
-        if not math.isfinite(loss):
-            self._skip_or_stop(window, exchange)
-            return
-        logs = step % config.log_every_n_steps == 0
+        return result
+
+    def _finish_gradients(self, exchange: StepExchange, logs: bool) -> float | None:
+        """Weigh, unscale and clip the gradients; return their norm, NaN if it is not read, or None if not finite."""
+        config, scaler, step = self.config, self._engine.scaler, self.step + 1
         # A step with an infinite gradient must not reach a checkpoint, so the gradient of a step that may be saved is
         # checked.
         saves = config.checkpoint_dir is not None and (
@@ -451,20 +475,22 @@ class Trainer:
         if exchange.gradient_factor != 1.0:
             scale_gradients(trained, exchange.gradient_factor)
         scaler.unscale_(self.optimizer)
-        norm_value = math.nan
-        if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
-            norm = gradient_norm(trained, stages=engine.stages)
-            if logs or not scaler.is_enabled():  # reading the norm waits for a GPU
-                norm_value = norm.item()
-            # A scaler skips steps that are not finite itself, and lowers its scale.
-            if not scaler.is_enabled() and not math.isfinite(norm_value):
-                self._skip_or_stop(window, exchange)
-                return
-            self._checked_at = step
-            if config.gradient_clipping is not None:
-                clip_gradients(trained, config.gradient_clipping, norm)
-        # Whether the scaler will skip the step, because gradients that it has unscaled are infinite.
-        overflowed = scaler.is_enabled() and any(x.item() for x in first_infinities(scaler, self.optimizer))
+        if config.gradient_clipping is None and not (logs or saves or config.on_nonfinite == "skip"):
+            return math.nan
+        norm = gradient_norm(trained, stages=self._engine.stages)
+        # Reading the norm waits for a GPU. A scaler skips steps that are not finite itself, and lowers its scale.
+        norm_value = norm.item() if logs or not scaler.is_enabled() else math.nan
+        if not scaler.is_enabled() and not math.isfinite(norm_value):
+            return None
+        self._checked_at = step
+        if config.gradient_clipping is not None:
+            clip_gradients(trained, config.gradient_clipping, norm)
+        return norm_value
+
+    def _change_parameters(self) -> bool:
+        """Take the optimizer's step, and return whether the scaler skips it, because gradients are infinite."""
+        scaler = self._engine.scaler
+        has_overflowed = scaler.is_enabled() and any(x.item() for x in first_infinities(scaler, self.optimizer))
         try:
             scaler.step(self.optimizer)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -474,15 +500,7 @@ class Trainer:
         self._has_stepped = True
         self._groups.end_step()
         scaler.update()
-        self.step, self._windows_done = step, self._windows_done + 1
-        self._meter.add_step(loss, exchange.weight * (engine.weight_unit or 1.0), samples_of_all_ranks)
-        if overflowed:  # the scaler finds its scale by overflows, so this is not an error with on_nonfinite="stop"
-            self.skipped += 1
-            self._notify("on_skip")
-        else:
-            self._notify("on_step", loss)
-        if logs:
-            self._record(gradient_norm=norm_value if math.isfinite(norm_value) else None)
+        return has_overflowed
 
     def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
         """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``.

@@ -1,10 +1,8 @@
 """Records in files: read back, one run even after a restart, on the first rank only."""
 
-import io
 import itertools
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -242,24 +240,6 @@ def test_what_is_not_installed_is_said_on_every_rank(tmp_path, monkeypatch):
     first, second = on_ranks(run, fresh=True)
     assert "mlflow" in first
     assert "mlflow" in second
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("given", ["terminal", "file", "nothing", "no tqdm", "progress=False"])
-def test_a_bar_is_shown_in_a_terminal(tmp_path, monkeypatch, given):
-    pytest.importorskip("tqdm", reason="the extra demo is not installed")
-    output = {"file": io.StringIO(), "nothing": None}.get(given, Terminal())
-    monkeypatch.setattr(sys, "stderr", output)
-    if given == "no tqdm":
-        monkeypatch.setattr("panther.train.trackers.importlib.util.find_spec", lambda name: None)
-    assert train(tmp_path, max_steps=3, progress=given != "progress=False").step == 3
-    shown = "" if output is None else output.getvalue()
-    assert ("3/3" in shown and "loss " in shown) == (given == "terminal")
-    assert given == "terminal" or not shown
 
 
 def test_records_have_the_utilization_if_asked(tmp_path):

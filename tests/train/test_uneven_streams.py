@@ -376,7 +376,16 @@ def test_a_stop_on_one_rank_ends_the_run_on_all_at_the_same_step(tmp_path, strat
     assert first == second
     for name, (step, stops, latest) in first.items():
         assert stops
-        wanted = {"step": 3, "first rank": 3, "record": 4, "checkpoint": 2, "epoch": 6, "start": 0, "loss": 2}
+        wanted = {
+            "step": 3,
+            "first rank": 3,
+            "record": 4,
+            "checkpoint": 2,
+            "epoch": 6,
+            "start": 0,
+            "function": 2,
+            "loss": 2,
+        }
         assert step == wanted.get(name, 3), name
         assert latest.startswith(f"step-{step:08d}"), name
 

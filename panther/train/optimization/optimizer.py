@@ -321,7 +321,7 @@ def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> 
 
 
 def _check_division(optimizer: torch.optim.Optimizer, strategy: str, stages: int) -> None:
-    """Warn of an optimizer that may read numbers of all parameters, of which a rank has a part by the strategy.
+    """Warn of an optimizer that may read numbers of all parameters, where a rank has a part of the parameters.
 
     torch computes operations on sharded tensors correctly, except for numbers that an optimizer reads: ``.item()`` of a
     sum is the sum over this rank's shard (torch 2.13).
