@@ -5,7 +5,7 @@ __all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"
 import functools
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from panther._setting_names import advice_for
 from panther.errors import CheckpointError
 from panther.optim.matrix_updates import local_part, moment_dtype, placed_like
 from panther.optim.rounding import copy_rounded
-
-if TYPE_CHECKING:
-    from panther.optim.shards import ShardLayout
 
 _WIDE_STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
 # Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
@@ -31,27 +28,6 @@ _PASSIVE_KEYS = {
 
 class CheckedGroups(torch.optim.Optimizer):
     """An optimizer that checks each group as it is added."""
-
-    def exchanged_bytes(self, parameter: Tensor, parts: Sequence[tuple[range, range]]) -> float:
-        """Return the bytes that a rank sends in a step for a matrix that is sharded, in the mean over the ranks.
-
-        ``panther.plan_parallelism`` calls it, on a copy of the model without values.
-
-        Args:
-            parameter: The matrix, of this optimizer or not.
-            parts: The rows and columns that each rank has.
-        """
-        group = next((group for group in self.param_groups if any(parameter is p for p in group["params"])), None)
-        if group is None or parameter.dim() != 2:
-            return 0.0
-        from panther.optim.shards import ShardLayout
-
-        m, n = parameter.shape
-        return self._sent_bytes(parameter, group, ShardLayout.of_parts((m, n), parts))
-
-    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
-        """Return the bytes that a rank sends in a step for a sharded matrix of a group."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, unless its settings or parameters are refused."""

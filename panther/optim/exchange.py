@@ -7,7 +7,7 @@ A generator stands for a batch. It yields while its messages travel, so that oth
 ranks run the same batches in the same order.
 """
 
-__all__ = ["Owners", "check_gradients", "mean_bytes", "update_shards"]
+__all__ = ["Owners", "check_gradients", "update_shards"]
 
 import hashlib
 from collections.abc import Generator, Sequence
@@ -45,12 +45,6 @@ class Owners:
             owners.append(min(range(layout.ranks), key=loads.__getitem__))
             loads[owners[-1]] += flops
         return owners
-
-
-def mean_bytes(layout: ShardLayout, dtype: torch.dtype) -> float:
-    """Return the bytes that a rank sends for a matrix, in the mean over the ranks."""
-    m, n = layout.shape
-    return 0.0 if layout.holder is not None else 2 * (layout.ranks - 1) / layout.ranks**2 * m * n * dtype.itemsize
 
 
 def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[None, None, None]:

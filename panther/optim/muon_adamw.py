@@ -4,7 +4,7 @@ __all__ = ["MuonAdamW"]
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,10 @@ from panther.optim.matrix_updates import (
     MatrixUpdate,
     batch_limit,
     batches_of,
-    iteration_dtype,
     orthogonalize_batch,
     run_overlapped,
 )
 from panther.optim.parameter_groups import split_groups
-
-if TYPE_CHECKING:
-    from panther.optim.shards import ShardLayout
 
 _log = logging.getLogger(__name__)
 _NAME = "MuonAdamW"
@@ -176,11 +172,6 @@ class MuonAdamW(CheckedGroups):
                 _log.warning(
                     "group %d continues with AdamW, as in the state; a Trainer keeps its learning rate", number
                 )
-
-    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
-        from panther.optim.exchange import mean_bytes
-
-        return mean_bytes(layout, iteration_dtype(parameter, group)) if group["orthogonalize"] else 0.0
 
     def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
         """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""

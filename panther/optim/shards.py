@@ -4,8 +4,7 @@ __all__ = ["Rectangle", "ShardLayout", "layout_of", "sending_device"]
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +43,7 @@ class ShardLayout:
     """The shards of matrices of one shape over the ranks of a group; the matrices are tall (m >= n)."""
 
     group: Any
-    """The process group; None in a plan."""
+    """The process group."""
     rank: int
     """The rank of this process in the group."""
     shape: tuple[int, int]
@@ -55,18 +54,6 @@ class ShardLayout:
     """The shard of each rank of the group."""
     error: str | None = None
     """The reason if this rank's shard is not its rectangle; the step raises it on every rank."""
-
-    @classmethod
-    def of_parts(
-        cls, matrix: tuple[int, int], parts: Sequence[tuple[range, range]], group: Any = None, rank: int = 0
-    ) -> "ShardLayout":
-        """Return the layout of a matrix from the rows and columns of each rank, before a transposition."""
-        m, n = matrix
-        rectangles = tuple(Rectangle(*part) for part in parts)
-        is_transposed = m < n
-        if is_transposed:
-            m, n, rectangles = n, m, tuple(rectangle.transposed for rectangle in rectangles)
-        return cls(group, rank, (m, n), is_transposed, rectangles)
 
     @property
     def ranks(self) -> int:
@@ -134,8 +121,11 @@ def _find_layout(parameter: DTensor) -> ShardLayout | None:
     ]
     rank = dist.get_rank(group)
     m, n = (parameter.shape[dim] for dim in matrix_dims)
-    layout = ShardLayout.of_parts((m, n), [(rows, columns) for rows, columns in parts], group, rank)
-    return replace(layout, error=_shard_error(parameter, dict(zip(matrix_dims, parts[rank], strict=True))))
+    rectangles = tuple(Rectangle(rows, columns) for rows, columns in parts)
+    if is_transposed := m < n:
+        m, n, rectangles = n, m, tuple(rectangle.transposed for rectangle in rectangles)
+    error = _shard_error(parameter, dict(zip(matrix_dims, parts[rank], strict=True)))
+    return ShardLayout(group, rank, (m, n), is_transposed, rectangles, error)
 
 
 def sending_device(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:

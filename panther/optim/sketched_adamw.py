@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.parameter_groups import split_groups
 from panther.optim.sketched_update import UPDATES, PeriodSigns, SketchedUpdate, apply_sketched
 from panther.sketch import check_seed
-
-if TYPE_CHECKING:
-    from panther.optim.shards import ShardLayout
 
 # Under these names wrappers hold a module: DistributedDataParallel, DataParallel and AveragedModel, torch.compile,
 # activation checkpointing, the older FSDP, and Lightning Fabric.
@@ -389,16 +386,6 @@ class SketchedAdamW(CheckedGroups):
                 _check_saved_moments(name, p, state, groups[number])
         super().load_state_dict(state_dict)
         self._has_agreed = False  # the groups may have other seeds now
-
-    def _sent_bytes(self, parameter: Tensor, group: dict[str, Any], layout: "ShardLayout") -> float:
-        if not _is_sketched(parameter, group):
-            return 0.0
-        m, _ = layout.shape
-        is_partial = not layout.has_full_rows
-        # Sums of squares are in float64.
-        num_sums = {"projected": 0, "tensor": 2, "channel": 2 + m * is_partial}[group["update"]]
-        sketch_bytes = group["rank"] * m * is_partial * torch.promote_types(parameter.dtype, torch.float32).itemsize
-        return 2 * (layout.ranks - 1) / layout.ranks * float(8 * num_sums + sketch_bytes)
 
     def _agree_on_sketches(self) -> None:
         """Raise on every rank, once, unless the ranks that share matrices have the same sketches of the same names."""
