@@ -302,9 +302,7 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     check_model(model)
     check_adapters(model)
     if config.heal is not None:
-        from panther.compression.heal import (
-            healing,
-        )  # here, because it loads the Trainer and torch.distributed's engines
+        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(config.group)
     with plain_tensors() as forward_device, without_compiled_blocks(model):
@@ -329,7 +327,7 @@ def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
     outcome = outcome.without_fits()  # healing needs the memory
     del prepared
     if config.heal is not None and replacement:
-        from panther.compression.heal import healing
+        from panther.compression import healing
 
         healed, write_ = healing.heal(runner, replacement, config.heal, seed=seed)
     notes += calibration_notes + _healing_notes(config.heal, healed)

@@ -32,7 +32,7 @@ _METHOD = "panther"
 # Last parts of the names of tensors that only compressed layers have.
 MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton", "down", "up")
 _log = logging.getLogger("panther.integrations")
-_PEFT_ADAPTER = "panther.integrations.peft.model"
+_PEFT_ADAPTER = "panther.integrations.peft"
 # The methods, and the functions of the adapter that are called first with the same arguments.
 _PEFT_METHODS = (
     ("peft.tuners.tuners_utils", "BaseTuner", "__init__", "before_tuner"),

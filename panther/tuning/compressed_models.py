@@ -136,7 +136,7 @@ class CompressedModels(Prepared):
         new |= self._new_attention(plan, new)
         if not plan.heal or not new:
             return new, None
-        from panther.compression.heal import healing  # lazy: it loads the Trainer and torch.distributed
+        from panther.compression import healing  # lazy: it loads the Trainer and torch.distributed
 
         shared = [old for old in new if old in self.attention_names and not isinstance(old, nn.MultiheadAttention)]
         if shared:

@@ -480,7 +480,7 @@ def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxruntime")
     model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
     pr.save_compressed(model, tmp_path / "small")
-    monkeypatch.setattr("panther.integrations.onnx.comparison._MAX_ERROR", -1.0)
+    monkeypatch.setattr("panther.integrations.onnx.writer._MAX_ERROR", -1.0)
     assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
     assert "gives different outputs than the model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # so that the next try is not refused for what is left

@@ -12,7 +12,7 @@ from panther.compression import HealConfig
 from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.targets import swap_modules
 from panther.compression.forms import default_forms
-from panther.compression.heal.distillation import lost_variance
+from panther.compression.healing import lost_variance
 from panther.errors import CompressionError, ConfigError
 from panther.nn import InterpolativeLinear, LowRankLinear, QuantizedLinear
 

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from panther.compression import HealConfig
 from panther.compression.calibration.survey import blocks_of
-from panther.compression.heal.distillation import lost_variance
-from panther.compression.heal.healing import heal
+from panther.compression.healing import heal, lost_variance
 from panther.nn import LowRankLinear
 
 

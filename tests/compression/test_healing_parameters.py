@@ -8,7 +8,7 @@ import torch
 from healing_models import WIDTH, compressed, data, distance, healed, same, state
 from torch import nn
 
-from panther.compression.heal.distillation import lost_variance
+from panther.compression.healing import lost_variance
 from panther.nn import LowRankLinear
 
 

@@ -9,7 +9,7 @@ import torch
 from healing_models import checkpointed_options, compressed, data, healed, runner_of, same, state
 
 from panther.compression import HealConfig
-from panther.compression.heal.healing import heal, shuffled
+from panther.compression.healing import heal, shuffled
 from panther.errors import FormatError
 
 

@@ -10,10 +10,9 @@ from healing_models import WIDTH, checkpointed_options, compressed, data, healed
 from ranks import on_ranks
 
 import panther as pr
-from panther.compression import HealConfig
+from panther.compression import HealConfig, healing
 from panther.compression.calibration.runner import Runner
-from panther.compression.heal import healing
-from panther.compression.heal.healing import check_ranks
+from panther.compression.healing import check_ranks
 from panther.errors import DistributedError
 from panther.nn import LowRankLinear
 
@@ -22,7 +21,7 @@ from panther.nn import LowRankLinear
 def clock(monkeypatch):
     """A clock that only moves where a test says so, in seconds."""
     now = [0.0]
-    monkeypatch.setattr("panther.compression.heal.healing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("panther.compression.healing.time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

@@ -26,7 +26,7 @@ import torch, transformers
 import panther as pr, panther.integrations.transformers
 from measuring import return_large_tensors
 from panther.distributed import materialize_
-from panther.integrations.folders.mapped import mapped_from_pretrained
+from panther.integrations.folders.compress import mapped_from_pretrained
 
 def anonymous():
     with open("/proc/self/status") as status:

@@ -16,7 +16,7 @@ from panther.files import tensors as tensor_files
 
 transformers = pytest.importorskip("transformers")
 
-from panther.integrations.folders import mapped  # noqa: E402
+from panther.integrations.folders import compress  # noqa: E402
 
 SIZES = {"vocab_size": 300, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 320}
 EXPERTS = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -57,7 +57,7 @@ def test_values_are_those_of_transformers_and_weights_are_mapped(kind, dtype, tm
     folder.mkdir()
     save_model(kind, source, max_shard_size="600KB" if dtype == "bfloat16" else "1GB")
     (folder / "mapped-by a killed process").touch()
-    model = mapped.mapped_from_pretrained(source, folder, dtype=dtype)
+    model = compress.mapped_from_pretrained(source, folder, dtype=dtype)
     expected = getattr(transformers, MODELS[kind][0]).from_pretrained(source, dtype=dtype)
     tensors, expected_tensors = tensors_of(model), tensors_of(expected)
     assert tensors.keys() == expected_tensors.keys()
@@ -78,7 +78,7 @@ def test_values_are_those_of_transformers_and_weights_are_mapped(kind, dtype, tm
 
 def test_results_that_share_memory_stay_shared(tmp_path):
     base = torch.arange(40_000.0)
-    with mapped._ResultsInFiles(tmp_path):
+    with compress._ResultsInFiles(tmp_path):
         doubled = base * 2
         view = doubled.view(200, 200)
         view[0] = 1
@@ -116,9 +116,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_settings_alone(tmp_path, monkeyp
 
     monkeypatch.setattr(tensor_files, "bytes_of", full)
     with pytest.raises(CompressionError, match=r"files cannot take the weights .*\(No space left on device\)"):
-        mapped.mapped_from_pretrained(source, folder)
+        compress.mapped_from_pretrained(source, folder)
     assert not list(folder.iterdir())
     assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == users_setting
     monkeypatch.undo()
     with pytest.raises(FormatError, match="there is no folder"):  # as from pr.from_pretrained
-        mapped.mapped_from_pretrained(tmp_path / "other", folder)
+        compress.mapped_from_pretrained(tmp_path / "other", folder)

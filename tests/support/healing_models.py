@@ -21,7 +21,7 @@ from torch import nn
 from panther.compression import HealConfig
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import swap_modules
-from panther.compression.heal.healing import heal
+from panther.compression.healing import heal
 from panther.nn import LowRankLinear
 
 WIDTH = 24

@@ -300,7 +300,7 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
     from collections import Counter
 
     from panther.integrations.compressed_tensors import write_compressed_tensors
-    from panther.integrations.compressed_tensors.adapter import ADAPTER_FOLDER
+    from panther.integrations.compressed_tensors.writer import ADAPTER_FOLDER
 
     with explained(f"{type(model).__name__} cannot be exported"):
         schemes = write_compressed_tensors(model, out, reader=reader)

@@ -147,9 +147,7 @@ def linearize_(
     if heal is not None:
         if not isinstance(heal, HealConfig):
             raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")
-        from panther.compression.heal import (
-            healing,
-        )  # here, because it loads the Trainer and torch.distributed's engines
+        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(None)
     attention_modules = find_attention(model, include, exclude)

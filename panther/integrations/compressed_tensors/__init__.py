@@ -1,7 +1,7 @@
 """Folders in the format compressed-tensors, which transformers, vLLM and SGLang read without Panther.
 
-``layout`` has the names, the packing and the entry of config.json, ``writer`` writes a model and compares the files
-with it, and ``adapter`` writes corrections of low rank. What a reader holds is the table
+``layout`` has the names, the packing and the entry of config.json, and ``writer`` writes a model, with corrections of
+low rank as an adapter, and compares the files with it. What a reader holds is the table
 ``panther.compression.readers.READERS``.
 """
 
