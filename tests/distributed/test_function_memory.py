@@ -27,7 +27,6 @@ from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.comm import collectives
 from panther.distributed.data.sharded_blocks import fsdp_blocks
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
-from panther.nn.attention import _features
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 ROWS, WIDTH, RANK = 96, 64, 4
@@ -127,7 +126,6 @@ FUNCTIONS = {
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
     "_SumTogether": lambda: lambda x: collectives._SumTogether.apply(None, x)[0],
     "_Extremum": extremum,
-    "_GatheredProducts": lambda: lambda x: F.pad(_features._GatheredProducts.apply(x[:, :10]), (0, WIDTH - 55)),
 }
 OPERATORS = ("sketched_matmul", "sketched_inner", "sketched_outer", "hadamard_transform")
 ATTENTIONS = ("causal_linear_attention", "windowed_linear_attention")

@@ -17,8 +17,8 @@ neither overflow nor depend on other vectors.
 """
 
 __all__ = [
-    "check_inputs", "is_causal_mask", "key_exponent", "optimal_shift", "orthogonal_gaussian", "positive_features",
-    "products", "relu_features", "taylor_features",
+    "batched_first", "check_inputs", "is_causal_mask", "key_exponent", "optimal_shift", "orthogonal_gaussian",
+    "positive_features", "products", "relu_features", "taylor_features",
 ]  # fmt: skip
 
 import math
@@ -93,40 +93,15 @@ def relu_features(x: Tensor, directions: Tensor) -> Tensor:  # (*batch, heads, n
 def products(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, d (d + 1) / 2)
     """Return the products of all pairs of entries, in the order of ``torch.triu_indices``.
 
-    On a CPU they are computed by slices, because gathering both factors takes four times as long. On a GPU the slices
-    are d launches, about a hundred with their gradients for ten entries, and gathering takes four, and seven backward.
+    On a CPU they are computed by slices, because taking them from the square takes more memory. On a GPU the slices are
+    d launches, about a hundred with their gradients for ten entries, and those of the square about ten.
     """
     d = x.shape[-1]
     if d and runs_eagerly_on_gpu(x):
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return _gathered_products(x)
-        differentiable: Tensor = _GatheredProducts.apply(x)  # type: ignore[no-untyped-call]
-        return differentiable
-    return torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(d)], -1) if d else x
-
-
-def _gathered_products(x: Tensor) -> Tensor:
-    d = x.shape[-1]
-    i, j = torch.triu_indices(d, d, device=x.device)
-    return x.index_select(-1, i) * x.index_select(-1, j)
-
-
-class _GatheredProducts(torch.autograd.Function):
-    """Products of pairs whose gradient needs no atomic additions, which that of a gathering does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _gathered_products(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        d = x.shape[-1]
         i, j = torch.triu_indices(d, d, device=x.device)
-        square = grad.new_zeros(*grad.shape[:-1], d * d).index_copy(-1, i * d + j, grad).unflatten(-1, (d, d))
-        d_x: Tensor = ((square + square.mT) * x[..., None, :]).sum(-1)
-        return d_x
+        # Each entry of the square is taken at most once, so that no two summands of a gradient meet in one entry.
+        return (x[..., :, None] * x[..., None, :]).flatten(-2).index_select(-1, i * d + j)
+    return torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(d)], -1) if d else x
 
 
 def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (d + 1) / 2)
@@ -172,6 +147,11 @@ def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
             f"query, key and value must be {layer.Wq.dtype}, as the layer, and are {dtypes}: cast them, or the "
             "layer, or run under torch.autocast"
         )
+
+
+def batched_first(x: Tensor, batch_first: bool) -> Tensor:
+    """Return an input of attention, with a batch or without one, as (batch, length, width)."""
+    return x[None] if x.dim() == 2 else x if batch_first else x.transpose(0, 1)
 
 
 def key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S)

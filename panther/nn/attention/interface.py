@@ -4,11 +4,11 @@ transformers' attention modules look a function up in a table, by the name that 
 configuration says ``"panther_linear"`` hands its projected queries, keys and values to its child ``linear_attention``.
 """
 
-__all__ = ["NAME", "UnsupportedCallError", "attend", "calls_interface", "check_dropout", "register"]
+__all__ = ["NAME", "UnsupportedCallError", "attend", "calls_interface", "check_dropout", "register", "remembered"]
 
 import inspect
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -129,9 +129,8 @@ def _mask_of_new_keys(mask: Tensor | None, L: int) -> Tensor | None:
     return key_mask
 
 
-# All layers of a forward share one mask tensor, so its values are read once.
 _ReadMask = tuple[Tensor | None, Tensor | None, bool]
-_read: MutableMapping[Tensor, tuple[tuple[int, int, int, bool, bool], _ReadMask]] = WeakTensorKeyDictionary()
+_read: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
 def _read_mask(mask: Tensor, L: int, S: int, causal: bool, *, last: bool = False) -> _ReadMask:
@@ -143,12 +142,20 @@ def _read_mask(mask: Tensor, L: int, S: int, causal: bool, *, last: bool = False
         return mask[:, -S:].bool(), None, causal
     if torch.compiler.is_compiling():
         return _parse(mask[..., -S:] if last else mask, L, S, causal)
-    # Inference tensors do not count writes.
-    key = (0 if mask.is_inference() else version_of(mask), L, S, causal, last)
-    entry = _read.get(mask)
+    call: tuple[int, int, bool] = L, S, causal
+    result: _ReadMask = remembered(_read, mask, (*call, last), lambda: _parse(mask[..., -S:] if last else mask, *call))
+    return result
+
+
+def remembered(memory: MutableMapping[Tensor, Any], mask: Tensor, settings: object, read: Callable[[], Any]) -> Any:
+    """Return what ``read()`` returned for this mask and these settings, until the mask is written to.
+
+    Layers share a mask, and reading its values waits for the device.
+    """
+    key = (0 if mask.is_inference() else version_of(mask), settings)  # Inference tensors do not count writes.
+    entry = memory.get(mask)
     if entry is None or entry[0] != key:
-        entry = (key, _parse(mask[..., -S:] if last else mask, L, S, causal))
-        _read[mask] = entry
+        entry = memory[mask] = key, read()
     return entry[1]
 
 

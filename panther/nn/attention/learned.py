@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from panther._torch import buffers_of, version_of
+from panther._torch import buffers_of
 from panther.errors import ShapeError, SketchMismatchError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.attention.decoding.fingerprints import fingerprint_of
@@ -36,7 +36,7 @@ from panther.nn.attention.decoding.windowed import (
     of_query_heads,
     take_positions,
 )
-from panther.nn.attention.interface import UnsupportedCallError, register
+from panther.nn.attention.interface import UnsupportedCallError, register, remembered
 from panther.nn.functional import windowed_linear_attention
 from panther.nn.sketch_record import has_values, is_rounded
 
@@ -135,7 +135,7 @@ class LearnedLinearAttention(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.register_buffer(RECORD, torch.tensor([_RECORD_VERSION, self.window], device=device))
+        self.register_buffer(RECORD, self._new_record(device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,7 +145,10 @@ class LearnedLinearAttention(nn.Module):
         nn.init.normal_(self.query_weight, std=0.1 * self.head_dim**-0.5)
         with torch.no_grad():
             self.key_weight.copy_(self.query_weight)
-            self.record.copy_(torch.tensor([_RECORD_VERSION, self.window], device="cpu"))
+            self.record.copy_(self._new_record())
+
+    def _new_record(self, device: torch.device | str | int | None = "cpu") -> Tensor:
+        return torch.tensor([_RECORD_VERSION, self.window], device=device)
 
     def recorded_difference(self, record: Tensor) -> str | None:
         """Return how the window in a record differs from the window of this module, or None if it does not."""
@@ -182,7 +185,7 @@ class LearnedLinearAttention(nn.Module):
                     f"{type(self).__name__} {prefix[:-1]!r}: its record was written in place and {difference}"
                 )
             with torch.no_grad():
-                self.record.copy_(torch.tensor([_RECORD_VERSION, self.window], device="cpu"))
+                self.record.copy_(self._new_record())
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def map_tensors(self) -> list[Tensor]:
@@ -434,15 +437,14 @@ class LearnedLinearAttention(nn.Module):
         """Apply ``fn``, and keep the record in integers, which ``module.type(dtype)`` casts too."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.record.is_floating_point():
-            self.record = torch.tensor([_RECORD_VERSION, self.window], device=self.record.device)
+            self.record = self._new_record(self.record.device)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the module, and register linear attention with transformers in this process."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if RECORD not in buffers_of(self):  # The module was pickled by an earlier version.
-            device = self.query_weight.device
-            self.register_buffer(RECORD, torch.tensor([_RECORD_VERSION, self.window], device=device))
+            self.register_buffer(RECORD, self._new_record(self.query_weight.device))
         register()
 
     def extra_repr(self) -> str:
@@ -476,8 +478,7 @@ def first_keys(key_mask: Tensor) -> Tensor:  # (*batch, S) -> (*batch,)
     return key_mask.int().argmax(-1)
 
 
-# Layers share a mask, and reading its values waits for the device.
-_left_padding: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
+_left_padding: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
 def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
@@ -486,10 +487,10 @@ def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
         return None
     if torch.compiler.is_compiling() or not has_values(key_mask):  # A graph cannot branch on values.
         return first_keys(key_mask)
-    version = 0 if key_mask.is_inference() else version_of(key_mask)  # Inference tensors do not count writes.
-    entry = _left_padding.get(key_mask)
-    if entry is None or entry[0] != version:
+
+    def read() -> Tensor | None:
         first = first_keys(key_mask)
-        entry = (version, first if bool(first.any()) else None)
-        _left_padding[key_mask] = entry
-    return entry[1]
+        return first if bool(first.any()) else None
+
+    padding: Tensor | None = remembered(_left_padding, key_mask, None, read)
+    return padding

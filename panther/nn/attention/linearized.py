@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from panther._torch import MODULE_DICTIONARIES
 from panther.errors import ShapeError
-from panther.nn.attention._features import is_causal_mask
+from panther.nn.attention._features import batched_first, is_causal_mask
 from panther.nn.attention.decoding.cache import pass_state, takes_state
 from panther.nn.attention.decoding.states import WindowedAttentionState
 from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
@@ -126,11 +126,9 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
         # The window cannot tell apart two sequences of the same length. They are refused only during conversion.
         recorder = self.linear_attention.recorder
         is_cross, batched = query is not key, query.dim() == 3
+        query, key, value = (batched_first(x, self.batch_first) for x in (query, key, value))
         if not batched:
-            query, key, value = (x[None] for x in (query, key, value))
             padding = None if padding is None else padding[None]
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         L, S = query.shape[1], key.shape[1]
         if mask is not None:
             try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn.attention._check import ApproximationError, errors_of_layer_and_mean, is_plain, sample, warn_if_worse
-from panther.nn.attention._features import check_inputs, is_causal_mask, key_exponent
+from panther.nn.attention._features import batched_first, check_inputs, is_causal_mask, key_exponent
 from panther.nn.attention.decoding.states import AttentionState, check_state
 from panther.nn.attention.feature_map import FeatureMap
 from panther.nn.attention.positional import sinSRPE
@@ -271,7 +271,7 @@ class RandMultiHeadAttention(FeatureMap):
         value = key if value is None else value
         check_inputs(self, query, key, value, None)
         q, k = self._projected(query, key)
-        value = value[None] if value.dim() == 2 else value if self.batch_first else value.transpose(0, 1)
+        value = batched_first(value, self.batch_first)
         causal = self.iscausal if is_causal is None else is_causal
         return self._errors(*sample(q, k, self._heads(value, self.Wv, self.bv), None, causal), causal)
 
@@ -282,10 +282,7 @@ class RandMultiHeadAttention(FeatureMap):
 
     def _projected(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return unscaled queries and keys by heads, with relative positions."""
-        if query.dim() == 2:
-            query, key = query[None], key[None]
-        elif not self.batch_first:
-            query, key = query.transpose(0, 1), key.transpose(0, 1)
+        query, key = (batched_first(x, self.batch_first) for x in (query, key))
         q, k = self._heads(query, self.Wq, self.bq), self._heads(key, self.Wk, self.bk)
         return (q, k) if self.SRPE is None else self.SRPE(q, k)
 
@@ -331,11 +328,9 @@ class RandMultiHeadAttention(FeatureMap):
             )
         check_inputs(self, query, key, value, key_padding_mask)
         batched = query.dim() == 3
+        query, key, value = (batched_first(x, self.batch_first) for x in (query, key, value))
         if not batched:
-            query, key, value = query[None], key[None], value[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        elif not self.batch_first:
-            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         causal = self.iscausal if is_causal is None else is_causal
         if attn_mask is not None and not (is_causal and query.shape[1] == key.shape[1]):
             causal = is_causal_mask(attn_mask, query.shape[1], key.shape[1]) or causal

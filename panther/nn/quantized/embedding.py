@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_flag, check_size
-from panther.kernels import QuantizedCodes, pack_codes
+from panther.kernels import pack_codes
 from panther.kernels.ops.quantized_operands import expanded_codes
 from panther.nn.factors import check_dense
 from panther.nn.protocol import allow_saving
@@ -63,11 +63,7 @@ class QuantizedTable(QuantizedMatrix):
         def rows_of(table: Tensor) -> Tensor:
             return F.embedding(indices, table, self.padding_idx)  # no gradient for the row of the padding
 
-        assert self.bits is not None
-        assert self.group_size is not None  # because bits is not None
-        scales = self._effective("scales", rows_of)
-        codes = QuantizedCodes(rows_of(self.codes), self.bits, scales, rows_of(self.zeros), self.group_size)
-        return expanded_codes(codes, self._columns, self.dtype)
+        return expanded_codes(self._codes_of(rows_of), self._columns, self.dtype)
 
     @classmethod
     def _from_table(cls, dense: Any, bits: int, group_size: int | None) -> Self:

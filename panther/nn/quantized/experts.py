@@ -105,12 +105,8 @@ class QuantizedExperts(QuantizedMatrix):
         return output
 
     def _codes_of(self, rows_of: Callable[[Tensor], Tensor]) -> QuantizedCodes:
-        """Return the codes of some rows; ``rows_of`` selects them from a tensor (E out, n)."""
         self.check_writes()
-        assert self.bits is not None
-        assert self.group_size is not None  # because bits is not None
-        scales = self._effective("scales", rows_of)
-        return QuantizedCodes(rows_of(self.codes), self.bits, scales, rows_of(self.zeros), self.group_size)
+        return super()._codes_of(rows_of)
 
     @property
     def weight(self) -> Tensor:  # (E, out, in), or (E, in, out) if transposed

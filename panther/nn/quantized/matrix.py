@@ -3,7 +3,7 @@
 __all__ = ["QuantizedMatrix", "stored_bytes"]
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -133,12 +133,18 @@ class QuantizedMatrix(QuantizedState):
 
     def _operands(self) -> QuantizedOperands:
         """Return the weight as the kernels take it, with trained scales."""
-        codes = factors = None
-        if self.bits is not None and self.group_size is not None:
-            codes = QuantizedCodes(self.codes, self.bits, self._effective("scales"), self.zeros, self.group_size)
+        codes = None if self.bits is None else self._codes_of(lambda tensor: tensor)
+        factors = None
         if self.low_rank:
             factors = QuantizedFactors(self.left, self.right, self._effective("factor_scales"))
         return QuantizedOperands(self._columns, codes, factors)
+
+    def _codes_of(self, rows_of: Callable[[Tensor], Tensor]) -> QuantizedCodes:
+        """Return the codes of some rows of a layer with codes; ``rows_of`` selects them from a tensor (rows, n)."""
+        assert self.bits is not None
+        assert self.group_size is not None  # because bits is not None
+        scales = self._effective("scales", rows_of)
+        return QuantizedCodes(rows_of(self.codes), self.bits, scales, rows_of(self.zeros), self.group_size)
 
     @torch.no_grad()
     def grid_numbers(self) -> tuple[Tensor, Tensor, Tensor]:  # (rows, columns), (rows, groups), (rows, groups)
