@@ -23,7 +23,7 @@ from panther.cli._arguments import (
 from panther.cli._options import add_old_spelling, add_settings, flag_of, given_settings, settings_explained
 from panther.cli._signals import raise_if_ended
 from panther.cli._user_function import call, current_folder_importable, model_and_batches, names_function
-from panther.errors import PantherError, require_extra
+from panther.errors import PantherError
 from panther.integrations.folders.beside import check_beside, copy_beside
 from panther.integrations.folders.sentence_transformers import loader_of, model_folder
 
@@ -163,10 +163,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
     """Raise before the work if the report or the plot cannot be written."""
     check_files(report=args.report, plot=args.plot)
     if args.plot:
-        file_types = require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes()
-        if Path(args.plot).suffix.removeprefix(".").lower() not in file_types:
-            suffixes = ", ".join(f".{suffix}" for suffix in sorted(file_types))
-            raise PantherError(f"--plot {args.plot} must end in one of {suffixes}")
+        from panther.tuning.result import check_plot
+
+        check_plot(args.plot)
 
 
 def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":

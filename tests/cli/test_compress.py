@@ -41,6 +41,9 @@ def net():
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 10)
     )
 
+def net_without_batches():
+    return net(), None
+
 def batches():
     return list(torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0)).split(8))
 
@@ -344,12 +347,13 @@ def test_texts_take_no_more_tokens_than_the_model_has_positions_for(here, transf
         model(**batch)
 
 
-def test_a_function_that_returns_a_model(models, monkeypatch, capsys):
-    args = ["my_models:net", "--calibration", "my_models:batches", "--max-bytes", "20000"]
+@pytest.mark.parametrize("function", ["net", "net_without_batches"])
+def test_a_function_that_returns_a_model(models, monkeypatch, capsys, function):
+    args = [f"my_models:{function}", "--calibration", "my_models:batches", "--max-bytes", "20000"]
     assert main(["compress", *args, "--out", "small"]) == 0
     assert {path.name for path in (models / "small").iterdir()} == {"model.safetensors", "panther.json"}
     lines = capsys.readouterr().out.splitlines()[-2:]
-    assert lines[0] == "import panther as pr; from my_models import net"
+    assert lines[0] == f"import panther as pr; from my_models import {function}"
     monkeypatch.syspath_prepend(str(models))  # as where a user runs Python in that folder
     sys.modules.pop("my_models", None)
     names: dict = {}
@@ -549,7 +553,7 @@ def test_errors_of_the_budget_and_the_outputs(bert, models, capsys, monkeypatch)
     said = refusal(capsys, *function, "--out", "small", "--report", "nowhere/report.json")
     assert said.startswith("--report nowhere/report.json cannot be written")
     said = refusal(capsys, *function, "--out", "small", "--plot", "report.doc")
-    assert said.startswith("--plot report.doc must end in one of ")
+    assert said.startswith("no plot can be written to 'report.doc': use one of the suffixes ")
     assert not (models / "small").exists()
 
 
@@ -561,7 +565,7 @@ def test_errors_of_functions(models, capsys):
         "no_models:net: there is no module no_models, neither in the current folder nor installed: run this in the "
         "folder that holds no_models.py"
     )
-    assert "the module my_models has no function nett: it has net, batches, both" in said("my_models:nett")
+    assert "the module my_models has no function nett: it has net, net_without_batches, batches, both" in said("my_models:nett")
     assert "has no function LIMIT" in said("my_models:LIMIT")
     assert said("my_models:number").startswith(
         "my_models:number returns a value of type int: it must return an nn.Module"
