@@ -3,8 +3,8 @@
 __all__ = [
     "COMPILED", "FLAT_WEIGHTS", "MODULE_DICTIONARIES", "OVERRIDDEN_METHODS", "apply_to_tensors", "buffers_of",
     "children_of", "drawing_method", "forward_pre_hooks_of", "has_forward_of_convolution", "has_gradient_hooks",
-    "has_hooks", "has_packed_weights", "hides_weights", "loading_code_of", "original_of_compiled", "parameters_of",
-    "plain_name", "put_child", "put_forward_pre_hooks", "put_module", "put_parameters", "refresh_flat_weights",
+    "has_hooks", "has_packed_weights", "loading_code_of", "original_of_compiled", "parameters_of", "plain_name",
+    "put_child", "put_forward_pre_hooks", "put_module", "put_parameters", "refresh_flat_weights",
     "unsaved_buffers_of", "without_forward_hooks", "without_inner_wrappers",
 ]  # fmt: skip
 
@@ -247,11 +247,6 @@ def refresh_flat_weights(rnn: nn.RNNBase) -> None:
     Parameters.
     """
     rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
-
-
-def hides_weights(module: nn.Module) -> bool:
-    """Return whether :func:`refresh_flat_weights` applies to a module. The public fallback is the class nn.RNNBase."""
-    return "_flat_weights" in vars(module)
 
 
 def has_packed_weights(module: nn.Module) -> bool:

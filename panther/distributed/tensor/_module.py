@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from panther._torch import (
     buffers_of,
     forward_pre_hooks_of,
-    hides_weights,
     is_view,
     parameters_of,
     put_parameters,
@@ -219,7 +218,9 @@ def _must_stay_plain(module: nn.Module) -> str | None:
     ]
     registered = {id(tensor) for values in (parameters_of(module), buffers_of(module)) for tensor in values.values()}
     # nn.LSTM and similar modules also keep their weights in a list, which would not be updated.
-    if any(isinstance(leaf, Tensor) and id(leaf) not in registered for leaf in leaves) or hides_weights(module):
+    if any(isinstance(leaf, Tensor) and id(leaf) not in registered for leaf in leaves) or isinstance(
+        module, nn.RNNBase
+    ):
         return "it keeps tensors in other attributes too"
     return None
 
