@@ -27,8 +27,13 @@ from panther.distributed.comm.ranks import Group, is_fake, ranks_of
 from panther.errors import DistributedError, DTypeError, ShapeError, check_size
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "product")
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_NAMES = {**{value: name for name, value in _OPS.items()}, dist.ReduceOp.AVG: "mean", dist.ReduceOp.PRODUCT: "product"}
+_NAMES = dict(
+    zip(
+        (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT),
+        _REDUCTIONS,
+        strict=True,
+    )
+)
 """The reductions that torch's values stand for."""
 
 _Map = Callable[[Tensor], Tensor]
@@ -69,9 +74,8 @@ def all_reduce(
         DistributedError: If no process group exists, or this rank is not in it; on every rank, if dtypes, shapes or
             settings differ (they are compared once for each combination); if a rank has ended or is late.
 
-    Cost: the bytes of ``x``, once, or twice for a maximum or minimum; a product gathers ``x`` of all ranks. The
-    backward pass sends nothing with ``"replicate"`` and the bytes of ``x`` with ``"partial"``; a product is not
-    gathered again.
+    Cost: the bytes of ``x``; a maximum, minimum or product gathers ``x`` of all ranks. The backward pass sends nothing
+    with ``"replicate"`` and the bytes of ``x`` with ``"partial"``.
 
     Example:
         >>> import panther as pr
@@ -82,15 +86,14 @@ def all_reduce(
     """
     op = _reduction(op)
     n = _check("all_reduce", x, group, grad, op=op)
-    if op == "product":  # torch's own product also has the right gradient where factors are zero
-        return all_gather(x.unsqueeze(0), 0, group, grad=grad).prod(0, dtype=x.dtype)
+    if op not in ("sum", "mean"):
+        # torch's own functions have the right gradients: of equal maxima, and of products with factors of zero.
+        gathered = all_gather(x.unsqueeze(0), 0, group, grad=grad)
+        if op == "product":
+            return gathered.prod(0, dtype=x.dtype)
+        return gathered.amax(0) if op == "max" else gathered.amin(0)
     total = partial(_sum, group=group)
     adjoint = _view if grad == "replicate" else total
-    if op in ("max", "min"):
-        with watched("all_reduce", group):
-            extremum = _sum(x.detach(), group, _OPS[op])
-            holds = (x.detach() == extremum).to(x.dtype)
-            return _Extremum.apply(x, extremum, holds / _sum(holds, group).clamp(min=1), adjoint, total)
     with watched("all_reduce", group):
         # The sum over ranks is its own adjoint. If the ranks share the result, each rank has the complete gradient
         # already.
@@ -311,20 +314,6 @@ class _SumTogether(torch.autograd.Function):
         return None, *(part.view(g.shape) for part, g in zip(parts, gradients, strict=True))
 
 
-class _Extremum(torch.autograd.Function):
-    """The maximum or minimum over ranks; its gradient is the gradient of a sum over ranks with constant weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, extremum: Tensor, weight: Tensor, adjoint: _Map, total: _Map) -> Tensor:
-        ctx.adjoint, ctx.total = adjoint, total
-        ctx.save_for_backward(weight)
-        return _view(extremum)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _Collective.apply(gradient, ctx.adjoint, ctx.total) * ctx.saved_tensors[0], None, None, None, None
-
-
 def _reduction(op: Any) -> str:
     """Return the name of a reduction."""
     name = _NAMES.get(op, "") if isinstance(op, dist.ReduceOp.RedOpType) else op
@@ -340,12 +329,8 @@ def _view(x: Tensor) -> Tensor:
     return x.view_as(x)  # autograd does not accept an input as an output
 
 
-def _sum(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    if op == dist.ReduceOp.SUM:
-        return _functional("all_reduce", x, "sum", group=group)
-    total = x.contiguous().clone()  # collectives write in place, and autograd needs the values of x
-    dist.all_reduce(total, op, group=group)
-    return total
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return _functional("all_reduce", x, "sum", group=group)
 
 
 def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
