@@ -110,11 +110,6 @@ def tap():
     return lambda x: steps.Tap.apply(x, anchor, lambda gradient: None)
 
 
-def extremum():
-    weight = torch.ones(ROWS, WIDTH)
-    return lambda x: collectives._Extremum.apply(x, x.detach(), weight, collectives._view, collectives._view)
-
-
 # The names of the classes, and of the nodes that registered operators get.
 FUNCTIONS = {
     "JoinedProduct": joined,
@@ -125,7 +120,6 @@ FUNCTIONS = {
     "Tap": tap,
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
     "_SumTogether": lambda: lambda x: collectives._SumTogether.apply(None, x)[0],
-    "_Extremum": extremum,
 }
 OPERATORS = ("sketched_matmul", "sketched_inner", "sketched_outer", "hadamard_transform")
 ATTENTIONS = ("causal_linear_attention", "windowed_linear_attention")

@@ -1,16 +1,16 @@
-"""Blocks whose sharding is known, by the model's own plan or by the class of an attention.
+"""Blocks whose sharding is known, by the model's own plan or by the class of a feed-forward block.
 
 Models of transformers have a plan, ``_tp_plan``, which maps globs of layer names to ``"colwise"`` or ``"rowwise"``; any
 other model may have this attribute too. It promises that the forward of a block works on some of its heads or features,
-for example by reshaping to ``(-1, head_dim)``. For classes of attention without a plan, this was tested. Other classes
-are not sharded, because a forward that uses the number of all heads would give wrong results without an error.
+for example by reshaping to ``(-1, head_dim)``. Other attention is not sharded, because a forward that uses the number
+of all heads would give wrong results without an error.
 """
 
-__all__ = ["Block", "declared_blocks", "is_elementwise", "is_linear", "known_attention", "reason_against_pair"]
+__all__ = ["Block", "declared_blocks", "is_elementwise", "is_linear", "reason_against_pair"]
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,18 +66,6 @@ _ATTENTION = ("self_attn", "attention", "attn")
 _FEED_FORWARD = ("mlp", "feed_forward")
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 
-# Projections of queries, keys and values; output projection; module with the numbers of heads; its tested classes.
-_SCHEMES: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (
-        ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), "",
-        ("BartAttention", "CLIPAttention", "OPTAttention", "ViTAttention", "WhisperAttention"),
-    ),
-    (
-        ("self.query", "self.key", "self.value"), ("output.dense",), "self",
-        ("BertSelfAttention", "ElectraSelfAttention", "RobertaSelfAttention"),
-    ),
-    (("q_lin", "k_lin", "v_lin"), ("out_lin",), "", ("DistilBertSelfAttention",)),
-)  # fmt: skip
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("head_dim", "attention_head_size", "head_size")
@@ -94,8 +82,6 @@ class Block:
     """The layer whose inputs are sharded, while the outputs of the remaining layers are; empty if none is sharded."""
     norms: tuple[str, ...] = ()
     """Norms of single heads, which are replicated, and whose gradients are summed."""
-    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Attributes that count heads, with their values on each rank, by module."""
 
 
 class _RefusedError(Exception):
@@ -133,33 +119,6 @@ def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
             yield Block(layers, str(error))
         else:
             yield Block(layers, reason, rows[0], norms)
-
-
-def known_attention(model: nn.Module, ranks: int) -> Iterator[Block]:
-    """Yield attention blocks that are recognised by the names of their projections."""
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    for prefix in modules:
-        dot = f"{prefix}." if prefix else ""
-        for inputs, outputs, inner, classes in _SCHEMES:
-            output = next((dot + name for name in outputs if is_linear(modules.get(dot + name))), None)
-            if output is None or not all(is_linear(modules.get(dot + name)) for name in inputs):
-                continue
-            layers = (*(dot + name for name in inputs), output)
-            inner = f"{dot}{inner}" if inner else prefix
-            block, ins = modules[inner], [modules[name] for name in layers[:-1]]
-            try:
-                if type(block).__name__ not in classes or not type(block).__module__.startswith("transformers."):
-                    raise _RefusedError(
-                        f"{type(block).__name__} is not known to work on some of its heads: give the model a _tp_plan"
-                    )
-                heads = _check_heads(block, ins, modules[output], [], ranks)
-            except _RefusedError as error:
-                yield Block(layers, str(error))
-            else:
-                names = (*_COUNTS, *_KEY_COUNTS, "all_head_size")
-                counts = {key: value // ranks for key, value in vars(block).items() if key in names}
-                yield Block(layers, f"{heads // ranks} of {heads} heads a rank", output, attributes={inner: counts})
-            break
 
 
 def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.Module], ranks: int) -> int:

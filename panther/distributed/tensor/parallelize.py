@@ -77,9 +77,8 @@ def tensor_parallel(
 
     - blocks that the model's own plan names: an attribute ``_tp_plan`` of the model, or of a module in it, with
       ``"colwise"`` or ``"rowwise"`` by globs of layer names, as in models of transformers;
-    - attention by heads, if their number is a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention`,
-      nn.MultiheadAttention (whose packed projection is replicated), and attention of some classes of transformers
-      without a plan, such as BERT's. Attributes that count heads then count the heads of a rank;
+    - attention by heads, if their number is a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention` and
+      nn.MultiheadAttention (whose packed projection is replicated);
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
       nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
       The outputs of the first layer and the inputs of the second one are sharded, split as by :func:`torch.chunk`, so
@@ -181,16 +180,13 @@ def describe_plan(decisions: Plan) -> dict[str, str]:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
-    """Step 4: shard the modules that have a style, and set the attributes that sharded modules need."""
+    """Step 4: shard the modules that have a style."""
     for name, entry in decisions.items():
         module = model.get_submodule(name)
         if isinstance(entry.style, PantherStyle):
             entry.style.shard_(module, mesh)
         elif entry.style is not None:
             parallelize_module(module, mesh, entry.style)
-        if entry.attributes:
-            remember_(module, **{key: getattr(module, key) for key in entry.attributes})
-            vars(module).update(entry.attributes)
     for module in model.modules():
         share_input_(module)
         if isinstance(module, nn.TransformerEncoder):  # DTensor and the collectives do not take nested tensors

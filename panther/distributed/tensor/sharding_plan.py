@@ -1,8 +1,8 @@
 """Plan which modules of a model are sharded, and how, by the modules' names; nothing is changed.
 
 The following planners run in this order, and the first one that decides about a layer wins: attention modules, the
-model's own plan, attention of known classes, pairs of linear layers, embeddings and output layers with many rows. The
-remaining modules are replicated.
+model's own plan, pairs of linear layers, embeddings and output layers with many rows. The remaining modules are
+replicated.
 """
 
 __all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_parameters", "tie_"]
@@ -10,7 +10,7 @@ __all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,6 @@ from panther.distributed.tensor._transformers import (
     declared_blocks,
     is_elementwise,
     is_linear,
-    known_attention,
     reason_against_pair,
 )
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
@@ -60,8 +59,6 @@ class ModulePlan:
     """The style with which the module is sharded; None replicates it."""
     summed: bool = False
     """Whether the gradients of a replicated module are summed over the ranks, because ranks have different inputs."""
-    attributes: Mapping[str, int] = field(default_factory=dict)
-    """Attributes whose values differ between ranks, such as a number of heads."""
 
 
 Plan = dict[str, ModulePlan]
@@ -114,7 +111,7 @@ def plan_automatically(model: nn.Module, ranks: int) -> Plan:
     shared = {name: [other for other, _ in places] for places in shared_parameters(model) for name, _ in places}
     survey = _Survey(model, ranks, modules, names, repeated, shared)
     plan = _plan_attention(survey)
-    for block in (*declared_blocks(model, ranks), *known_attention(model, ranks), *_pairs(survey)):
+    for block in (*declared_blocks(model, ranks), *_pairs(survey)):
         _add_block(plan, survey, block)
     _add_many_rows(plan, survey)
     for name, module in modules.items():
@@ -158,8 +155,6 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
         plan[name] = ModulePlan(reason, RowwiseSKParallel() if by_rows else ColwiseSKParallel())
     for name in block.norms:
         plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
-    for name, attributes in block.attributes.items():
-        plan[name] = replace(plan.get(name, ModulePlan("")), attributes=attributes)
 
 
 def _pairs(survey: _Survey) -> Iterator[Block]:
