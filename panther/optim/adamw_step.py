@@ -1,8 +1,13 @@
-"""What optimizers that contain AdamW have in common: the checks of their groups, and AdamW's step."""
+"""What optimizers that contain AdamW have in common: the checks of their groups, AdamW's step, and its rounding.
 
-__all__ = ["CheckedGroups", "check_adamw_settings", "moment_dtype", "step_adamw"]
+The random bits of stochastic rounding to bfloat16 are the same in every layout.
+"""
+
+__all__ = ["CheckedGroups", "check_adamw_settings", "copy_rounded", "moment_dtype", "step_adamw"]
 
 import functools
+import hashlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -13,8 +18,9 @@ from torch.optim.adamw import adamw
 
 from panther._setting_names import advice_for
 from panther.errors import CheckpointError
+from panther.kernels import word_block
 from panther.optim.matrix_updates import local_part, moment_dtype, placed_like
-from panther.optim.rounding import copy_rounded
+from panther.sketch.streams import Kind, tag
 
 _WIDE_STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "sketch_avg", "sketch_avg_sq", "update_norm")
 # Settings of torch.optim.AdamW that would change a step, and that these optimizers do not have.
@@ -24,6 +30,7 @@ _PASSIVE_KEYS = {
     *("params", "param_names", "foreach", "fused", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"),
     *("swa_lr", "name", "lr_scale"),
 }
+_FACTORS = (0x9E3779B9 - (1 << 32), 0xBB67AE85 - (1 << 32))  # odd, with bits of the golden ratio and of the root of 3
 
 
 class CheckedGroups(torch.optim.Optimizer):
@@ -184,3 +191,57 @@ def _has_fused_kernel(device_type: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def copy_rounded(parameter: Any, values: Tensor, group: dict[str, Any], name: str, step: int) -> None:
+    """Copy the new values of a parameter to its shard on this rank.
+
+    Values are rounded to the nearest number of the parameter's dtype. If the group has ``bf16_stochastic_round`` and
+    the dtype is bfloat16, a value between two numbers becomes either, the upper one with the probability that keeps
+    the mean. The random bits of an entry depend on the seed, the name, the step and the index in the complete
+    parameter.
+
+    Args:
+        parameter: The parameter, sharded or not.
+        values: The values of the shard, float32 for bfloat16.
+        group: The settings of its group.
+        name: The name of the parameter, which is the same in every layout.
+        step: The number of steps of this parameter.
+    """
+    target = local_part(parameter)
+    if group.get("bf16_stochastic_round") and target.dtype is torch.bfloat16:
+        # The upper half of a float32 number is the bfloat16 number below it in absolute value.
+        rounded = values.view(torch.int32) + _bits(parameter, f"{group.get('seed', 0)} {step} {name}")
+        rounded = rounded.bitwise_and_(-1 << 16).view(torch.float32)
+        values = torch.where(values == values, rounded, values)  # some NaN would become a number
+    target.copy_(values)
+
+
+def _bits(parameter: Any, key: str) -> Tensor:
+    """Return 16 random bits for each entry of this rank's shard, in int32.
+
+    Philox draws a word for each row and each column, and two multiplications mix them. Drawing a word for each entry
+    takes ten times as long. The spectral norm of the rounding errors of a matrix is that of independent errors.
+    """
+    local = local_part(parameter)
+    offsets, sizes = [0] * local.dim(), list(local.shape)
+    if local is not parameter:
+        from panther._torch import local_offsets
+
+        offsets = list(local_offsets(parameter))
+    inner = math.prod(parameter.shape[2:])
+    starts, lengths = [*offsets, 0, 0], [*sizes, 1, 1]
+    parts = range(starts[0], starts[0] + lengths[0]), range(starts[1] * inner, (starts[1] + lengths[1]) * inner)
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
+    start = min(part.start for part in parts)
+    places = range(start, max(part.stop for part in parts))
+    words = word_block(seed, 0, tag(Kind.ROUNDING), range(2), places, device=local.device).sub_(1 << 31).int()
+    rows, columns = (words[i, part.start - start : part.stop - start] for i, part in enumerate(parts))
+    bits = rows[:, None] ^ columns
+    bits.mul_(_FACTORS[0])
+    bits ^= bits >> 15
+    bits = bits.mul_(_FACTORS[1]).bitwise_right_shift_(16).bitwise_and_((1 << 16) - 1)
+    bits = bits.view(lengths[0], lengths[1], *parameter.shape[2:])
+    for dim in range(2, local.dim()):
+        bits = bits.narrow(dim, offsets[dim], sizes[dim])
+    return bits.reshape(local.shape)

@@ -13,9 +13,8 @@ from torch import Tensor
 from panther.errors import TrainingError
 from panther.kernels import pack_signs, unpack_signs
 from panther.linalg.operand import full_precision
-from panther.optim.adamw_step import moment_dtype
+from panther.optim.adamw_step import copy_rounded, moment_dtype
 from panther.optim.matrix_updates import batches_of, local_part, placed_like, placements_like
-from panther.optim.rounding import copy_rounded
 from panther.sketch import signs
 
 if TYPE_CHECKING:

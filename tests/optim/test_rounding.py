@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from panther.distributed import make_mesh
 from panther.optim import SketchedAdamW
-from panther.optim.rounding import copy_rounded
+from panther.optim.adamw_step import copy_rounded
 from panther.optim.sketched_update import UPDATES
 
 GROUP = {"bf16_stochastic_round": True, "seed": 3}
