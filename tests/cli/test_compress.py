@@ -565,7 +565,9 @@ def test_errors_of_functions(models, capsys):
         "no_models:net: there is no module no_models, neither in the current folder nor installed: run this in the "
         "folder that holds no_models.py"
     )
-    assert "the module my_models has no function nett: it has net, net_without_batches, batches, both" in said("my_models:nett")
+    assert "the module my_models has no function nett: it has net, net_without_batches, batches, both" in said(
+        "my_models:nett"
+    )
     assert "has no function LIMIT" in said("my_models:LIMIT")
     assert said("my_models:number").startswith(
         "my_models:number returns a value of type int: it must return an nn.Module"
