@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from panther.compression.calibration.eligibility import select_targets
-from panther.compression.forms import inherit_flags
-from panther.compression.forms.low_rank import convert_low_rank
+from panther.compression.forms import FormSettings, Option, TargetFit, form_named, inherit_flags
 from panther.compression.forms.metric import factor, leading_components, metric_of, wide_dtype
 from panther.compression.moments import Moments
 from panther.nn import LowRankConv2d, LowRankLinear
@@ -15,6 +14,11 @@ from panther.nn import LowRankConv2d, LowRankLinear
 def fit_weight(target, moments, most, drift=None):
     metric = metric_of(target, moments, drift)
     return factor(metric.source, metric, most=most, seed=0, dtype=wide_dtype(target))
+
+
+def convert_low_rank(target, components, rank, seed):
+    option, form = Option("low_rank", 0, rank), form_named("low_rank")
+    return form.convert(target, option, TargetFit(components), FormSettings(("low_rank",)), seed)
 
 
 def moment(n, rows, seed, groups=1, shift=0.0):

@@ -9,8 +9,7 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration.eligibility import select_targets
-from panther.compression.forms import FormSettings
-from panther.compression.forms.interpolative import convert_interpolative
+from panther.compression.forms import FormSettings, Option, TargetFit, form_named
 from panther.compression.forms.metric import factor, metric_of
 from panther.compression.moments import Moments
 from panther.nn import InterpolativeLinear
@@ -33,9 +32,12 @@ def test_the_loss_is_that_of_low_rank(size, dtype):
     x = torch.randn(300, size[0], dtype=torch.float64) * torch.linspace(0.1, 2, size[0]) + 0.3
     g = torch.randn(300, size[1], dtype=torch.float64) * torch.linspace(2, 0.1, size[1])
     metric = metric_of(target, Moments((x.mT @ x / 300)[None], x.mean(0)[None], (g.mT @ g / 300)[None], 300))
+    form = form_named("interpolative")
     for rank in {1, min(7, *size), min(size)}:
         found = factor(metric.source, metric, most=rank, seed=0, dtype=dtype)
-        (layer,) = convert_interpolative(target, found, rank).values()
+        (layer,) = form.convert(
+            target, Option(form.name, 0, rank), TargetFit(found), FormSettings((form.name,)), 0
+        ).values()
         layer = layer.double()
         E = layer.weight.detach() - metric.source[0]
         loss = (metric.R[0] @ E @ metric.L[0]).square().sum().item()

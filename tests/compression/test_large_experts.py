@@ -11,12 +11,19 @@ from torch import nn
 import panther as pr
 from panther.compression.calibration import targets
 from panther.compression.calibration.eligibility import select_targets
+from panther.compression.forms import FormSettings
+from panther.compression.forms.metric import RIDGE
 from panther.compression.moments import Moments, moments_bytes
 from panther.compression.weights import experts as expert_fits
-from panther.compression.weights.experts import ExpertSums, fit_stack, stack_sensitivity
-from panther.compression.weights.table import TableMoments, Use, fit_table
+from panther.compression.weights.experts import ExpertSums
+from panther.compression.weights.table import TABLES, TableMoments, Use
 
 OPTIONS = {**quick, "calibration": sequences(), "group_size": 24}
+SETTINGS = FormSettings(("int3", "int5"), group_size=12)
+
+
+def fit_stack(stack, moments, widths):
+    return stack.kind.fit(stack, moments, widths, SETTINGS, RIDGE)
 
 
 def stack_and_linears(transposed=False):
@@ -47,11 +54,11 @@ def test_rows_of_large_experts_are_rounded_as_the_rows_of_large_linear_layers(tr
     A, rows = moments_of_inputs(), torch.rand(3, 40, dtype=torch.float64)
     A = A.diagonal(dim1=1, dim2=2) if is_wide else A
     shares = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    fit = fit_stack(stack, Moments(A, A.new_zeros(3, 24), rows, 100.0, shares=shares), [3, 5], 12)
+    fit = fit_stack(stack, Moments(A, A.new_zeros(3, 24), rows, 100.0, shares=shares), [3, 5])
     total = 0.0
     for expert, target in enumerate(separate):
         moments = TableMoments((Use(1.0, shares[expert] * rows[expert], A[expert], None, A[expert]),), 1.0)
-        expected = fit_table(target, moments, [3, 5], 12)
+        expected = TABLES.fit(target, moments, [3, 5], SETTINGS, RIDGE)
         total += expected.codes[3].residual.tails.item()
         for bits in (3, 5):
             own = slice(40 * expert, 40 * (expert + 1))
@@ -65,10 +72,10 @@ def test_experts_fitted_a_few_at_a_time_have_the_same_codes(joint, monkeypatch):
     stack, _ = stack_and_linears()
     A = moments_of_inputs()
     moments = Moments(A, A[:, 0], None, 100.0)
-    together, estimate = fit_stack(stack, moments, [3, 5], 12), stack_sensitivity(stack, moments)
+    together, estimate = fit_stack(stack, moments, [3, 5]), stack.kind.sensitivity(stack, moments, RIDGE)
     monkeypatch.setattr(expert_fits, "JOINT_ENTRIES", joint * 2 * 24 * 40)
-    separate = fit_stack(stack, moments, [3, 5], 12)
-    assert stack_sensitivity(stack, moments) == pytest.approx(estimate)
+    separate = fit_stack(stack, moments, [3, 5])
+    assert stack.kind.sensitivity(stack, moments, RIDGE) == pytest.approx(estimate)
     for bits, fit in together.codes.items():
         assert torch.equal(separate.codes[bits].weight.codes, fit.weight.codes)
         assert torch.equal(separate.codes[bits].weight.scales, fit.weight.scales)
@@ -81,9 +88,9 @@ def test_experts_share_moments_as_if_each_had_the_same():
     A, roots = moments_of_inputs()[:1], torch.randn(1, 40, 40, dtype=torch.float64)
     G, shares = roots @ roots.mT + 0.1 * torch.eye(40), torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     mean = A.new_zeros(3, 24)
-    shared = fit_stack(stack, Moments(A, mean, G, 100.0, shares=shares), [3], 12)
+    shared = fit_stack(stack, Moments(A, mean, G, 100.0, shares=shares), [3])
     separate = fit_stack(
-        stack, Moments(A.repeat(3, 1, 1), mean, shares[:, None, None] * G, 100.0, shares=torch.ones(3)), [3], 12
+        stack, Moments(A.repeat(3, 1, 1), mean, shares[:, None, None] * G, 100.0, shares=torch.ones(3)), [3]
     )
     assert torch.equal(shared.codes[3].weight.codes, separate.codes[3].weight.codes)
     assert shared.codes[3].residual.tails.item() == pytest.approx(separate.codes[3].residual.tails.item())

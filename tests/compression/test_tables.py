@@ -9,10 +9,11 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration.eligibility import select_targets
-from panther.compression.forms import Option
+from panther.compression.forms import FormSettings, Option
+from panther.compression.forms.metric import RIDGE
 from panther.compression.forms.rounding import add_ridge_, feedback, round_entries
 from panther.compression.selection.timing import Times, Timing
-from panther.compression.weights.table import TableMoments, Use, fit_table, smoothed
+from panther.compression.weights.table import TABLES, TableMoments, Use, smoothed
 from panther.nn import QuantizedEmbedding, QuantizedLinear
 from panther.nn.sketch_record import plain_state
 from tests.support.language_models import (
@@ -85,7 +86,7 @@ def test_rows_are_rounded_as_those_of_linear_weights(group_size, monkeypatch):
     inputs = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     moment = inputs.mT @ inputs / 200
     use = Use(200.0, torch.ones(ROWS, dtype=torch.float64), moment, None, None)
-    fit = fit_table(target, TableMoments((use,), 200.0), (5, 3), group_size)
+    fit = TABLES.fit(target, TableMoments((use,), 200.0), (5, 3), FormSettings(("int5",), group_size=group_size), RIDGE)
     (order,), coefficients = feedback(add_ridge_(ROWS * moment[None]), WIDTH, moment[None])
     for bits, quantized in fit.codes.items():
         weight = quantized.weight

@@ -1,6 +1,6 @@
 """The interpolative form: some rows or columns of the weight and the coefficients of the remaining ones."""
 
-__all__ = ["convert_interpolative"]
+__all__ = ["Interpolative"]
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import Form, FormSettings, Option, Replacement, TargetFit, register, replace_layers
-from panther.compression.forms.metric import Fit, leading_components
+from panther.compression.forms.metric import leading_components
 from panther.nn import InterpolativeLinear
 from panther.nn.interpolative import stored_bytes
 
@@ -46,8 +46,24 @@ class Interpolative(Form):
         return fit.components.losses(option.rank or 0)
 
     def convert(self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int) -> Replacement:
-        """Return layers with the leading components."""
-        return convert_interpolative(target, fit.components, option.rank or 0)
+        """Return layers with the leading components, which share skeleton, coefficients and order."""
+        components, rank = fit.components, option.rank or 0
+        # The bias is computed from the rounded numbers of this layer, so that it also corrects for their rounding.
+        like = target.weight
+        first = InterpolativeLinear(target.inner, target.outer, rank, bias=False, device=like.device, dtype=like.dtype)
+        first.set_factors_(components.left[0, :, :rank], components.right[0, :rank])
+        change: Tensor | float = 0.0
+        if components.means is not None:
+            left, right = copy.deepcopy(first).double().factors()
+            change = (components.means[1][0] - left @ (right @ components.means[0][0])).detach()
+
+        def make(module: nn.Module) -> InterpolativeLinear:
+            layer = _layer(target, module, rank)
+            for name in first.stored_names():
+                setattr(layer, name, getattr(first, name))
+            return layer
+
+        return replace_layers(target, make, change)
 
     def random_layer(
         self, target: Target, module: nn.Module, option: Option, settings: FormSettings
@@ -62,23 +78,3 @@ register(Interpolative())
 def _layer(target: Target, module: nn.Module, rank: int) -> InterpolativeLinear:
     has_bias, like = getattr(module, "bias", None) is not None, target.weight
     return InterpolativeLinear(target.inner, target.outer, rank, bias=has_bias, device=like.device, dtype=like.dtype)
-
-
-def convert_interpolative(target: Target, fit: Fit, rank: int) -> Replacement:
-    """Make an interpolative layer for each layer of the target; they share skeleton, coefficients and order."""
-    # The bias is computed from the rounded numbers of this layer, so that it also corrects for their rounding.
-    like = target.weight
-    first = InterpolativeLinear(target.inner, target.outer, rank, bias=False, device=like.device, dtype=like.dtype)
-    first.set_factors_(fit.left[0, :, :rank], fit.right[0, :rank])
-    change: Tensor | float = 0.0
-    if fit.means is not None:
-        left, right = copy.deepcopy(first).double().factors()
-        change = (fit.means[1][0] - left @ (right @ fit.means[0][0])).detach()
-
-    def make(module: nn.Module) -> InterpolativeLinear:
-        layer = _layer(target, module, rank)
-        for name in first.stored_names():
-            setattr(layer, name, getattr(first, name))
-        return layer
-
-    return replace_layers(target, make, change)

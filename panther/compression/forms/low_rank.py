@@ -3,7 +3,7 @@
 Also seeded sketches, which :func:`panther.sketch_layers_` and ``method="random"`` make without a fit.
 """
 
-__all__ = ["convert_low_rank", "convert_seeded"]
+__all__ = ["LowRank", "convert_seeded"]
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from panther.compression.forms.base import (
     register,
     replace_layers,
 )
-from panther.compression.forms.metric import Fit, leading_components, wide_dtype
+from panther.compression.forms.metric import leading_components, wide_dtype
 from panther.nn import LowRankConv2d, LowRankLinear
 from panther.nn.protocol import CompressedModule
 
@@ -50,8 +50,15 @@ class LowRank(Form):
         return fit.components.losses(option.rank or 0)
 
     def convert(self, target: Target, option: Option, fit: TargetFit, settings: FormSettings, seed: int) -> Replacement:
-        """Return layers with the leading components."""
-        return convert_low_rank(target, fit.components, option.rank or 0, seed)
+        """Return layers with the leading components, which share their factors."""
+        components, rank = fit.components, option.rank or 0
+        left, right = _balanced(components.left[..., :rank], components.right[..., :rank, :])
+        change: Tensor | float = 0.0
+        if components.means is not None:
+            mean, exact = components.means
+            # In float64, and from the rounded factors, so that the bias also corrects for their rounding.
+            change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
+        return replace_layers(target, lambda module: _layer(target, module, left, right, seed), change)
 
     def random_layer(self, target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
         """Return a layer with normal factors."""
@@ -62,17 +69,6 @@ class LowRank(Form):
 
 
 register(LowRank())
-
-
-def convert_low_rank(target: Target, fit: Fit, rank: int, seed: int) -> Replacement:
-    """Make a layer of this rank for each layer of the target; the new layers share their factors."""
-    left, right = _balanced(fit.left[..., :rank], fit.right[..., :rank, :])
-    change: Tensor | float = 0.0
-    if fit.means is not None:
-        mean, exact = fit.means
-        # In float64, and from the rounded factors, so that the bias also corrects for their rounding.
-        change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
-    return replace_layers(target, lambda module: _layer(target, module, left, right, seed), change)
 
 
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:

@@ -32,7 +32,7 @@ Weights are fitted a few experts at a time. The factors and products of all expe
 gigabytes: of a weight of Mixtral-8x7B, one copy in float64 takes 7.5 GB.
 """
 
-__all__ = ["ExpertSums", "ExpertsKind", "fit_stack", "num_joint_experts", "stack_sensitivity"]
+__all__ = ["ExpertSums", "ExpertsKind"]
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +47,7 @@ from panther.compression.calibration.masks import Masks
 from panther.compression.calibration.steps import forward_replaced
 from panther.compression.calibration.targets import Further, Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
-from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
+from panther.compression.forms.metric import Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.rounding import (
     JOINT_ENTRIES,
     QuantizedFit,
@@ -67,7 +67,7 @@ from panther.compression.moments.sums import (
     square_zeros,
 )
 from panther.compression.weights.linear import DOUBLE, MatrixKind
-from panther.compression.weights.table import TableMoments, Use, fit_table, table_sensitivity, table_work_bytes
+from panther.compression.weights.table import TABLES, TableMoments, Use
 from panther.errors import CompressionError
 from panther.nn import QuantizedExperts
 from panther.nn.quantized.stacked import StackedExperts, is_experts, stacked_names
@@ -252,60 +252,10 @@ class _Route:
         return y + getattr(self.experts, f"{name}_bias")[expert] if self.experts.has_bias else y
 
 
-def fit_stack(
-    target: Target,
-    moments: Moments | None,
-    widths: Sequence[int],
-    group_size: int | None,
-    *,
-    symmetric: bool = False,
-    ridge: float = RIDGE,
-) -> TargetFit:
-    """Round the weight of each expert to each of the widths, in bits, in its own moments.
-
-    Where moments are diagonals (``target.is_large``), the rows of a weight are rounded independently, as in a table.
-    """
-    fits = []
-    for part, part_moments in _parts(target, moments, len(widths)):
-        if isinstance(part_moments, TableMoments):
-            fits.append(fit_table(part, part_moments, widths, group_size, symmetric=symmetric))
-            continue
-        metric, dtype = metric_of(part, part_moments, ridge=ridge), wide_dtype(target)
-        components = factor(metric.source, metric, most=0, seed=0, dtype=dtype)
-        part_codes: Mapping[int, QuantizedFit] = {}
-        if widths:
-            (part_codes,) = fit_quantized([RoundingTask(metric, widths, 0, 0, dtype)], group_size, symmetric=symmetric)
-        fits.append(TargetFit(components, part_codes))
-    codes = {
-        bits: QuantizedFit(
-            join_weights([fit.codes[bits].weight for fit in fits]), _joined([fit.codes[bits].residual for fit in fits])
-        )
-        for bits in widths
-    }
-    return TargetFit(_joined([fit.components for fit in fits]), codes)
-
-
-def stack_sensitivity(target: Target, moments: Moments | None, ridge: float = RIDGE) -> float:
-    """Return the loss of the quantized weights, up to a factor that depends on their width alone."""
-    return sum(
-        table_sensitivity(part, part_moments)
-        if isinstance(part_moments, TableMoments)
-        else sensitivity(metric_of(part, part_moments, ridge=ridge))
-        for part, part_moments in _parts(target, moments, 1)
-    )
-
-
-def num_joint_experts(target: Target, num_widths: int) -> int:
-    """Return how many experts are fitted at once: as many as are rounded jointly, and one where rows are."""
-    count = JOINT_ENTRIES // (max(num_widths, 1) * target.inner * target.outer)
-    return 1 if target.is_large else min(max(count, 1), target.groups)
-
-
 def _parts(
-    target: Target, moments: Moments | None, num_widths: int
+    target: Target, moments: Moments | None, count: int
 ) -> Iterator[tuple[Target, Moments | TableMoments | None]]:
-    """Yield a target of a few experts, and their moments, until all experts have been yielded."""
-    count = num_joint_experts(target, num_widths)
+    """Yield a target of ``count`` experts, and their moments, until all experts have been yielded."""
     for start in range(0, target.groups, count):
         part = _experts(target, start, start + count)
         if moments is None:
@@ -443,20 +393,51 @@ class ExpertsKind(MatrixKind):
     def fit(
         self, target: Target, moments: Moments | None, widths: Sequence[int], settings: FormSettings, ridge: float
     ) -> TargetFit:
-        """Return the codes of all widths."""
-        return fit_stack(target, moments, widths, settings.group_size, symmetric=settings.symmetric, ridge=ridge)
+        """Round the weight of each expert to each of the widths, in bits, in its own moments.
+
+        Where moments are diagonals (``target.is_large``), the rows of a weight are rounded independently, as in a
+        table.
+        """
+        fits = []
+        for part, part_moments in _parts(target, moments, self.num_joint_groups(target, len(widths))):
+            if isinstance(part_moments, TableMoments):
+                fits.append(TABLES.fit(part, part_moments, widths, settings, ridge))
+                continue
+            metric, dtype = metric_of(part, part_moments, ridge=ridge), wide_dtype(target)
+            components = factor(metric.source, metric, most=0, seed=0, dtype=dtype)
+            part_codes: Mapping[int, QuantizedFit] = {}
+            if widths:
+                (part_codes,) = fit_quantized(
+                    [RoundingTask(metric, widths, 0, 0, dtype)], settings.group_size, symmetric=settings.symmetric
+                )
+            fits.append(TargetFit(components, part_codes))
+        codes = {
+            bits: QuantizedFit(
+                join_weights([fit.codes[bits].weight for fit in fits]),
+                _joined([fit.codes[bits].residual for fit in fits]),
+            )
+            for bits in widths
+        }
+        return TargetFit(_joined([fit.components for fit in fits]), codes)
 
     def sensitivity(self, target: Target, moments: Moments | None, ridge: float) -> float:
         """Return the sum of the losses of the experts' codes."""
-        return stack_sensitivity(target, moments, ridge)
+        return sum(
+            TABLES.sensitivity(part, part_moments, ridge)
+            if isinstance(part_moments, TableMoments)
+            else sensitivity(metric_of(part, part_moments, ridge=ridge))
+            for part, part_moments in _parts(target, moments, self.num_joint_groups(target, 1))
+        )
 
     def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
         """Return the bytes for the experts that are fitted at once; large ones are fitted as tables are."""
-        return table_work_bytes(target) if target.is_large else super().work_bytes(target, num_widths, heap)
+        kind = TABLES if target.is_large else super()
+        return kind.work_bytes(target, num_widths, heap)
 
     def num_joint_groups(self, target: Target, num_widths: int) -> int:
-        """Return how many experts are fitted at once."""
-        return num_joint_experts(target, num_widths)
+        """Return how many experts are fitted at once: as many as are rounded jointly, and one where rows are."""
+        count = JOINT_ENTRIES // (max(num_widths, 1) * target.inner * target.outer)
+        return 1 if target.is_large else min(max(count, 1), target.groups)
 
     def quantized_layer(
         self, target: Target, module: nn.Module, bits: int | None, rank: int, settings: FormSettings

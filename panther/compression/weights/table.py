@@ -13,10 +13,7 @@ The rows of a table cost independent errors, so that feedback runs along rows al
 at once. A table can have a hundred million entries: only one block of it is in float64 at a time.
 """
 
-__all__ = [
-    "BLOCK_ENTRIES", "TableKind", "TableMoments", "TableSums", "Use", "fit_table", "smoothed", "table_sensitivity",
-    "table_work_bytes",
-]  # fmt: skip
+__all__ = ["BLOCK_ENTRIES", "TABLES", "TableKind", "TableMoments", "TableSums", "Use", "smoothed"]
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -193,57 +190,6 @@ class TableSums:
         return TableMoments(tuple(uses), sum(use.positions for use in uses))
 
 
-def fit_table(
-    target: Target,
-    moments: TableMoments | None,
-    widths: Sequence[int],
-    group_size: int | None,
-    *,
-    symmetric: bool = False,
-) -> TargetFit:
-    """Round the weight of a table to each of the widths, in bits; without moments, each entry to its nearest code.
-
-    Cost: for each width ``rows columns^2`` flops, and the search of the grids.
-    """
-    size = target.inner if group_size is None else min(group_size, target.inner)
-    order, coefficients = _feedback(target, moments)
-    parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {bits: [] for bits in widths}
-    losses: dict[int | None, Tensor] = {bits: torch.zeros(2, dtype=_PLAIN) for bits in (None, *widths)}
-    for rows, W in _blocks(target):
-        losses[None] += _losses(W, moments, rows)
-        for bits in widths:
-            grid = quantization_grid(W, bits, size, symmetric=symmetric)
-            codes = (
-                quantize(W, *grid, size, bits)
-                if coefficients is None
-                else _round_rows(W, *grid, size, bits, order, coefficients)
-            )
-            parts[bits].append((codes, *grid))
-            losses[bits] += _losses(QuantizedWeight(codes, *grid, size).dense().sub_(W), moments, rows)
-    fits = {}
-    for bits, blocks in parts.items():
-        codes, scales, zeros = map(torch.cat, zip(*blocks, strict=True))
-        fits[bits] = QuantizedFit(QuantizedWeight(codes, scales, zeros, size), _fit_of(losses[bits]))
-    return TargetFit(_fit_of(losses[None]), fits)
-
-
-def table_sensitivity(target: Target, moments: TableMoments | None) -> float:
-    """Return the loss of a quantized table, up to a factor that depends on its width alone, for each position."""
-    columns = None if moments is None else moments.columns(target.inner, target.outer)
-    if moments is None or columns is None:
-        width = float(target.inner)
-    elif columns.dim() == 1:
-        width = columns.sum().item()
-    else:  # with feedback the error of a column counts with its pivot
-        width = torch.linalg.cholesky(add_ridge_(columns[None])).diagonal(dim1=-2, dim2=-1).square().sum().item()
-    if moments is not None and columns is None:
-        width *= (
-            sum(use.positions * (target.outer if use.rows is None else use.rows.sum().item()) for use in moments.uses)
-            / moments.positions
-        )
-    return sum(W.square().sum().item() for _, W in _blocks(target)) / target.dense_numbers * width
-
-
 def _blocks(target: Target) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows of the weight, in float64."""
     weight, count = target.kind.rows(target), max(1, BLOCK_ENTRIES // target.inner)
@@ -373,16 +319,54 @@ class TableKind(LinearKind):
     def fit(
         self, target: Target, moments: TableMoments | None, widths: Sequence[int], settings: FormSettings, ridge: float
     ) -> TargetFit:
-        """Return the codes of all widths."""
-        return fit_table(target, moments, widths, settings.group_size, symmetric=settings.symmetric)
+        """Round the weight to each of the widths, in bits; without moments, each entry to its nearest code.
+
+        Cost: for each width ``rows columns^2`` flops, and the search of the grids.
+        """
+        size = min(settings.group_size or target.inner, target.inner)
+        order, coefficients = _feedback(target, moments)
+        parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {bits: [] for bits in widths}
+        losses: dict[int | None, Tensor] = {bits: torch.zeros(2, dtype=_PLAIN) for bits in (None, *widths)}
+        for rows, W in _blocks(target):
+            losses[None] += _losses(W, moments, rows)
+            for bits in widths:
+                grid = quantization_grid(W, bits, size, symmetric=settings.symmetric)
+                codes = (
+                    quantize(W, *grid, size, bits)
+                    if coefficients is None
+                    else _round_rows(W, *grid, size, bits, order, coefficients)
+                )
+                parts[bits].append((codes, *grid))
+                losses[bits] += _losses(QuantizedWeight(codes, *grid, size).dense().sub_(W), moments, rows)
+        fits = {}
+        for bits, blocks in parts.items():
+            codes, scales, zeros = map(torch.cat, zip(*blocks, strict=True))
+            fits[bits] = QuantizedFit(QuantizedWeight(codes, scales, zeros, size), _fit_of(losses[bits]))
+        return TargetFit(_fit_of(losses[None]), fits)
 
     def sensitivity(self, target: Target, moments: Any, ridge: float) -> float:
-        """Return the loss of codes for each position."""
-        return table_sensitivity(target, moments)
+        """Return the loss of codes for each position, up to a factor that depends on their width alone."""
+        columns = None if moments is None else moments.columns(target.inner, target.outer)
+        if moments is None or columns is None:
+            width = float(target.inner)
+        elif columns.dim() == 1:
+            width = columns.sum().item()
+        else:  # with feedback the error of a column counts with its pivot
+            width = torch.linalg.cholesky(add_ridge_(columns[None])).diagonal(dim1=-2, dim2=-1).square().sum().item()
+        if moments is not None and columns is None:
+            width *= (
+                sum(
+                    use.positions * (target.outer if use.rows is None else use.rows.sum().item())
+                    for use in moments.uses
+                )
+                / moments.positions
+            )
+        return sum(W.square().sum().item() for _, W in _blocks(target)) / target.dense_numbers * width
 
     def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
         """Return the bytes of the moments, and of twelve tensors of a block of rows."""
-        return table_work_bytes(target)
+        n, m = target.inner, target.outer
+        return DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
 
     def quantized_layer(
         self, target: Target, module: nn.Module, bits: int | None, rank: int, settings: FormSettings
@@ -394,14 +378,9 @@ class TableKind(LinearKind):
         return new_class.in_place_of(module, bits=bits, group_size=settings.group_size)
 
 
-def table_work_bytes(target: Target) -> int:
-    """Return the bytes of the moments of a table, and of the tensors of a block of its rows, while it is fitted."""
-    n, m = target.inner, target.outer
-    return DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
-
-
 def _is_looked_up(target: Target) -> bool:
     return any(isinstance(module, _TABLES) for module in target.modules)
 
 
-register_kind(TableKind())
+TABLES = TableKind()
+register_kind(TABLES)
