@@ -58,14 +58,14 @@ def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str])
         for layer in new.values():
             _calibrate_on_call(stack, layer)
         stack.enter_context(replace_modules(runner.model, new))
-        stack.enter_context(recording_usage(runner.model, new, usage))
+        stack.enter_context(recording_usage(new, usage))
         try:
             runner.output(runner.batches[0])
         except Exception as error:
             raise TuningError(
                 f"attention by features does not run in this model: {error}: leave the layer out of the space"
             ) from error
-    usage.check(new, new, names, "module", "in the first calibration batch")
+    usage.check(new, names, "module", "in the first calibration batch")
     return new
 
 

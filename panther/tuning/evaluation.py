@@ -174,11 +174,12 @@ class Evaluator:
                 partial.append(metric)
                 return figures_of(metric)
 
-            metric = yield from self._metric(subject, record, recording_usage(self.runner.model, new, usage))
+            metric = yield from self._metric(subject, record, recording_usage(new, usage))
         ended = time.perf_counter()
         pruned = metric is None
-        # Old attention of transformers shares its weights with the new module, so only calls can show its use.
-        usage.check(new, () if pruned else models.attention_names, names, "layer", f"by evaluate in {label}")
+        # Notes name other layers that evaluate does not call.
+        attention = [] if pruned else [old for old in new if old in models.attention_names]
+        usage.check(attention, names, "layer", f"by evaluate in {label}")
         self.checked_layers |= usage.called if pruned else new.keys()
         figures, state, reason = figures_of(partial[-1] if metric is None else metric), "complete", ""
         if not math.isfinite(figures.metric):

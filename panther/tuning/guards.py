@@ -1,20 +1,19 @@
 """Guards of an evaluation: whether the user's function changed the model, and whether the model calls its new layers.
 
 A list in the model, or a forward that a library has stored, can reference a replaced layer. The replaced layer is then
-still used, while the model seems to be smaller. Therefore the tensors of all operations are examined.
+still used, while the model seems to be smaller.
 """
 
 __all__ = ["Usage", "fingerprint", "place_of", "recording_usage"]
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from panther._torch import TorchDispatchMode, storage_key
 from panther.compression.calibration.descriptions import hash_of
 from panther.compression.forms import Replacement
 from panther.errors import TuningError
@@ -43,44 +42,28 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Usage:
-    """The use of replaced layers and their replacements.
+    """The use of the replacements of layers.
 
     Attributes:
         called: Replaced layers whose replacements were called.
-        read: Replaced layers whose weights were used.
     """
 
     called: set[nn.Module] = field(default_factory=set)
-    read: set[nn.Module] = field(default_factory=set)
 
-    def check(
-        self,
-        replacement: Replacement,
-        required: Container[nn.Module],
-        names: Mapping[nn.Module, str],
-        noun: str,
-        caller: str,
-    ) -> None:
-        """Raise TuningError if an old layer was used, or if the new layer of a ``required`` one was not called."""
-        for old in replacement:
-            if old in self.read or (old in required and old not in self.called):
-                problem = "is called in addition to the old one" if old in self.called else "is not called"
+    def check(self, required: Iterable[nn.Module], names: Mapping[nn.Module, str], noun: str, caller: str) -> None:
+        """Raise TuningError if the new layer of a ``required`` one was not called."""
+        for old in required:
+            if old not in self.called:
                 raise TuningError(
-                    f"{noun} {names[old]!r} was replaced, and the new {noun} {problem} {caller}: something else "
+                    f"{noun} {names[old]!r} was replaced, and the new {noun} is not called {caller}: something else "
                     "references the old one, for example a forward that a library has stored: remove the reference, or "
                     "exclude it from the search"
                 )
 
 
 @contextmanager
-def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) -> Iterator[None]:
-    """Record in ``usage`` which new layers are called, and which replaced layers' weights are used.
-
-    A compiled model runs uncompiled meanwhile. The use of weights in threads that start meanwhile is not recorded.
-    """
-    used_memory = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    old = {_memory(tensor): layer for layer in replacement for tensor in layer.parameters()}
-    old = {memory: layer for memory, layer in old.items() if memory is not None and memory not in used_memory}
+def recording_usage(replacement: Replacement, usage: Usage) -> Iterator[None]:
+    """Record in ``usage`` which new layers are called."""
 
     def calls(layer: nn.Module) -> Callable[..., None]:
         # A deepcopy of the model shares functions, so calls of the copy count too.
@@ -95,8 +78,6 @@ def recording_usage(model: nn.Module, replacement: Replacement, usage: Usage) ->
             place = place_of(layer)
             called = new if place is None else place[0]
             stack.callback(called.register_forward_pre_hook(calls(layer)).remove)
-        if old:
-            stack.enter_context(_WeightReads(old, usage.read))
         yield
 
 
@@ -104,30 +85,3 @@ def place_of(layer: nn.Module) -> tuple[nn.Module, str] | None:
     """Return the module and the name of the parameter that a layer stands for; None for a module of the model."""
     place: tuple[nn.Module, str] | None = getattr(layer, "place", None)
     return place
-
-
-class _WeightReads(TorchDispatchMode):
-    """Records the layers whose memory an operation reads.
-
-    It is a dispatch mode and not a function mode, under which nn.MultiheadAttention would take another path that rounds
-    differently.
-    """
-
-    def __init__(self, layers: dict[int | None, nn.Module], read: set[nn.Module]) -> None:
-        super().__init__()
-        self._layers, self._read = layers, read
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in args:
-            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(tensor, Tensor) and (layer := self._layers.get(_memory(tensor))) is not None:
-                    self._read.add(layer)
-        return function(*args, **(kwargs or {}))
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Return a key that is equal for views of the same memory, or None for a tensor without memory."""
-    try:
-        return storage_key(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None
