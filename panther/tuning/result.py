@@ -241,12 +241,12 @@ class TuneResult:
         """
         path = Path(path)
         check_plot(path)
-        pyplot: Any = require_extra("matplotlib.pyplot", "demo")
         if x not in (None, "trial", *self.distributions):
             names = ", ".join(map(repr, ("trial", *self.distributions)))
             raise ConfigError(f"x={x!r} is not a parameter of the search: use one of {names}")
         by, scale, label = _horizontal_axis(self)
-        figure, axes = pyplot.subplots()
+        figure = require_extra("matplotlib.figure", "demo").Figure(layout="constrained")
+        axes = figure.subplots()
         complete = [trial for trial in self.trials if trial.state == "complete"]
         if x is None:
             axes.plot(*self._points(complete, by, scale), "o", alpha=0.5, label="trial")
@@ -259,8 +259,7 @@ class TuneResult:
             values = [trial.number if x == "trial" else trial.params[x] for trial in plotted]
             axes.plot(values, [trial.metric for trial in plotted], "o")
         axes.set(xlabel=x or label, ylabel="metric")
-        figure.savefig(path, bbox_inches="tight")
-        pyplot.close(figure)
+        figure.savefig(path)
         return path
 
     @staticmethod
