@@ -86,13 +86,6 @@ def fit_targets(
         new_layers = sum(target.dense_bytes for target in survey.targets) if limit is None else limit
         runner.check_disk(f"disk-{ridge:g}", sizes, measured, new_layers, gradients=survey.gradients)
 
-    def stored(target: Target, fit: TargetFit | None) -> TargetFit:
-        def made() -> TargetFit:
-            assert fit is not None
-            return fit
-
-        return runner.remembered(names[target], made)
-
     weights = _Weights(
         survey=survey,
         settings=settings,
@@ -101,7 +94,7 @@ def fit_targets(
         num_components=num_components,
         widths=widths,
         seeds=survey.seeds(seed),
-        stored=stored,
+        stored=lambda target, fit: runner.remembered(names[target], lambda: fit),
         is_partial=runner.is_streaming and not runner.keeps_moments,
         is_comparable=survey.gradients and runner.loss_fn is None,
         keep=keep,
@@ -232,7 +225,7 @@ class _Weights:
     num_components: Mapping[Target, int]
     widths: Mapping[Target, tuple[int, ...]]
     seeds: Mapping[Target, int]
-    stored: Callable[[Target, TargetFit | None], TargetFit]
+    stored: Callable[[Target, Any], TargetFit]
     is_partial: bool
     is_comparable: bool
     keep: bool

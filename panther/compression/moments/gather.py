@@ -326,12 +326,7 @@ class _Gathering:
                 self.separate += [self.inputs[i] for i, flag in zip(numbers, flags.tolist(), strict=True) if flag]
                 energy, self._part = self._energy.clone(), step.part
                 runner.sum_([energy])
-                # The weights are fitted one after another, and their moments wait.
-                moments = runner.kept(self._moments(groups))
-                summaries = {t: Summary(each.positions, each.constant, each.tokens) for t, each in moments.items()}
-                moments = {target: moments[target] for target in runner.divide(list(moments))}
-                yield Gathered(groups, summaries, moments, energy.item(), self._state())
-                del moments  # which the caller empties as it fits
+                yield self._gathered(groups, energy.item())
 
     def _allocate(self, targets: Sequence[Target]) -> None:
         """Allocate the sums of targets: before the forward, because they are kept for long."""
@@ -364,16 +359,19 @@ class _Gathering:
 
         return roots_of
 
-    def _moments(self, groups: Sequence[Sequence[Target]]) -> dict[Target, Any]:
+    def _gathered(self, groups: Sequence[Sequence[Target]], energy: float) -> Gathered:
         """Return the moments of sets of targets, and forget their sums."""
-        result: dict[Target, Any] = {}
+        moments: dict[Target, Any] = {}
         for target in (target for group in groups for target in group):
             sums = self._sums.pop(target)
             if sums.leader is target:
-                result[target] = sums.moments(self.runner.sum_, tuple(self._calls[target]))
+                moments[target] = sums.moments(self.runner.sum_, tuple(self._calls[target]))
             else:
-                result[target] = result[sums.leader]
-        return result
+                moments[target] = moments[sums.leader]
+        moments = self.runner.kept(moments)  # the weights are fitted one after another, and their moments wait
+        summaries = {t: Summary(each.positions, each.constant, each.tokens) for t, each in moments.items()}
+        fitted_here = self.runner.divide(list(moments))
+        return Gathered(groups, summaries, {target: moments[target] for target in fitted_here}, energy, self._state())
 
 
 def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradients: bool) -> dict[Target, float]:
