@@ -242,7 +242,7 @@ class SKDense(keras.layers.Layer):
         )  # fmt: skip
         tensors = {name: torch.tensor(_numpy(getattr(self, name)), dtype=layer.dtype) for name in self._saved_names()}
         if self.fitted:
-            layer.set_fitted_({name: tensors[name] for name in _SKETCHES})
+            layer.set_fitted_({name: tensors[name] for name in _SKETCHES})  # type: ignore[operator]
         with torch.no_grad():
             for name, tensor in tensors.items():
                 getattr(layer, name).copy_(tensor)
