@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
-    from .context.parallelize import ContextParallelReport, context_parallel
+    from .context import ContextParallelReport, context_parallel
     from .data.strategies import data_parallel, no_sync
     from .guide.hybrid import HybridParallelTrainer
     from .guide.layers import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
     from .launcher.script import DistributedLauncher, launch_distributed_training
-    from .materialize.model import materialize_
+    from .materialize import materialize_
     from .parallelize.config import ParallelismConfig
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
@@ -64,7 +64,7 @@ _MODULES = {
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
-    "context.parallelize": ("ContextParallelReport", "context_parallel"),
+    "context": ("ContextParallelReport", "context_parallel"),
     "data.strategies": ("data_parallel", "no_sync"),
     "guide.hybrid": ("HybridParallelTrainer",),
     "guide.layers": (
@@ -78,7 +78,7 @@ _MODULES = {
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
     "launcher.script": ("DistributedLauncher", "launch_distributed_training"),
-    "materialize.model": ("materialize_",),
+    "materialize": ("materialize_",),
     "parallelize.config": ("ParallelismConfig",),
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),

@@ -100,19 +100,10 @@ def check_nodes(
 ) -> Report:
     """Check interfaces, versions, disk, a shared folder and the connections of all pairs of ranks.
 
-    Every rank must call it. It needs no process group, and makes none.
-
-    Args:
-        meeting: The store in which the ranks meet; its timeout applies to each step.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        folder: A folder that all ranks should share; None checks only the free disk of the working directory.
-        free_bytes: Bytes of free disk that each rank should have.
+    Every rank must call it. It needs no process group, and makes none. The timeout of the meeting applies to each step.
 
     Raises:
         DistributedError: If ranks are missing (they are named), or rank 0 is lost.
-
-    Cost: a message to every other rank, and up to half of the timeout if there are unreachable ones.
     """
     agreement = check_in(meeting, rank, world_size, None)
     store = meeting.group_store(agreement.token, world_size)

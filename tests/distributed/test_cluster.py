@@ -15,7 +15,7 @@ from panther.distributed.advisor.statistics.fake_run import WorkCounter
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "tp all_reduce", "tp all_gather")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def measure():

@@ -25,7 +25,7 @@ from panther.compression.memory import LiveBytes
 from panther.distributed.advisor.cost.model import Layout, estimate
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.comm import collectives
-from panther.distributed.data.sharded_blocks import fsdp_blocks
+from panther.distributed.data.strategies import fsdp_blocks
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from panther import optim
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost.model import Layout, estimate
-from panther.distributed.advisor.cost.schedule import order_of
+from panther.distributed.advisor.cost.rank import order_of
 from panther.distributed.advisor.plan import ParallelismPlan, plan_parallelism
 from panther.distributed.advisor.reasons import Option
 from panther.distributed.advisor.statistics.layer_stats import OptimizerStates

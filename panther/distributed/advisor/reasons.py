@@ -4,12 +4,14 @@ __all__ = ["REQUIRED_SPEEDUP", "UNCALIBRATED", "Option", "Preference", "explain"
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from panther._text import format_bytes, format_seconds
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.model import Estimate
 from panther.distributed.parallelize.layout import Layout
+
+if TYPE_CHECKING:  # measuring models takes half a second to import, and every Trainer imports this module
+    from panther.distributed.advisor.cost.model import Estimate
 
 _TIMES = {
     "compute": "computing",
@@ -29,7 +31,7 @@ UNCALIBRATED = "speeds are uncalibrated, so no other layout was preferred for it
 class Option:
     """A layout with its predicted cost, and the reason of its rank."""
 
-    estimate: Estimate
+    estimate: "Estimate"
     fits: bool
     """Whether the layout's memory fits, at the start and in a step."""
     reason: str
@@ -86,7 +88,7 @@ def _complexity(layout: Layout) -> tuple[bool, bool]:
     return layout.tp * layout.pp > 1, layout.strategy != "ddp"
 
 
-def explain(estimates: Sequence[Estimate], index: int, room: float, objective: str) -> str:
+def explain(estimates: "Sequence[Estimate]", index: int, room: float, objective: str) -> str:
     """Return a sentence that explains why the estimate at ``index`` is the best, or why it is not.
 
     ``room`` is the memory that a rank may use, in bytes.
@@ -126,7 +128,7 @@ def explain(estimates: Sequence[Estimate], index: int, room: float, objective: s
     return f"{other.layout} takes as long as the best and needs as much memory."
 
 
-def _largest(e: Estimate) -> str:
+def _largest(e: "Estimate") -> str:
     parts = e.memory.parts()
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({format_bytes(parts[name])})"

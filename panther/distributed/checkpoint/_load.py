@@ -3,7 +3,7 @@
 __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, FormatError, SketchMismatchError
 from panther.nn.attention.record import optional_names
-from panther.nn.base import SketchedModule
 from panther.nn.io import unwrapped, write_folder
 from panther.nn.module_state import ModuleState
+from panther.nn.protocol import compressed_layers
 from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
 from panther.nn.sketch_record import read_record
 from panther.nn.specs import TRAINED_SCALES
@@ -191,14 +191,13 @@ def _load(
 def _check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], file: Path) -> None:
     """Raise FormatError if the record of a sketch is not valid, before the layer would raise an error."""
     for part in parts:
-        for name, module in part.named_modules():
-            if not isinstance(module, SketchedModule):
-                continue
+        layers: Iterator[tuple[str, Any]] = compressed_layers(part)
+        for name, layer in layers:
             key = states.plain(f"{name}.sketch_seed" if name else "sketch_seed")
             record = values.get(key)
             if isinstance(record, Tensor) and not isinstance(record, DTensor) and record.shape == (4,):
                 try:
-                    read_record(record, module.num_terms, key)
+                    read_record(record, layer.num_terms, key)
                 except SketchMismatchError as error:
                     raise FormatError(f"{file} is damaged: {error}") from None
 

@@ -182,10 +182,7 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
 
 
 def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
-    """Replace layers that differ from their records by freshly initialised ones.
-
-    Returns:
-        The model, or the new layer if the model itself is replaced.
+    """Replace layers that differ from their records by freshly initialised ones; return the model, or the new layer.
 
     Raises:
         FormatError: If the records do not fit the model.

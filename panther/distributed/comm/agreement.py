@@ -38,14 +38,9 @@ def agree(
 ) -> None:
     """Raise the same error on every rank unless all give the same description.
 
-    An agreement costs a gather of 16 bytes a rank; descriptions are sent only where they differ.
-
-    Args:
-        call_name: The name of the call, for errors.
-        describe: A function that checks and describes the arguments of this rank. Every rank raises its error.
-        group: The ranks that make the call together.
-        fix: The advice at the end of the message if ranks differ.
-        noun: The noun of the compared things in the message.
+    ``describe`` checks and describes the arguments of this rank, and every rank raises its error. An agreement costs a
+    gather of 16 bytes a rank; descriptions are sent only where they differ. Messages name the ``noun`` of the compared
+    things and end in the advice ``fix``.
     """
     if is_fake(group):
         describe()  # no other rank exists, but the arguments of this rank are checked nevertheless

@@ -230,13 +230,6 @@ def send_to_next(x: Tensor, received_rows: int, group: Group = None) -> Tensor: 
 
     The last rank sends nothing and the first rank receives nothing, whatever they pass. Gradients go back to the
     previous rank.
-
-    Args:
-        x: Contiguous rows. Ranks may send different numbers of them.
-        received_rows: The rows of the previous rank's ``x``.
-        group: Process group; None means all ranks.
-
-    Cost: the bytes of ``x``, to one rank; the same in backward.
     """
     n, rank = len(ranks_of(group)), dist.get_rank(group)
     rows_to, rows_from = [0] * n, [0] * n  # for each rank

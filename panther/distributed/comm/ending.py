@@ -187,12 +187,9 @@ def _continue() -> None:
 
 @contextmanager
 def signals_counted(grace_period_s: float | None) -> Iterator[None]:
-    """Begin the grace period at the second signal that comes within the block.
+    """Begin the grace period, by default that of the launcher, at the second signal that comes within the block.
 
     It only works in the main thread, and not if the program reads signals from a descriptor itself, as asyncio does.
-
-    Args:
-        grace_period_s: Length of the grace period; None is the grace period of the launcher.
     """
     global _grace_period_s, _writer
     previous = _grace_period_s, _writer

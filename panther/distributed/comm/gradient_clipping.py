@@ -16,16 +16,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, stages: int = 1
 ) -> Tensor:
-    """Return the Euclidean norm of the gradient of a whole model, the same number on every rank.
+    """Return the Euclidean norm of the gradient of a whole model of ``stages`` stages, the same number on every rank.
 
     Nothing is sent for replicated gradients, as under DDP. If some gradients are sharded (FSDP2, tensor parallelism) or
     belong to other stages, every rank of the group must call it. Gradients that are still to be summed over ranks, for
     example with torch's SequenceParallel, are sent completely.
-
-    Args:
-        parameters: The parameters of this rank, after backward.
-        group: The ranks over which the model is distributed.
-        stages: Number of pipeline stages over the ranks of the group.
     """
     parameters = list(parameters)
     by_shards: dict[int, list[Tensor]] = defaultdict(list)

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 
 from panther._torch import default_store, end_with_parent
-from panther.distributed.comm.diagnostics import explain_transport_error
+from panther.distributed.comm.diagnostics import answer_requests, explain_transport_error, stop_answering
 from panther.distributed.comm.ending import check_parent, record_uncaught_exceptions, start_limited, watch_parent
 from panther.distributed.comm.handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm.mesh import note_nodes
-from panther.distributed.comm.positions import answer_requests, stop_answering
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size

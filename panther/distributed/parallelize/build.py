@@ -25,8 +25,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.comm.ranks import flatten_mesh, mesh_of_group, require_process_group, transport
 from panther.distributed.data.comm_hooks import register_hook
-from panther.distributed.data.sharded_blocks import fsdp_blocks
-from panther.distributed.data.strategies import DATA_PARALLEL_MODELS, check_model, fully_shard_, wrap_in_ddp
+from panther.distributed.data.strategies import (
+    DATA_PARALLEL_MODELS,
+    check_model,
+    fsdp_blocks,
+    fully_shard_,
+    wrap_in_ddp,
+)
 from panther.distributed.parallelize.config import ParallelismConfig
 from panther.distributed.parallelize.layout import Layout
 from panther.distributed.pipeline.balance import SCHEDULES
@@ -80,20 +85,10 @@ def parallelize(
     styles: Mapping[str, ParallelStyle] | None = None,
     all_axes: bool = False,
 ) -> Parallelized:
-    """Distribute a model over all ranks, in place. Every rank must call it.
+    """Distribute a model over all ranks, in place. Every rank must call it, with a model built with the same sizes.
 
-    Args:
-        model: The model, built with the same sizes on every rank, on its device. Or a model on the meta device, or a
-            function that builds one: it is distributed without values, and :func:`materialize_` fills the shards.
-        config: The settings.
-        styles: For tensor parallelism, styles by globs of layer names; None plans as :func:`tensor_parallel` does.
-        all_axes: Whether the mesh has the axes dp, pp and tp even if the model is only replicated or sharded along dp.
-
-    Raises:
-        ConfigError: If the sizes do not suit the number of ranks.
-        ShapeError: If the model cannot be split into stages.
-        DistributedError: If the process group is missing, the model is wrapped or sharded already, or models or
-            settings differ between ranks.
+    ``styles`` are for tensor parallelism, by globs of layer names; None plans as :func:`tensor_parallel` does. With
+    ``all_axes`` the mesh has the axes dp, pp and tp even if the model is only replicated or sharded along dp.
     """
     require_process_group()
     model, layout = built(model), config.layout(get_world_size())

@@ -72,19 +72,11 @@ def fit_layout(
     free: str = "data",
     can_grow: bool = False,
 ) -> Layout:
-    """Return the layout with the sizes of the axes over ``world`` ranks.
+    """Return the layout with the sizes of the axes over ``world`` ranks; None is a size that was not set.
 
-    Args:
-        layout: The layout, whose number of replicas and strategies are kept.
-        world: Number of ranks.
-        data: Number of data-parallel ranks, over all replicas; None if it was not set.
-        tensor: Number of ranks that share each layer.
-        pipeline: Number of ranks of a pipeline.
-        free: The axis, ``"data"``, ``"tensor"`` or ``"pipeline"``, that gets the remaining ranks if its size is None.
-        can_grow: Whether another axis may get the remaining ranks, although the size of the free axis was set.
-
-    Raises:
-        ConfigError: If the sizes do not suit the number of ranks, one rank as well as many.
+    The axis ``free``, ``"data"``, ``"tensor"`` or ``"pipeline"``, gets the remaining ranks if its size is None, and
+    with ``can_grow`` another axis may. Sizes that do not suit the number of ranks, one as well as many, are a
+    ConfigError.
     """
     sizes = {"data": data, "pipeline": pipeline, "tensor": tensor}
     set_sizes = {f"{name}_parallel_size": size for name, size in sizes.items() if size is not None}

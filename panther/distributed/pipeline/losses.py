@@ -9,12 +9,7 @@ from torch import Tensor
 
 
 class DividedLoss:
-    """A loss function whose value is divided by a number, such as the number of microbatches or of ranks.
-
-    Args:
-        loss_fn: The loss function.
-        divisor: The number, which may be changed between steps.
-    """
+    """A loss function whose value is divided by a number, which may be changed between steps."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float = 1.0) -> None:
         # Schedules read `reduction` to weight microbatches.

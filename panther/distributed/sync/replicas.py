@@ -3,7 +3,6 @@
 __all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model", "warn_of_pickled_shards"]
 
 import copyreg
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -139,25 +138,15 @@ def warn_of_pickled_shards() -> None:
 
 
 def _reduce(shard: DTensor) -> Any:
-    if not _warned.is_set() and shard.device_mesh.size() > 1 and not _is_moved_by_torch():
+    if not _warned.is_set() and shard.device_mesh.size() > 1:
         _warned.set()
-        local = tuple(shard.to_local().shape)
-        share = "holds all of it" if local == tuple(shard.shape) else f"holds {local} of its {tuple(shard.shape)}"
+        local, full = tuple(shard.to_local().shape), tuple(shard.shape)
         warnings.warn(
-            f"a tensor of a distributed model was pickled, as by torch.save, and this rank {share}: the file loads "
-            "only on as many processes, each with a file of its own. Call Trainer.export(folder), or "
+            f"a tensor of a distributed model was pickled, as by torch.save, and this rank holds {local} of its {full}:"
+            " the file loads only on as many processes, each with a file of its own. Call Trainer.export(folder), or "
             "panther.distributed.checkpoint.export(model, folder), on every rank to save the whole model, or "
             "full_tensor() of each tensor; panther.distributed.checkpoint.save is for continuing the training",
             UserWarning,
             stacklevel=_PICKLING,
         )
     return shard.__reduce_ex__(2)
-
-
-def _is_moved_by_torch() -> bool:
-    """Return whether torch.distributed.checkpoint pickles, which hands a state to a process that writes it."""
-    frame = inspect.currentframe()
-    while frame is not None and (frame := frame.f_back) is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return True
-    return False

@@ -139,18 +139,10 @@ class _Shapes:
 
 
 def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: str) -> None:
-    """Recompute blocks of a model in backward, in place.
+    """Recompute blocks of a model in backward, in place, after :func:`tensor_parallel` and before FSDP.
 
-    Call it after :func:`tensor_parallel`, which looks for pairs of layers, and before FSDP.
-
-    Args:
-        model: The model.
-        blocks: The modules in it.
-        kind: ``"full"`` recomputes all of a block; ``"selective"`` saves the products of :func:`inner_product_policy`,
-            including dense ones; ``"none"`` changes nothing.
-
-    Raises:
-        ConfigError: If there are no blocks.
+    ``"full"`` recomputes all of a block; ``"selective"`` saves the products of :func:`inner_product_policy`, including
+    dense ones; ``"none"`` changes nothing. Without blocks, the other two are a ConfigError.
     """
     if kind == "none":
         return

@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._attention import shard_heads_
-from panther.distributed.tensor._layouts import Layouts
 from panther.distributed.tensor._linear import (
     ColwiseLinear,
     ColwiseLowRankLinear,
     ColwiseSKLinear,
+    Layouts,
     RowwiseLinear,
     RowwiseLowRankLinear,
     RowwiseSKLinear,

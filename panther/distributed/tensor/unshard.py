@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import before_fsdp, buffers_of, parameters_of
-from panther.nn.base import SketchedModule
 from panther.nn.protocol import keep_own_forward
 
 
@@ -79,7 +78,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     return copies[id(module)]
 
 
-def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
+def _fill(new: Any, old: nn.Module, copies: dict[int, Any]) -> None:
     record = vars(old).get("_unsharded", Unsharded(type(old)))
     for key, value in vars(old).items():
         # fully_shard keeps its state under "__composable_api...", which a plain module must not have.
@@ -92,7 +91,7 @@ def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
             new.__dict__[key] = _mapped(value, copies)
     new.__dict__.update(record.attributes)
     # Sketches were drawn only for this rank's shard; the full ones are drawn from the seed.
-    if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
+    if "_unsharded" in vars(old) and getattr(new, "record_mode", "") == "seeded":
         new.set_seeded_(new.seed)
 
 

@@ -53,7 +53,7 @@ class FeatureMap(DrawnModule):
     iscausal: bool = False
     SRPE: nn.Module | None
     shards: Any = None
-    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.parallelize.SequenceShards`."""
+    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.SequenceShards`."""
     Wq: nn.Parameter
     Wk: nn.Parameter
     _default_kernel: bool

@@ -104,7 +104,7 @@ class LearnedLinearAttention(nn.Module):
     recorder: Any = None
     """Called with the operands of each call while :func:`panther.linearize_` reads them; attention is exact then."""
     shards: Any = None
-    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.parallelize.SequenceShards`."""
+    """The ranks that hold the sequence in shards: :class:`panther.distributed.context.SequenceShards`."""
     map_fingerprint: str | None = None
     """The fingerprint of the features that was computed last, see ``decoding/fingerprints.py``."""
 

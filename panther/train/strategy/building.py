@@ -16,8 +16,7 @@ from panther._torch import parameters_of
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.comm_hooks import follow_loss_scale
-from panther.distributed.data.sharded_blocks import fsdp_blocks
-from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
 from panther.distributed.parallelize.build import parallelize
 from panther.distributed.parallelize.config import ParallelismConfig, ParallelismSettings
 from panther.distributed.parallelize.layout import Layout, fit_layout

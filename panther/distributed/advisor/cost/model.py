@@ -24,15 +24,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cluster import ClusterSpec, optimizer_bytes
 from panther.distributed.advisor.cost.rank import (
     MemoryEstimate,
     Rank,
     memory_of,
-    optimizer_bytes,
+    order_of,
     start_of,
 )
-from panther.distributed.advisor.cost.schedule import order_of
 from panther.distributed.advisor.statistics.layer_stats import ADAM, LayerStats, OptimizerStates, TensorStats
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.parallelize.layout import Layout
@@ -234,14 +233,7 @@ def estimate(
     batch: int,
     optimizer_states: OptimizerStates = ADAM,
 ) -> Estimate:
-    """Predict memory, traffic and time of a layout.
-
-    Args:
-        stats: Statistics of the whole model.
-        cluster: The devices and links.
-        layout: The layout.
-        batch: Number of samples of a step, over all ranks.
-        optimizer_states: What the optimizer keeps of each parameter.
+    """Predict memory, traffic and time of a layout, for a ``batch`` of samples over all ranks.
 
     Raises:
         ShapeError: If the layout does not suit the model.

@@ -137,11 +137,7 @@ class OptimizerStates:
 
     @classmethod
     def of(cls, model: nn.Module, make: Callable[[nn.Module], Any]) -> "OptimizerStates":
-        """Return the states of an optimizer, from a step on a copy of the model without values.
-
-        Args:
-            model: The model.
-            make: A function of a model that returns the optimizer of its parameters.
+        """Return the states of an optimizer that ``make`` makes, from a step on a copy of the model without values.
 
         Raises:
             ConfigError: If a step needs values before the states exist.
@@ -186,13 +182,7 @@ class OptimizerStates:
         return cls.of(model, states)
 
     def nbytes(self, name: str, shard: _Shape, itemsize: int) -> int:
-        """Return the bytes of the states of a parameter on a rank.
-
-        Args:
-            name: The name of the parameter.
-            shard: The shape of the part that the rank holds.
-            itemsize: Bytes of an entry of the parameter.
-        """
+        """Return the bytes of the states of a parameter on a rank that holds a part of the shape ``shard``."""
         if name not in self.measured:
             return self.copies * prod(shard) * itemsize + (_STEP if self.copies else 0)
         parameter, states = self.measured[name]

@@ -25,13 +25,11 @@ from panther.distributed.advisor.statistics.fake_run import (
     run,
 )
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
-from panther.distributed.data.sharded_blocks import fsdp_blocks
-from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning
 from panther.nn import SKLinear
-from panther.nn.base import SketchedModule
 
 
 def measure_transformer(
@@ -144,7 +142,7 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
     stats, seen_ids = [], set()
     for prefix, module in model.named_modules():
-        sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
+        sketches = getattr(module, "sketch_names", ())
         entries: list[tuple[str, Tensor | None, str]] = [
             *((name, p, "parameter") for name, p in parameters_of(module).items()),
             *((name, b, "sketch" if name in sketches else "buffer") for name, b in buffers_of(module).items()),

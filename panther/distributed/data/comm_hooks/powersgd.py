@@ -21,13 +21,7 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 
 
 class PowerSGD:
-    """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state.
-
-    Args:
-        group: The ranks that share gradients.
-        rank: Rank of the matrices that are sent.
-        start_step: Number of steps whose gradients are sent uncompressed.
-    """
+    """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, start_step: int) -> None:
         self.group = group

@@ -148,18 +148,11 @@ def _check(model: nn.Module, attention: dict[str, Any]) -> None:
 
 
 class SequenceShards:
-    r"""The ranks of a group. They hold the equal, consecutive shards of a sequence, one each.
+    r"""The ranks of a group, in its order. They hold the equal, consecutive shards of a sequence, one each.
 
     A rank needs the sums over the keys of earlier ranks, and for attention that is exact in a window the keys and
     values of its window. Sums have units, :math:`e^{u}` with the running maximum u of each rank: the sum before rank r
     is :math:`\sum_{s<r} e^{u_s - U_r} S_s` in units of the maximum :math:`U_r` of the ranks before it.
-
-    Args:
-        group: Process group, in the order of the shards; None means all ranks.
-
-    Attributes:
-        rank: Position of this rank in the group.
-        size: Number of ranks.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -216,12 +209,7 @@ class SequenceShards:
         return self
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled: a process group exists in one process.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
+        raise TypeError(  # a process group exists in one process
             "a model that is sharded along the sequence belongs to a process group and cannot be pickled: save its "
             "state_dict, or use pr.save_compressed"
         )
@@ -230,13 +218,7 @@ class SequenceShards:
 def _weights_and_units(units: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the weights of the sums of each rank before each rank, and the units before this rank.
 
-    Args:
-        units: The largest exponent of each rank, (ranks, N, H, 1).
-        rank: This rank.
-
-    Returns:
-        Weights (ranks, ranks, N, H, 1), which are to be used for earlier ranks alone, and units (N, H, 1), -inf before
-        the first rank.
+    Weights (ranks, ranks, N, H, 1) are to be used for earlier ranks alone; units (N, H, 1) are -inf before the first.
     """
     maxima = torch.cat((torch.full_like(units[:1], -torch.inf), units.cummax(0).values[:-1]))
     finite_maxima = maxima.masked_fill(maxima == -torch.inf, 0)

@@ -1,3 +1,0 @@
-"""Give a model on the meta device its values, drawn or read, shard by shard."""
-
-__all__: list[str] = []
