@@ -431,8 +431,9 @@ class ExpertsKind(MatrixKind):
 
     def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
         """Return the bytes for the experts that are fitted at once; large ones are fitted as tables are."""
-        kind = TABLES if target.is_large else super()
-        return kind.work_bytes(target, num_widths, heap)
+        if target.is_large:
+            return TABLES.work_bytes(target, num_widths, heap)
+        return super().work_bytes(target, num_widths, heap)
 
     def num_joint_groups(self, target: Target, num_widths: int) -> int:
         """Return how many experts are fitted at once: as many as are rounded jointly, and one where rows are."""
