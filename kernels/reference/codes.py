@@ -130,8 +130,8 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
             part_bytes[:, :length] = packed[:, start : start + length]
         start += length
         words = part_bytes.view(torch.int64)
-        part = work[size:] if low else work
-        runs = part[: 8 // width * part_bytes.numel()].view(torch.int64).view(rows, 8 // width, words.shape[1])
+        part = (work[size:] if low else work)[: 8 // width * part_bytes.numel()]
+        runs = part.view(torch.int64).view(rows, 8 // width, words.shape[1])
         if width == 4:
             runs[:, 0] = words
             torch.bitwise_right_shift(words, 4, out=runs[:, 1])
@@ -139,8 +139,11 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
             shifts = torch.arange(0, 8, width, device=packed.device)
             torch.bitwise_right_shift(words[:, None], shifts[:, None], out=runs)
         runs &= int.from_bytes(bytes([(1 << width) - 1] * 8))
-        unpadded = runs.view(torch.uint8)[:, :, :length].reshape(rows, -1)[:, :columns]
-        codes = codes.add_(unpadded, alpha=1 << low) if low else unpadded
+        if part.numel() == rows * columns:
+            entries = part.view(rows, columns)
+        else:
+            entries = part.view(rows, 8 // width, -1)[:, :, :length].reshape(rows, -1)[:, :columns]
+        codes = codes.add_(entries, alpha=1 << low) if low else entries
     return codes
 
 
