@@ -89,10 +89,10 @@ def _exact(layer: SKLinear, x: Tensor) -> Tensor:
 
 
 def _pair(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:
-    """Return SKLinear, and two nn.Linear that train as many numbers."""
+    """Return SKLinear with both kinds of sketches, and two nn.Linear that train as many numbers."""
     options: dict[str, Any] = {"device": device, "dtype": dtype}
     torch.manual_seed(0)
-    layer = SKLinear(width, width, terms, rank, **options)
+    layer, sparse = (SKLinear(width, width, terms, rank, sketch=sketch, **options) for sketch in ("signs", "sparse"))
     inner, outer = nn.Linear(width, terms * rank, bias=False, **options), nn.Linear(terms * rank, width, **options)
 
     def exact(x: Tensor) -> Tensor:
@@ -102,6 +102,7 @@ def _pair(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) ->
     alternatives = {
         PAIR: _module(nn.Sequential(inner, outer), exact),
         "SKLinear": _module(layer, functools.partial(_exact, layer)),
+        "SKLinear, sparse": _module(sparse, functools.partial(_exact, sparse)),
     }
     sizes = {name: sum(tensor.numel() for tensor in one.trained) for name, one in alternatives.items()}
     if len(set(sizes.values())) > 1:

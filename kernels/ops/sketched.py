@@ -14,6 +14,7 @@ from ..cpu import sketched as torch_orders
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
+from .folded import folded_matmul
 from .library import autocast, check_one_device, define, needs_torch, refused_dtype
 
 _NAME = "sketched_matmul"
@@ -32,7 +33,8 @@ def sketched_matmul(
 
     The sketches U1 and U2 are both dense, or both int32 *words* of signs, one bit an entry along the features,
     ``(R, ceil(out / 32))`` and ``(R, ceil(in / 32))``, see :func:`pack_signs` (U2 is packed transposed). Words are for
-    inference: they have no gradient, and a backward pass computes as many products as for dense signs.
+    inference: they have no gradient, and a backward pass computes as many products as for dense signs. Or they are the
+    signs, ``(out,)`` and ``(in,)``, of sparse sketches, see :mod:`panther.kernels.reference.folded`.
 
     Args:
         x: Input, two-dimensional.
@@ -58,6 +60,8 @@ def sketched_matmul(
         >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5).shape
         torch.Size([2, 2])
     """
+    if U1.dim() == 1:
+        return folded_matmul(x, S1, U1, S2, U2, bias, scale)
     packed = not (U1.is_floating_point() and U2.is_floating_point())
     # A compiled graph may run for any batch size, so it must not branch on one. On a GPU the operator chooses its
     # kernel at run time. On the CPU Inductor fuses the two writes of the chain's output.

@@ -13,6 +13,7 @@ from ..cpu import sketched as joined
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
+from .folded import folded_inner, folded_outer
 from .library import KERNEL_DTYPES, check_one_device, define, needs_torch
 
 
@@ -29,7 +30,7 @@ def sketched_inner(
     Args:
         x: Input, two-dimensional.
         S1: Trained factor on the input side, or a sequence of the factors of layers that share the input.
-        U2: Dense sketch on the input side, or a sequence for the same layers.
+        U2: Dense sketch on the input side, or the signs (in,) of a sparse one; or a sequence for the same layers.
         scale: Multiplies the product; in half precision, before the product is rounded.
 
     Returns:
@@ -46,6 +47,8 @@ def sketched_inner(
         >>> sketched_inner(ones, ones, ones, 0.5).shape
         torch.Size([2, 4])
     """
+    if reference.as_sequence(U2)[0].dim() == 1:
+        return folded_inner(x, S1, U2, scale)
     compiling = torch.compiler.is_compiling()
     if (x.is_cuda if compiling else use_triton("sketched_inner", x.device)) and (compiling or not needs_torch()):
         S1, U2 = (A if isinstance(A, Tensor) else torch.cat(tuple(A), 1) for A in (S1, U2))
@@ -68,7 +71,7 @@ def sketched_outer(
 
     Args:
         inner: Result of :func:`sketched_inner`, or its sum over ranks.
-        U1: Sketch on the output side, dense.
+        U1: Sketch on the output side, dense, or the signs (out,) of a sparse one.
         S2: Trained factor on the output side.
         bias: Added to every row.
 
@@ -87,6 +90,8 @@ def sketched_outer(
         ... )[0]
         tensor([4., 4., 4., 4., 4.])
     """
+    if U1.dim() == 1:
+        return folded_outer(inner, U1, S2, bias)
     compiling = torch.compiler.is_compiling()
     if (inner.is_cuda if compiling else use_triton("sketched_outer", inner.device)) and (
         compiling or not needs_torch()

@@ -2,6 +2,7 @@
 
 from .attention import causal_linear_attention
 from .codes import quantized_matmul
+from .folded import dense_sketch, fold, folded_matmul, tile
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
@@ -15,6 +16,9 @@ __all__ = [
     "coo_tensor",
     "csr_matmul",
     "csr_tensor",
+    "dense_sketch",
+    "fold",
+    "folded_matmul",
     "hadamard_transform",
     "pack_signs",
     "philox_4x32",
@@ -23,6 +27,7 @@ __all__ = [
     "sketched_inner",
     "sketched_matmul",
     "sketched_outer",
+    "tile",
     "unpack_signs",
     "windowed_linear_attention",
 ]

@@ -25,7 +25,7 @@ from panther.distributed.sync.sketches import sketch_ids
 from panther.distributed.tensor.sharding_plan import shared_parameters, tie_
 from panther.errors import CheckpointError, ConfigError
 from panther.nn.protocol import CompressedModule, compressed_layers
-from panther.nn.sketch_record import plain_state, read_record, without_marks
+from panther.nn.sketch_record import plain_state, read_record, recorded_sketch, without_marks
 
 
 def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:
@@ -311,10 +311,12 @@ def _read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mappi
     for part in parts:
         layers: Iterator[tuple[str, Any]] = compressed_layers(part)
         for name, layer in layers:
-            if layer.record_mode == "seeded":
+            if layer.record_mode in ("seeded", "sparse"):
                 key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
                 record = stored.read(names[key], torch.empty(4, dtype=torch.int64))
-                layer.seed = read_record(record, layer.num_terms, key)
+                seed = read_record(record, layer.num_terms, key)
+                if recorded_sketch(record) == layer.sketch:  # Otherwise load_state_dict changes the kind.
+                    layer.seed = seed
 
 
 def _read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str]) -> None:

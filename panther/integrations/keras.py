@@ -21,7 +21,7 @@ from panther.errors import (
     require_extra,
 )
 from panther.nn.protocol import CompressedModule, allowed_layers
-from panther.nn.sketch_record import make_record, read_record
+from panther.nn.sketch_record import make_record, read_record, recorded_sketch
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank, warn_unless_smaller
 from panther.sketch import check_seed
 from panther.sketch.streams import Kind, tag
@@ -52,9 +52,9 @@ class SKDense(keras.layers.Layer):
 
     .. math:: y = f(x W + b), \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
 
-    The sketches of a seed equal the sketches of :class:`~panther.nn.SKLinear` bit for bit, and :meth:`from_torch` and
-    :meth:`to_torch` convert between the layers. ``.keras`` and ``.weights.h5`` files hold the seed instead of the
-    sketches; loading a file of weights into a layer with a different seed also sets the seed.
+    The sketches of a seed equal those of :class:`~panther.nn.SKLinear` with ``sketch="signs"`` bit for bit, and
+    :meth:`from_torch` and :meth:`to_torch` convert between the layers. ``.keras`` and ``.weights.h5`` files hold the
+    seed instead of the sketches; loading a file of weights into a layer with a different seed also sets the seed.
 
     Args:
         units: Size of each output sample.
@@ -194,7 +194,8 @@ class SKDense(keras.layers.Layer):
 
         Raises:
             TypeError: If ``layer`` is not exactly an :class:`~panther.nn.SKLinear`; a sharded layer is not.
-            ValueError: If the backend does not support its dtype. JAX does not support float64 by default.
+            ValueError: If its sketches are sparse, or the backend does not support its dtype. JAX does not support
+                float64 by default.
 
         Example:
             >>> import torch, numpy as np, panther as pr
@@ -208,6 +209,8 @@ class SKDense(keras.layers.Layer):
                 f"SKDense.from_torch takes a SKLinear, not {type(layer).__name__}: give a layer that is neither "
                 "sharded nor parametrized"
             )
+        if layer.sketch != "signs":
+            raise ValueError('the layer has sparse sketches, and Keras layers have signs: use SKLinear(sketch="signs")')
         layer_options = {
             "num_terms": layer.num_terms,
             "low_rank": layer.low_rank,
@@ -238,7 +241,7 @@ class SKDense(keras.layers.Layer):
             raise ValueError(f"{self.name} has no weights yet: call it on an input, or build it, before to_torch")
         layer: CompressedModule = _torch_class()(
             self.S1.shape[0], self.units, num_terms=self.num_terms, low_rank=self.low_rank, bias=self.use_bias,
-            seed=self.seed, dtype=getattr(torch, self.variable_dtype),
+            sketch="signs", seed=self.seed, dtype=getattr(torch, self.variable_dtype),
         )  # fmt: skip
         tensors = {name: torch.tensor(_numpy(getattr(self, name)), dtype=layer.dtype) for name in self._saved_names()}
         if self.fitted:
@@ -275,7 +278,10 @@ class SKDense(keras.layers.Layer):
         saved_shapes = {name: tuple(store[name].shape) for name in store.keys()}  # noqa: SIM118  (not always a mapping)
         if saved_shapes != shapes | {"sketch_seed": (4,)}:
             raise ValueError(f"{self.path} has weights of shapes {shapes}, and the file has {saved_shapes}")
-        seed = read_record(torch.tensor(np.asarray(store["sketch_seed"])), self.num_terms, f"{self.path}/sketch_seed")
+        record = torch.tensor(np.asarray(store["sketch_seed"]))
+        seed = read_record(record, self.num_terms, f"{self.path}/sketch_seed")
+        if recorded_sketch(record) != "signs":
+            raise SketchMismatchError(f"{self.path}/sketch_seed is of sparse sketches, and Keras layers have signs")
         # Only a file that was changed can differ here, because files of fitted layers have more weights.
         if (seed is None) is not self.fitted:
             raise SketchMismatchError(

@@ -38,6 +38,7 @@ from panther.nn.sketch_record import (
     is_rounded,
     make_record,
     read_record,
+    recorded_sketch,
 )
 from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
@@ -115,6 +116,9 @@ class SketchedModule(CompressedModule):
     seed_is_given: bool = True
     """Whether the constructor's caller chose the seed, so that initialisation by another seed must keep it."""
 
+    sketch: str = "signs"
+    """Kind of the sketches: matrices of random ``"signs"``, or ``"sparse"`` ones with a sign an input and an output."""
+
     num_terms: int
     low_rank: int
     groups: int = 1
@@ -141,7 +145,8 @@ class SketchedModule(CompressedModule):
         for name, shape in factors.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
-        sketched = sum(math.prod(shape) for shape in (*factors.values(), *self.sketch_shapes().values()))
+        sketches = {} if self.sketch == "sparse" else self.sketch_shapes()  # Sparse sketches multiply by signs alone.
+        sketched = sum(math.prod(shape) for shape in (*factors.values(), *sketches.values()))
         warn_unless_smaller(
             type(self).__name__, f"nn.{self.dense_class.__name__}",
             f"num_terms={self.num_terms} and low_rank={self.low_rank}", sketched, self.fan_in, outputs,
@@ -161,8 +166,8 @@ class SketchedModule(CompressedModule):
 
     @property
     def record_mode(self) -> str:
-        """The kind of the sketches, "fitted" or "seeded"."""
-        return "fitted" if self.is_fitted else "seeded"
+        """The kind of the sketches, "fitted", "seeded" for signs, or "sparse"."""
+        return "fitted" if self.is_fitted else "seeded" if self.sketch == "signs" else self.sketch
 
     @property
     def inner_rank(self) -> int:
@@ -179,8 +184,10 @@ class SketchedModule(CompressedModule):
     ) -> Self:
         """Return a new layer of the arguments and the mode in a record; sketches of a fitted layer are zeros."""
         make: Any = cls
-        layer: Self = make(**record["args"], dtype=dtype, device=device, seed=seed)
-        if record.get("mode") == "fitted":
+        mode = record.get("mode")
+        kind = {"sketch": "sparse" if mode == "sparse" else "signs"} if cls.has_sparse_sketches else {}
+        layer: Self = make(**record["args"], **kind, dtype=dtype, device=device, seed=seed)
+        if mode == "fitted":
             like = layer.sketch_like()
             layer.set_fitted_({name: like.new_zeros(shape) for name, shape in layer.sketch_shapes().items()})
         return layer
@@ -202,11 +209,28 @@ class SketchedModule(CompressedModule):
         del is_shared  # Sketched layers are never tied.
         seed = read_record(self.sketch_seed, self.num_terms, f"{name}.sketch_seed")
         if seed is not None:
-            self.set_seeded_(seed)
+            self._adopt(seed, recorded_sketch(self.sketch_seed))
+
+    def _adopt(self, seed: int, sketch: str) -> None:
+        """Draw the sketches of this seed and kind."""
+        if sketch != self.sketch:
+            self._set_kind(sketch)
+        self.set_seeded_(seed)
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shape of each sketch, by name."""
+        """Return the shape of each sketch as a matrix, by name."""
         raise NotImplementedError
+
+    has_sparse_sketches: bool = False
+    """Whether the constructor takes ``sketch="sparse"``."""
+
+    def _set_kind(self, sketch: str) -> None:
+        """Set the kind of the sketches, and the names under which they are held, without drawing them."""
+        for name in self.sketch_names:
+            self._forget(name)
+        self.sketch = sketch
+        names = type(self).sketch_names
+        self.sketch_names = names if sketch == "signs" else tuple(f"{name}_signs" for name in names)
 
     def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return factors and sketches in the layer's layout from the tensors of each term."""
@@ -224,8 +248,16 @@ class SketchedModule(CompressedModule):
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = self.sketch_shapes()[name]
-        stream = self.sketch_names.index(name)
+        stream = self._stream_of(name)
         return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
+
+    def _stream_of(self, name: str) -> int:
+        """Return the stream of the seed from which a sketch, or its signs, are drawn."""
+        return type(self).sketch_names.index(name.removesuffix("_signs"))
+
+    def _draw_matrix(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a sketch of the current seed as a matrix with entries +-1, or 0 in a sparse one."""
+        return self._draw_signs(name, dtype=dtype, device=device)
 
     @property
     def is_fitted(self) -> bool:
@@ -235,6 +267,8 @@ class SketchedModule(CompressedModule):
     @property
     def scale(self) -> float:
         """The number that multiplies the product of factors and sketches."""
+        if self.sketch == "sparse":
+            return 1.0 / (4 * self.num_terms)
         return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
 
     def reset_parameters(self) -> None:
@@ -258,9 +292,12 @@ class SketchedModule(CompressedModule):
     def reset_factors(self) -> None:
         """Draw new factors and bias, as :meth:`reset_parameters` does, and leave the sketches."""
         # With entries of variance s^2 in the factors, an entry of the weight sums 2 L k / g of them with signs, times
-        # 1/(2 L sqrt(k)), so it has variance s^2 / (2 L g); uniform on (-a, a) has variance a^2 / 3.
+        # 1/(2 L sqrt(k)), so it has variance s^2 / (2 L g); uniform on (-a, a) has variance a^2 / 3. With sparse
+        # sketches it sums two of them.
         level = self._fitted_level if self.is_fitted else 1.0
         bound = level * math.sqrt(2 * self.num_terms * self.groups / self.fan_in)
+        if self.sketch == "sparse":
+            bound = 1 / (self.scale * math.sqrt(2 * self.fan_in))
         for name in self.factor_names:
             nn.init.uniform_(getattr(self, name), -bound, bound)
         if self.bias is not None:
@@ -288,6 +325,7 @@ class SketchedModule(CompressedModule):
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
         """Make the layer fitted, with these sketches as Parameters, which are frozen if the factors are."""
+        self._set_kind("signs")
         self.seed = None
         trained = self.sketch_like().requires_grad
         for name in self.sketch_names:
@@ -302,7 +340,7 @@ class SketchedModule(CompressedModule):
         unsaved_buffers_of(self).discard(name)  # torch's set must not contain the name of a Parameter.
 
     def _mirror_seed(self) -> None:
-        record = make_record(self.seed, self.num_terms)
+        record = make_record(self.seed, self.num_terms, self.sketch)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
         buffers_of(self).pop("sketch_seed", None)  # Averaged models pair buffers by their order, so it is always last.
@@ -354,11 +392,12 @@ class SketchedModule(CompressedModule):
             seed = read_record(record, self.num_terms, "sketch_seed")
         except SketchMismatchError:
             # module.type() casts integers, too.
-            if record.dtype is torch.int64 and not is_rounded(record, make_record(self.seed, self.num_terms)):
+            expected = make_record(self.seed, self.num_terms, self.sketch)
+            if record.dtype is torch.int64 and not is_rounded(record, expected):
                 raise
             self._mirror_seed() if self.seed is None else self.set_seeded_(self.seed)
             return
-        if seed == self.seed:
+        if seed == self.seed and recorded_sketch(record) == self.sketch:
             return
         if seed is None or self.seed is None:
             modes = [f"has {'trained sketches' if each is None else f'seed {each}'}" for each in (seed, self.seed)]
@@ -366,7 +405,7 @@ class SketchedModule(CompressedModule):
                 f"sketch_seed was written in place by a layer that {modes[0]}, and this layer {modes[1]}: call "
                 "layer.load_state_dict(other.state_dict()), which changes the mode"
             )
-        self.set_seeded_(seed)
+        self._adopt(seed, recorded_sketch(record))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches again."""
@@ -376,11 +415,11 @@ class SketchedModule(CompressedModule):
         except ShapeError as error:  # strict=False would hide that nothing is loaded
             args[-1].append(f"{type(self).__name__} {prefix[:-1]!r} cannot take {error}")
             return
-        fitted, seed = self.sketch_names[0] in state, self.seed
+        fitted, seed, sketch = type(self).sketch_names[0] in state, self.seed, self.sketch
         record = state.get("sketch_seed")
         if isinstance(record, Tensor) and record.shape == (4,) and has_values(record):
             seed = read_record(record, self.num_terms, prefix + "sketch_seed")
-            fitted = seed is None
+            fitted, sketch = seed is None, recorded_sketch(record)
 
         # Tensors that users add, such as a pruning mask, are loaded too. Child modules load themselves.
         expected = {
@@ -398,8 +437,8 @@ class SketchedModule(CompressedModule):
         if fitted and not self.is_fitted:
             like = self.sketch_like()
             self.set_fitted_({name: like.new_empty(shape) for name, shape in self.sketch_shapes().items()})
-        elif not fitted and (self.is_fitted or seed != self.seed):
-            self.set_seeded_(check_seed(seed))  # draws the sketches if the checkpoint is on the meta device
+        elif not fitted and (self.is_fitted or (seed, sketch) != (self.seed, self.sketch)):
+            self._adopt(check_seed(seed), sketch)  # draws the sketches if the checkpoint is on the meta device
         state = {prefix + name: state[name] for name in expected}
         super()._load_from_state_dict(state, prefix, *args)
         if not self.is_fitted:
@@ -426,22 +465,23 @@ class SketchedModule(CompressedModule):
         factors = self.unstack({name: state[name] for name in layer_shapes})
         rest = {name: value for name, value in state.items() if name not in layer_shapes}
         seed = self.seed if self.seed is not None and self._are_sketches_of_seed(factors) else None
-        for name in self.sketch_names:
+        for name in type(self).sketch_names:
             if seed is None:
                 factors[name] = factors[name] / (2 * self.num_terms)
             else:
                 del factors[name]
-        return rest | factors | {"sketch_seed": torch.tensor(make_record(seed, self.num_terms))}
+        kind = "signs" if seed is None else self.sketch
+        return rest | factors | {"sketch_seed": torch.tensor(make_record(seed, self.num_terms, kind))}
 
     def _are_sketches_of_seed(self, factors: dict[str, Tensor]) -> bool:
-        """Return whether sketches with entries +-1/sqrt(k) equal the sketches of the layer's seed."""
-        root = math.sqrt(self.low_rank)
+        """Return whether sketches, scaled as in the layer's formula, equal those of its seed."""
+        level = 2 * self.num_terms * self.scale
         return all(
             torch.allclose(
-                factors[name] * root,
-                self._draw_signs(name, dtype=factors[name].dtype, device=factors[name].device),
+                factors[name] / level,
+                self._draw_matrix(name, dtype=factors[name].dtype, device=factors[name].device),
                 rtol=4 * torch.finfo(factors[name].dtype).eps,
                 atol=0.0,
             )
-            for name in self.sketch_names
+            for name in type(self).sketch_names
         )

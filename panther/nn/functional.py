@@ -13,7 +13,7 @@ from torch import Tensor
 from panther import kernels
 from panther._docstrings import inherit_arguments
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
+from panther.kernels import causal_linear_attention, dense_sketch, sketched_matmul, unpack_signs
 from panther.kernels.ops.library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.conv.product import convolve
@@ -35,10 +35,11 @@ def sketched_linear(
     Args:
         x: Input of shape ``(*batch, in)``, any floating dtype; one-dimensional, empty and nested input too.
         S1: Trained factor of shape ``(in, R)``.
-        U1: Sketch of shape ``(R, out)``, or its signs packed to int32 words ``(R, ceil(out / 32))``.
+        U1: Sketch of shape ``(R, out)``, or its signs packed to int32 words ``(R, ceil(out / 32))``, or the signs of a
+            sparse sketch, ``(out,)``: output j has sign j in row ``j mod R``.
         S2: Trained factor of shape ``(R, out)``.
         U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``, if U1 is
-            packed.
+            packed; or the signs of a sparse sketch, ``(in,)``, if U1 is sparse.
         bias: Bias of shape ``(out,)``, or None.
         scale: The number s.
 
@@ -51,7 +52,7 @@ def sketched_linear(
         TypeError: If ``x`` is not a tensor.
 
     Cost: ``4 R (in + out)`` flops for each row, against ``2 in out`` dense; backward 1.5 times that if U1 and U2
-    require no gradient, twice that if they do.
+    require no gradient, twice that if they do. With sparse sketches ``2 R (in + out)``, and backward twice that.
 
     Example:
         >>> import torch
@@ -64,9 +65,11 @@ def sketched_linear(
     x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)  # This casts each operand once.
     if not torch.jit.is_tracing():  # Tracing would warn about the comparison of sizes, which are tensors.
         _check(x, S1, U1, S2, U2, bias)
-    if x.is_nested or is_exporting():
+    if x.is_nested or torch.jit.is_tracing() or (is_exporting() and U1.dim() == 2):
         # F.linear is one of the few operations that nested tensors and other programs support.
-        if not U1.is_floating_point():
+        if U1.dim() == 1:
+            U1, U2 = dense_sketch(U1, S1.shape[1]).mT, dense_sketch(U2, S1.shape[1])
+        elif not U1.is_floating_point():
             U1, U2 = unpack_signs(U1, S2.shape[1], S1.dtype), unpack_signs(U2, S1.shape[0], S1.dtype).mT
         if x.dtype is torch.float16:  # See sketched_matmul.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
@@ -298,9 +301,12 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
         raise ShapeError(f"factors must have two dimensions: got S1 {tuple(S1.shape)}, S2 {tuple(S2.shape)}")
     (in_features, R), out_features = S1.shape, S2.shape[1]
     packed = U1.dtype is torch.int32 and U2.dtype is torch.int32
-    expected = ((R, -(-out_features // 32)), (R, -(-in_features // 32))) if packed else (S2.shape, S1.shape)
+    expected: Any = ((R, -(-out_features // 32)), (R, -(-in_features // 32))) if packed else (S2.shape, S1.shape)
+    if U1.dim() == 1:
+        expected = (out_features,), (in_features,)
     if S2.shape[0] != R or U1.shape != expected[0] or U2.shape != expected[1]:
         words = ", U2 and U1 packed to (R, ceil(in / 32)) and (R, ceil(out / 32))" if packed else ""
+        words = ", U2 and U1 sparse with signs (in,) and (out,)" if U1.dim() == 1 else words
         raise ShapeError(
             f"S1 and U2 must be (in, R) and U1 and S2 (R, out){words}: got S1 {tuple(S1.shape)}, U1 "
             f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}: transpose those that differ"

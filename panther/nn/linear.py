@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
 from panther.errors import check_flag
-from panther.kernels import pack_signs, unpack_signs
+from panther.kernels import dense_sketch, pack_signs, unpack_signs
 from panther.kernels.ops.reduced_copies import reduced_copy
 from panther.nn.base import LinearGeometry, SketchedModule, is_autocasting
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
@@ -20,6 +20,7 @@ from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
 from panther.nn.pairs import LinearPair
 from panther.nn.protocol import allow_saving
+from panther.nn.sketch_record import SKETCH_VERSIONS
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs
 
@@ -39,6 +40,10 @@ class SKLinear(LinearGeometry, SketchedModule):
     arXiv:1710.07850). With ``R = num_terms * low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws
     ``U1`` (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale of the sum.
 
+    With ``sketch="sparse"`` :math:`U = \pm 1/2`, once for each input i, in column ``i mod R`` of U2, and once for each
+    output j, in row ``j mod R`` of U1: x U2 folds a row into R sums and (x S1) U1 tiles R numbers over the row, which
+    takes half of the products and no memory. The place ``mod R`` gives neighbouring outputs different functions.
+
     There are two ways to specify the size: ``SKLinear(in_features, out_features, sketch_size)`` has one term of rank
     ``sketch_size``, and ``SKLinear(in_features, out_features, num_terms, low_rank)`` has L terms of rank k. These
     arguments may also be keywords, and all further arguments must be keywords. Without a size, the sketch is the
@@ -54,6 +59,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
+        sketch: ``"signs"`` or ``"sparse"``, the kind of U1 and U2. Loading a checkpoint sets the kind that it has.
         packed: Whether to hold the signs of U1 and U2 as one bit each; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
@@ -64,19 +70,23 @@ class SKLinear(LinearGeometry, SketchedModule):
         S1: Trained factor (in, R), drawn so that W has nn.Linear's variance.
         S2: Trained factor (R, out), likewise.
         U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted; when packed, int32 words
-            (R, out / 32).
+            (R, out / 32). Of a sparse layer, which holds ``U1_signs`` (out,) and ``U2_signs`` (in,), it is computed at
+            each access.
         U2: Sketch (in, R), likewise; when packed, (R, in / 32).
         bias: A Parameter (out,), or None.
-        scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1 when fitted.
+        scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1/(4 L) when sparse, 1 when
+            fitted.
         seed: Python int, None when fitted.
 
     Raises:
         ShapeError: If a size is not positive, or both size forms are mixed.
+        ValueError: If ``sketch`` is unknown.
 
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
 
-    Cost: ``4 R (in + out)`` flops for each row forward and 1.5 times that backward; dense, ``2 in out`` and twice that.
+    Cost: ``4 R (in + out)`` flops for each row forward and 1.5 times that backward; sparse, ``2 R (in + out)`` and
+    twice that, as a pair of nn.Linear of as many numbers; dense, ``2 in out`` and twice that.
 
     Example:
         >>> import torch
@@ -89,8 +99,12 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
-    checked_names = ("U1", "U2", "sketch_seed")
-    sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = {0: {"S2": 1, "U1": 1, "bias": 0}, 1: {"S1": 0, "U2": 0}}
+    checked_names = ("U1", "U2", "U1_signs", "U2_signs", "sketch_seed")
+    sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = {
+        0: {"S2": 1, "U1": 1, "U1_signs": 0, "bias": 0},
+        1: {"S1": 0, "U2": 0, "U2_signs": 0},
+    }
+    has_sparse_sketches = True
     S1: nn.Parameter
     S2: nn.Parameter
     U1: Tensor
@@ -106,6 +120,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         low_rank: int | None = None,
         sketch_size: int | None = None,
         bias: bool = True,
+        sketch: str = "signs",
         packed: bool = False,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -116,9 +131,13 @@ class SKLinear(LinearGeometry, SketchedModule):
         self.fan_in = self.in_features
         size = terms_and_rank(sizes, num_terms, low_rank, sketch_size)
         self.num_terms = size.get("num_terms", 1)
-        self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features)
+        if sketch not in SKETCH_VERSIONS:
+            raise ValueError(f"sketch={sketch!r} is unknown: use one of {', '.join(map(repr, SKETCH_VERSIONS))}")
+        self._set_kind(sketch)
+        products = 1 if sketch == "sparse" else 2
+        self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features, products=products)
         check_flag("packed", packed)
-        self.packed = packed
+        self.packed = packed and sketch == "signs"
         R = self.num_terms * self.low_rank
         factors = {"S1": (self.in_features, R), "S2": (R, self.out_features)}
         self._build(factors, self.out_features, bias=bias, seed=seed, device=device, dtype=dtype)
@@ -132,7 +151,7 @@ class SKLinear(LinearGeometry, SketchedModule):
             and (operands := self._plain_operands(input)) is not None
         ):
             return sketched_product(input, *operands, self.scale)
-        S1, U1, U2 = self.S1, self.U1, self.U2
+        S1, U1, U2 = self.S1, *(getattr(self, name) for name in self.sketch_names)
         # Code that moves only parameters and buffers, such as FSDP, does not move packed sketches.
         if self.packed and U1.device != S1.device:
             self.U1, self.U2 = U1, U2 = U1.to(S1.device), U2.to(S1.device)
@@ -153,7 +172,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         parameters: Any = parameters_of(self)
         sketches: Any = self.__dict__ if self.packed else parameters if self.seed is None else buffers_of(self)
         try:
-            S1, S2, U1, U2 = parameters["S1"], parameters["S2"], sketches["U1"], sketches["U2"]
+            S1, S2, (U1, U2) = parameters["S1"], parameters["S2"], map(sketches.__getitem__, self.sketch_names)
         except KeyError:  # The layer is parametrized, or a replica of DataParallel.
             return None
         bias, dtype = parameters.get("bias"), S1.dtype
@@ -225,6 +244,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         low_rank: int | None = None,
         sketch_size: int | None = None,
         init: str = "lstsq",
+        sketch: str = "signs",
         seed: int | None = None,
     ) -> Self:
         r"""Return a sketched approximation of a dense layer, on its device and in its dtype.
@@ -239,6 +259,7 @@ class SKLinear(LinearGeometry, SketchedModule):
                 ``"random"``: the unbiased estimator. Its error exceeds the weight itself while R is below
                 (in + out) / 4, so it is for studies, not for keeping a model.
                 The best approximation of rank 2R, by SVD, is :meth:`LowRankLinear.from_linear`.
+            sketch: As in the constructor.
             seed: As in the constructor.
 
         Raises:
@@ -257,13 +278,15 @@ class SKLinear(LinearGeometry, SketchedModule):
         check_dense(linear, nn.Linear, "from_linear")
         check_init(init)
         A = fittable(linear.weight.detach()).mT
-        layer = cls.in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
+        size = terms_and_rank(sizes, num_terms, low_rank, sketch_size)
+        layer = cls.in_place_of(linear, **size, sketch=sketch, seed=seed)
         U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
         if init == "lstsq":
             S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
         else:
-            root = math.sqrt(layer.low_rank)  # the mean over sketches of S1 U1 + U2 S2, times the scale, is A
-            S1, S2 = A @ U1.mT / root, U2.mT @ A / root
+            # The mean over sketches of S1 U1 + U2 S2, times the scale, is A. Rows of U2 have this squared norm.
+            norm = 1 if sketch == "sparse" else len(U1)
+            S1, S2 = (product / (2 * layer.scale * norm) for product in (A @ U1.mT, U2.mT @ A))
         with torch.no_grad():
             layer.S1.copy_(S1)
             layer.S2.copy_(S2)
@@ -317,6 +340,7 @@ class SKLinear(LinearGeometry, SketchedModule):
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"low_rank={self.low_rank}, bias={self.bias is not None}, "
             + ("fitted" if self.is_fitted else f"seed={self.seed}")
+            + (", sketch='sparse'" if self.sketch == "sparse" else "")
             + (", packed=True" if self.packed else "")
         )
 
@@ -331,7 +355,8 @@ class SKLinear(LinearGeometry, SketchedModule):
         the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (library products, for
         R above 64 and many rows, unpack them first). On the CPU each product unpacks them block by block, which costs
         time if the batch is small. A packed layer can be trained and saved like any other (a
-        checkpoint holds the seed, so packed and unpacked layers load each other's). :meth:`unpack_` undoes it.
+        checkpoint holds the seed, so packed and unpacked layers load each other's). :meth:`unpack_` undoes it. Sparse
+        sketches take next to no memory as they are, so that a sparse layer is not changed.
 
         Raises:
             ValueError: If the layer is fitted: its sketches are trained numbers, not signs.
@@ -348,7 +373,7 @@ class SKLinear(LinearGeometry, SketchedModule):
                 "pack_ holds signs as bits, and the sketches of this fitted layer are trained numbers: keep it as it "
                 "is, or use SKLinear.from_linear(linear, ...), whose sketches are signs"
             )
-        return self._hold(packed=True)
+        return self if self.sketch == "sparse" else self._hold(packed=True)
 
     def unpack_(self) -> Self:
         """Store U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which is faster to train with."""
@@ -365,11 +390,36 @@ class SKLinear(LinearGeometry, SketchedModule):
         self.packed = False
         super().set_fitted_(sketches)
 
+    def _set_kind(self, sketch: str) -> None:
+        super()._set_kind(sketch)
+        self.packed = self.packed and sketch == "signs"
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("sketch") == "sparse" and name in ("U1", "U2"):
+            return self._dense_sketches()[name == "U2"]
+        return super().__getattr__(name)
+
+    def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.sketch == "signs":
+            return super()._draw_signs(name, dtype=dtype, device=device)
+        stream, columns = self._stream_of(name), self._features_of(name)
+        return signs(self.seed, stream, range(1), columns, dtype=dtype, device=device).squeeze(0)  # type: ignore[arg-type]
+
+    def _features_of(self, name: str) -> range:
+        """Return the outputs or inputs whose signs a sparse sketch has."""
+        return range(self.out_features if name == "U1_signs" else self.in_features)
+
+    def _draw_matrix(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.sketch == "signs":
+            return super()._draw_matrix(name, dtype=dtype, device=device)
+        sketch = dense_sketch(self._draw_signs(f"{name}_signs", dtype=dtype, device=device), len(self.S2))
+        return sketch.mT if name == "U1" else sketch
+
     def draw_sketch(self, name: str) -> Tensor:
-        """Return U1 or U2 of the current seed in the layer's format: entries +-1, or words of packed signs."""
+        """Return a sketch of the current seed in the layer's format: entries +-1, or words of packed signs."""
         if not self.packed:
             return super().draw_sketch(name)
-        rank, stream = self.S2.shape[0], self.sketch_names.index(name)
+        rank, stream = self.S2.shape[0], self._stream_of(name)
         features = range(self.out_features if name == "U1" else self.in_features)
         # A block of rows at a time, because the unpacked numbers and temporaries take more than a hundred times the
         # memory of the words. One draw gives 128 columns of U2.
@@ -386,6 +436,10 @@ class SKLinear(LinearGeometry, SketchedModule):
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
         """Return U1 (R, out) and U2 (in, R) as numbers."""
         self.check_writes()
+        if self.sketch == "sparse":
+            rank, names = len(self.S2), self.sketch_names
+            U1, U2 = (dense_sketch(getattr(self, name), rank, self._features_of(name).start) for name in names)
+            return U1.mT.contiguous(), U2
         if not self.packed:
             return self.U1, self.U2
         dtype = self.S1.dtype

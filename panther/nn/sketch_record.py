@@ -1,8 +1,11 @@
-"""The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, stream version, checksum."""
+"""The record of a sketch in checkpoints, ``sketch_seed``: seed (-1: fitted), num_terms, version, checksum.
+
+The version says the kind of the sketch and its stream of random numbers.
+"""
 
 __all__ = [
-    "RECORD_MARK", "DrawnModule", "check_mark", "has_values", "integers_checksum", "is_rounded", "make_record",
-    "plain_state", "read_integers", "read_record", "record_mark", "without_marks",
+    "RECORD_MARK", "SKETCH_VERSIONS", "DrawnModule", "check_mark", "has_values", "integers_checksum", "is_rounded",
+    "make_record", "plain_state", "read_integers", "read_record", "record_mark", "recorded_sketch", "without_marks",
 ]  # fmt: skip
 
 import hashlib
@@ -21,6 +24,9 @@ from panther.sketch import STREAM_VERSION
 
 _FITTED = -1
 
+SKETCH_VERSIONS = {"signs": STREAM_VERSION, "sparse": 2}
+"""The version in the record of each kind of sketch. Version 2 includes places ``i mod R`` and the scale 1/(4 L)."""
+
 RECORD_MARK = "record_mark"
 """Name of four floating numbers in a ``state_dict()``, which stand for the record, a tensor of integers.
 
@@ -29,9 +35,9 @@ no longer fits the record. Files that Panther writes do not contain them: their 
 """
 
 
-def make_record(seed: int | None, num_terms: int) -> list[int]:
-    """Return the record of a layer with this seed, None for a fitted one."""
-    head = [_FITTED if seed is None else seed, num_terms, STREAM_VERSION]
+def make_record(seed: int | None, num_terms: int, sketch: str = "signs") -> list[int]:
+    """Return the record of a layer with this seed, None for a fitted one, and this kind of sketch."""
+    head = [_FITTED if seed is None else seed, num_terms, SKETCH_VERSIONS[sketch]]
     return [*head, zlib.crc32(struct.pack("<3q", *head))]
 
 
@@ -47,10 +53,10 @@ def read_record(record: Tensor, num_terms: int, key: str) -> int | None:
             f"{key}={values} does not match its checksum, as when seeds are averaged or the file is damaged: use "
             "models that share their seeds, or a sound checkpoint"
         )
-    if version != STREAM_VERSION:
+    if version not in SKETCH_VERSIONS.values():
         raise SketchMismatchError(
-            f"{key} is of stream version {version} and this Panther knows {STREAM_VERSION}: use the Panther that wrote "
-            "it, or a newer one"
+            f"{key} is of stream version {version} and this Panther knows {sorted(SKETCH_VERSIONS.values())}: use the "
+            "Panther that wrote it, or a newer one"
         )
     if terms != num_terms:
         raise SketchMismatchError(
@@ -58,6 +64,12 @@ def read_record(record: Tensor, num_terms: int, key: str) -> int | None:
             f"num_terms={terms}"
         )
     return None if seed == _FITTED else seed
+
+
+def recorded_sketch(record: Tensor) -> str:
+    """Return the kind of sketch in a valid record."""
+    version = int(record[2])
+    return next(sketch for sketch, each in SKETCH_VERSIONS.items() if each == version)
 
 
 def is_rounded(record: Tensor, expected: list[int]) -> bool:

@@ -43,14 +43,16 @@ def terms_and_rank(
     return {"num_terms": checked.get("num_terms", 1), "low_rank": checked.get("low_rank") or checked["sketch_size"]}
 
 
-def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
+def default_low_rank(inner: int, out: int, groups: int = 1, *, products: int = 2) -> int:
     """Return the largest rank K of one term with which a layer costs at most half of the dense one.
 
-    With ``inner`` inputs per group, K satisfies 2 K (inner + out / groups) <= inner * out / 2. It is rounded down to a
-    multiple of 8 groups, or of groups if it is smaller, and is at least ``groups``. It depends only on the shape, so
-    that a checkpoint loads everywhere.
+    With ``inner`` inputs per group and ``products`` products at each side, 1 with sparse sketches and 2 with signs, K
+    satisfies products K (inner + out / groups) <= inner * out / 2. It is rounded down to a multiple of 8 groups, or of
+    groups if it is smaller, and is at least ``groups``. It depends only on shape and kind, so that a checkpoint loads
+    everywhere.
     """
-    K = inner * out * groups // (4 * (inner * groups + out))  # multiplied by groups, so that all terms are integers
+    # All terms are multiplied by groups, so that they are integers.
+    K = inner * out * groups // (2 * products * (inner * groups + out))
     step = 8 * groups if 8 * groups <= K else groups
     return max(K // step * step, groups)
 

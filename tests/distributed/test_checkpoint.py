@@ -713,3 +713,21 @@ def test_a_rank_without_parameters_of_a_group_gets_its_settings(tmp_path):
         return [[(g["lr"], g["momentum"]) for g in o.param_groups] for o in (optimizer, optimizer.optim)]
 
     assert on_ranks(rates_after_loading, 2) == [[[(0.3, 0.9), (0.5, 0.9)]] * 2] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_layer_takes_the_kind_of_a_saved_sketch(tmp_path, strategy):
+    """What was saved of signs goes on as signs, and sparse as sparse, whatever kind the new model was built with."""
+
+    def rank():
+        outputs = []
+        for saved, built in (("signs", "sparse"), ("sparse", "signs")):
+            folder, x = tmp_path / saved, torch.ones(3, 24)
+            first = data_parallel(nn.Sequential(SKLinear(24, 20, 5, sketch=saved)), strategy=strategy)
+            checkpoint.save(folder, first, torch.optim.SGD(first.parameters()), step=1)
+            second = data_parallel(nn.Sequential(SKLinear(24, 20, 5, sketch=built)), strategy=strategy)
+            checkpoint.load(folder, second, torch.optim.SGD(second.parameters()))
+            outputs.append(torch.equal(first(x), second(x)))
+        return outputs
+
+    assert on_ranks(rank) == [[True, True]] * 2

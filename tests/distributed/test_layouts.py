@@ -35,6 +35,10 @@ def sketched(n, m):
     return SKLinear(n, m, 3)
 
 
+def sparse(n, m):
+    return SKLinear(n, m, 7, sketch="sparse")
+
+
 def fitted(n, m):
     return with_stored_sketches(SKLinear(n, m, 3))
 
@@ -45,6 +49,7 @@ def low_rank(n, m):
 
 MAKERS = {
     "sketched": (sketched, sketched),
+    "sparse": (sparse, sparse),
     "low rank": (low_rank, low_rank),
     "fitted": (fitted, fitted),
     "dense": (nn.Linear, nn.Linear),
@@ -91,7 +96,7 @@ def test_dense_and_mixed_pairs_of_any_width(n, kind, dtype):
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [*list(MAKERS)[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MAKERS)[4:])]
+    "kind", [*list(MAKERS)[:5], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(MAKERS)[5:])]
 )
 @pytest.mark.parametrize(
     ("dim", "dtensors"),
@@ -195,7 +200,7 @@ def sequence_plan():
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["sketched", "dense", "low rank"])
+@pytest.mark.parametrize("kind", ["sketched", "sparse", "dense", "low rank"])
 def test_a_transformer_by_a_plan(n, kind):
     """Everything but attention and feed-forward sees a part of the sequence; torch's style for the norms."""
     tokens = torch.randint(30, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -238,7 +243,7 @@ def chain(kind, seed):
     ).double()  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["sketched", "dense"])
+@pytest.mark.parametrize("kind", ["sketched", "sparse", "dense"])
 def test_sequences_are_sharded_between_pairs(kind):
     x = data()
 

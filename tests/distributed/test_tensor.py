@@ -28,10 +28,11 @@ pytestmark = pytest.mark.distributed
 NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-def pair(seed, fitted=False, dtype=torch.float64, sizes=(40, 50, 30), bias=True):
+def pair(seed, mode="signs", dtype=torch.float64, sizes=(40, 50, 30), bias=True):
     torch.manual_seed(seed)
-    layers = [SKLinear(n, m, 3, bias=bias) for n, m in pairwise(sizes)]
-    if fitted:
+    sketch = "sparse" if mode == "sparse" else "signs"
+    layers = [SKLinear(n, m, 3, bias=bias, sketch=sketch) for n, m in pairwise(sizes)]
+    if mode == "fitted":
         layers = [with_stored_sketches(layer) for layer in layers]
     return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
 
@@ -50,16 +51,16 @@ def close(ours, theirs, dtype):
 
 
 @pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
-@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("mode", ["signs", "sparse", "fitted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_pair_is_the_layer_unsharded(n, fitted, dtype, bias):
+def test_a_pair_is_the_layer_unsharded(n, mode, dtype, bias):
     """50 outputs over 3 and 4 ranks are uneven. Ranks start from other weights and seeds; the first one's are taken."""
     x, y = data(dtype)
 
     def rank():
         mesh = make_mesh(tp=n)["tp"]
-        model = parallelize_module(pair(100 + dist.get_rank(), fitted, dtype, bias=bias), mesh, PLAN)
+        model = parallelize_module(pair(100 + dist.get_rank(), mode, dtype, bias=bias), mesh, PLAN)
         leaf = x.clone().requires_grad_()
         out = model(leaf)
         nn.functional.mse_loss(out, y).backward()
@@ -67,7 +68,7 @@ def test_a_pair_is_the_layer_unsharded(n, fitted, dtype, bias):
         weights = [layer.weight for layer in model if isinstance(layer, SKLinear)]
         return out.detach(), leaf.grad, gradients_of(model), parts, weights
 
-    single = pair(100, fitted, dtype, bias=bias)
+    single = pair(100, mode, dtype, bias=bias)
     leaf = x.clone().requires_grad_()
     expected = single(leaf)
     nn.functional.mse_loss(expected, y).backward()
@@ -86,8 +87,8 @@ def test_a_pair_is_the_layer_unsharded(n, fitted, dtype, bias):
     assert all(part["0.S1"] == (40, 3) for part in parts)
 
 
-@pytest.mark.parametrize("fitted", [False, True])
-def test_ten_steps_of_training(fitted):
+@pytest.mark.parametrize("mode", ["signs", "sparse", "fitted"])
+def test_ten_steps_of_training(mode):
     x, y = data()
 
     def train(model):
@@ -96,21 +97,22 @@ def test_ten_steps_of_training(fitted):
         return losses, weights_of(model)
 
     def rank():
-        return train(parallelize_module(pair(100 + dist.get_rank(), fitted), make_mesh(tp=3)["tp"], PLAN))
+        return train(parallelize_module(pair(100 + dist.get_rank(), mode), make_mesh(tp=3)["tp"], PLAN))
 
-    losses, weights = train(pair(100, fitted))
+    losses, weights = train(pair(100, mode))
     for their_losses, theirs in on_ranks(rank, 3):
         assert their_losses == pytest.approx(losses, rel=1e-9)
         assert all(torch.allclose(theirs[name], weights[name], rtol=1e-8, atol=1e-10) for name in weights)
 
 
-def test_a_rank_draws_only_its_part_of_the_sketches():
+@pytest.mark.parametrize("mode", ["signs", "sparse"])
+def test_a_rank_draws_only_its_part_of_the_sketches(mode):
     def rank():
-        model = parallelize_module(pair(0), make_mesh(tp=2)["tp"], PLAN)
+        model = parallelize_module(pair(0, mode), make_mesh(tp=2)["tp"], PLAN)
         return [model[0].U1, model[0].U2, model[2].U1, model[2].U2], model[0].seed
 
     first, second = on_ranks(rank)
-    single = pair(0)
+    single = pair(0, mode)
     (U1, U2, V1, V2), seed = first
     assert seed == single[0].seed
     assert torch.equal(torch.cat((U1, second[0][0]), 1), single[0].U1)
@@ -119,18 +121,19 @@ def test_a_rank_draws_only_its_part_of_the_sketches():
     assert torch.equal(V1, single[2].U1)
 
 
-def test_state_dict_round_trip_and_unshard():
+@pytest.mark.parametrize("mode", ["signs", "sparse"])
+def test_state_dict_round_trip_and_unshard(mode):
     def rank():
         mesh = make_mesh(tp=2)["tp"]
-        model = parallelize_module(pair(3), mesh, PLAN)
+        model = parallelize_module(pair(3, mode), mesh, PLAN)
         state = {key: copy.deepcopy(value) for key, value in model.state_dict().items()}
-        other = parallelize_module(pair(4), mesh, PLAN)
+        other = parallelize_module(pair(4), mesh, PLAN)  # It takes the kind of the state.
         other.load_state_dict(state)
         plain = [unshard_module(layer) for layer in (other[0], other[2])]
         x, _ = data()
         return torch.equal(model(x), other(x)), {key: tuple(value.shape) for key, value in state.items()}, plain
 
-    single = pair(3)
+    single = pair(3, mode)
     for same, shapes, plain in on_ranks(rank):
         assert same
         assert shapes == {key: tuple(value.shape) for key, value in single.state_dict().items()}

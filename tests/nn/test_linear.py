@@ -31,12 +31,13 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
         ((), {"in_features": 256, "out_features": 128, "num_terms": 2, "low_rank": 4, "bias": False}, (2, 4)),
         ((256, 128), {"low_rank": 4}, (1, 4)),
         ((256, 128), {}, (1, 16)),  # 2 R (in + out) is at most half of in * out, and R a multiple of 8
+        ((256, 128), {"sketch": "sparse"}, (1, 40)),  # and here R (in + out)
     ],
 )
 def test_both_call_forms(args, kwargs, expected):
     layer = SKLinear(*args, **kwargs)
     assert (layer.num_terms, layer.low_rank) == expected
-    sizes = {name: kwargs[name] for name in ("num_terms", "low_rank", "sketch_size") if name in kwargs}
+    sizes = {name: kwargs[name] for name in ("num_terms", "low_rank", "sketch_size", "sketch") if name in kwargs}
     converted = SKLinear.from_linear(nn.Linear(256, 128), *args[2:], **sizes)
     assert (converted.num_terms, converted.low_rank) == expected
     assert (layer.in_features, layer.out_features) == (256, 128)
@@ -60,6 +61,7 @@ def test_both_call_forms(args, kwargs, expected):
         ((8.0, 8, 2), {}, TypeError, "in_features must be an integer, not float"),
         ((8, 8, True), {}, TypeError, "sketch_size must be an integer, not bool"),
         ((64, 64, 2), {"dtype": torch.int32}, DTypeError, "dtype=torch.int32 must be a floating dtype"),
+        ((64, 64, 2), {"sketch": "dense"}, ValueError, "sketch='dense' is unknown: use one of 'signs', 'sparse'"),
         ((64, 64, 2), {"seed": -3}, ValueError, r"seed=-3 must be in \[0, 2\^63\)"),
     ],
 )
@@ -78,22 +80,31 @@ def test_a_sketch_larger_than_the_layer_warns_once_and_works():
         warnings.simplefilter("error")
         layer(torch.randn(2, 8))
         SKLinear(64, 64, 15)  # 2 R (in + out) = 3840 < 4096
+        SKLinear(64, 64, 31, sketch="sparse")  # R (in + out) = 3968
 
 
-def test_storage_and_stacked_views():
-    layer = SKLinear(300, 200, num_terms=2, low_rank=3)
+@pytest.mark.parametrize(
+    ("sketch", "held", "entry"),
+    [
+        ("signs", {"U1": (6, 200), "U2": (300, 6)}, 1 / math.sqrt(3)),
+        ("sparse", {"U1_signs": (200,), "U2_signs": (300,)}, 1 / 2),
+    ],
+)
+def test_storage_and_stacked_views(sketch, held, entry):
+    layer = SKLinear(300, 200, num_terms=2, low_rank=3, sketch=sketch)
     parameters = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     buffers = {name: tuple(b.shape) for name, b in layer.named_buffers()}
     assert parameters == {"S1": (300, 6), "S2": (6, 200), "bias": (200,)}
-    assert buffers == {"U1": (6, 200), "U2": (300, 6), "sketch_seed": (4,)}
+    assert buffers == held | {"sketch_seed": (4,)}
+    assert (layer.U1.shape, layer.U2.shape) == ((6, 200), (300, 6))
     assert layer.S1s.shape == layer.U2s.shape == (2, 300, 3)
     assert layer.U1s.shape == layer.S2s.shape == (2, 3, 200)
-    assert torch.allclose(layer.U1s.abs(), torch.tensor(1 / math.sqrt(3)))
+    assert torch.allclose(layer.U1s[layer.U1s != 0].abs(), torch.tensor(entry))
+    assert (layer.U1s != 0).sum() == (200 if sketch == "sparse" else 1200)
+    stored = ", ".join(["S1", "S2", *held])
     for name in ("weight", "S1s", "S2s", "U1s", "U2s"):
         for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
-            with pytest.raises(
-                AttributeError, match=f"{name} of SKLinear is computed from S1, S2, U1, U2 and cannot be"
-            ):
+            with pytest.raises(AttributeError, match=f"{name} of SKLinear is computed from {stored} and cannot be"):
                 setattr(layer, name, value)
 
 
@@ -119,6 +130,10 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
     layer = SKLinear(64, 48, 4, seed=12)
     assert torch.equal(layer.U1, SignSketch(4, 48, seed=12, scale=False).dense())
     assert torch.equal(layer.U2, SignSketch(64, 4, seed=12, stream=1, scale=False).dense())
+    sparse = SKLinear(64, 48, 5, sketch="sparse", seed=12)
+    rows, places = torch.arange(64), torch.arange(64) % 5
+    assert torch.equal(sparse.U2[rows, places], SignSketch(1, 64, seed=12, stream=1, scale=False).dense()[0])
+    assert torch.equal(sparse.U1[places[:48], rows[:48]], SignSketch(1, 48, seed=12, scale=False).dense()[0])
     torch.manual_seed(3)
     drawn = SKLinear(64, 48, 4)
     torch.manual_seed(3)
@@ -228,7 +243,7 @@ def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
 
 
 def test_extra_repr():
-    assert repr(SKLinear(64, 48, 2, 3, seed=5)) == (
-        "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5)"
+    assert repr(SKLinear(64, 48, 2, 3, sketch="sparse", seed=5)) == (
+        "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5, sketch='sparse')"
     )
     assert "fitted" in repr(with_stored_sketches(SKLinear(64, 48, 2, 3)))

@@ -13,11 +13,15 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 from panther.errors import SketchMismatchError
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import SKConv2d, SKLinear, sketch_record
 
 
 def linear(seed=3, num_terms=2, **options):
     return SKLinear(64, 48, num_terms=num_terms, low_rank=2, seed=seed, **options)
+
+
+def sparse(seed=3, num_terms=2, **options):
+    return linear(seed, num_terms, sketch="sparse", **options)
 
 
 def conv(seed=3, num_terms=2, groups=2, **options):
@@ -30,27 +34,28 @@ def fitted(make):
 
 
 def x_of(make):
-    shape = (5, 64) if make is linear else (2, 32, 6, 6)
+    shape = (5, 64) if make is not conv else (2, 32, 6, 6)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-both = pytest.mark.parametrize("make", [linear, conv])
+both = pytest.mark.parametrize("make", [linear, sparse, conv])
 MODES = [lambda make: make(), lambda make: make(seed=99), fitted]
 
 
 @both
 def test_state_dict_holds_the_sketches_exactly_when_fitted(make):
-    factors, sketches = ({"S1", "S2"}, {"U1", "U2"}) if make is linear else ({"S"}, {"U"})
+    factors, sketches = ({"S1", "S2"}, {"U1", "U2"}) if make is not conv else ({"S"}, {"U"})
     assert set(make().state_dict()) == factors | {"bias", "sketch_seed", "record_mark"}
     assert set(fitted(make).state_dict()) == factors | sketches | {"bias", "sketch_seed", "record_mark"}
     assert make().sketch_seed.dtype == torch.int64
-    assert make().sketch_seed[:3].tolist() == [3, 2, 1]
+    assert make().sketch_seed[:3].tolist() == [3, 2, 2 if make is sparse else 1]
     assert fitted(make).sketch_seed[:3].tolist() == [-1, 2, 1]
 
 
 def test_golden_record():
     """Checkpoints hold this; changing it makes them unreadable."""
     assert linear(seed=12345).sketch_seed.tolist() == [12345, 2, 1, 969522647]
+    assert sparse(seed=12345).sketch_seed.tolist() == [12345, 2, 2, 3074865716]
 
 
 def test_bytes_at_rest():
@@ -78,7 +83,7 @@ def test_loading_switches_to_the_checkpoints_mode(make, source, target, assign):
 
 @both
 def test_sketches_beside_a_seed_are_unexpected(make):
-    layer, name = make(), make().sketch_names[0]
+    layer, name = make(), next(iter(make().sketch_shapes()))
     state = make(seed=8).state_dict() | {name: getattr(fitted(make), name)}
     with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{name}"'):
         layer.load_state_dict(state)
@@ -108,10 +113,10 @@ def test_a_wrong_record_raises_and_changes_nothing(make, monkeypatch):
         layer.load_state_dict({**state, "sketch_seed": make(num_terms=1).sketch_seed})
     with pytest.raises(SketchMismatchError, match=r"is torch\.float16 and must be torch\.int64: cast only"):
         layer.load_state_dict({name: tensor.half() for name, tensor in state.items()})
-    monkeypatch.setattr("panther.nn.sketch_record.STREAM_VERSION", 2)
+    monkeypatch.setitem(sketch_record.SKETCH_VERSIONS, "sparse" if make is sparse else "signs", 3)
     later = make().state_dict()
     monkeypatch.undo()
-    with pytest.raises(SketchMismatchError, match="stream version 2 and this Panther knows 1"):
+    with pytest.raises(SketchMismatchError, match=r"version 3 and this Panther knows \[1, 2\]"):
         layer.load_state_dict(later)
     assert_unchanged(layer, original)
 
@@ -122,7 +127,7 @@ def stacked_state(layer):
     return {name: getattr(layer, name).clone() for name in names} | {"bias": layer.bias.detach()}
 
 
-@pytest.mark.parametrize("make", [linear, conv, lambda seed=3, **options: conv(seed, groups=1, **options)])
+@pytest.mark.parametrize("make", [linear, sparse, conv, lambda seed=3, **options: conv(seed, groups=1, **options)])
 def test_stacked_keys_load_as_seeded_if_the_sketches_are_the_layers_own(make):
     layer = make()
     x, stacked = x_of(linear if isinstance(layer, SKLinear) else conv), stacked_state(layer)
@@ -163,8 +168,8 @@ def test_a_layer_that_leaves_the_meta_device_has_its_sketches(make):
     with torch.device("meta"):
         model = nn.Sequential(make())
     model.to_empty(device="cpu")
-    sizes = (64, 48, 2, 2) if make is linear else (32, 48, 3, 1, 1, 1, 2)
-    form = {} if make is linear else {"num_terms": 2, "low_rank": 4}
+    sizes = (64, 48, 2, 2) if make is not conv else (32, 48, 3, 1, 1, 1, 2)
+    form = {"num_terms": 2, "low_rank": 4} if make is conv else {"sketch": make().sketch}
     reset = copy.deepcopy(model[0])
     reset.reset_parameters()
     for layer in (model[0], reset, nn.utils.skip_init(type(model[0]), *sizes, **form, seed=3)):

@@ -105,7 +105,7 @@ class LayerKind:
 
 def with_stored_sketches(layer: Any) -> Any:
     """Make a sketched layer store its sketches, as a loaded checkpoint of panther-ml does; its weight stays."""
-    layer.set_fitted_({name: layer.scale * getattr(layer, name) for name in layer.sketch_names})
+    layer.set_fitted_({name: layer.scale * getattr(layer, name) for name in layer.sketch_shapes()})
     return layer
 
 
@@ -191,6 +191,8 @@ def _attention(name: str, make: Any, *sizes: int, **form: Any) -> LayerKind:
 _KINDS = [
     _sketched("seeded"),
     _sketched("fitted", fitted=True),
+    _sketched("sparse", sketch="sparse"),
+    _linear("sparse uneven", SKLinear, (52, 33), num_terms=1, low_rank=7, sketch="sparse"),
     _sketched("packed", packed=True, exempt=_PACKED),
     _linear("low rank", LowRankLinear, rank=8),
     _linear("low rank fitted", LowRankLinear, rank=8, fitted=True),

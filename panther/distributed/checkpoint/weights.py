@@ -216,6 +216,8 @@ def _differing(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str
             spec, was = specs[name], saved.get(name, {})
             compared = ("class", "args", "mode", "activations", TRAINED_SCALES)
             differ = [key for key in compared if spec.get(key) != was.get(key)]
+            if {spec.get("mode"), was.get("mode")} == {"seeded", "sparse"}:  # A layer follows the record of its seed.
+                differ.remove("mode")
             if differ:
                 differences[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
     return differences

@@ -169,7 +169,7 @@ def sketch_ids(model: nn.Module) -> set[int]:
 def describe_layer(layer: SketchedModule) -> str:
     """Describe the properties of a layer that must be equal on all ranks before its sketches are sent."""
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
-    mode = "fitted" if layer.is_fitted else "seeded"
+    mode = layer.record_mode
     kind, dtype = type(layer).__name__, layer.sketch_like().dtype
     return f"{mode} {kind} in {dtype} with num_terms={layer.num_terms}, {shapes}"
 

@@ -251,21 +251,36 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
     """Base of the sharded sketched layers. A rank draws only its shard of the sketches."""
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.sketch == "sparse":
+            return super()._draw_signs(name, dtype=dtype, device=device)
         rows, cols = (range(size) for size in self.sketch_shapes()[name])
         if isinstance(placement := self.placement(name), Shard):
             rows, cols = (self.local_range, cols) if placement.dim == 0 else (rows, self.local_range)
-        stream = self.sketch_names.index(name)
-        return signs(self.seed, stream, rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
+        return signs(self.seed, self._stream_of(name), rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
+
+    def _features_of(self, name: str) -> range:
+        return self.local_range if isinstance(self.placement(name), Shard) else super()._features_of(name)
+
+    def _first_place(self, name: str) -> int:
+        """Return the place in [0, R) of this rank's first sign of a sparse sketch."""
+        return self._features_of(name).start % self.S1.shape[1]
 
     def inner(self, x: Tensor) -> Tensor:  # (*, inputs of this rank) -> (*, 2 R)
         """Return :math:`s x [S_1 | U_2]`, by the kernels of the unsharded layer."""
-        S1, U2 = self.locals("S1", "U2")
+        S1, U2 = self.locals("S1", self.sketch_names[1])
         x, S1, U2 = autocast(x.device, x, S1, U2.to(S1.dtype))
-        return unflattened(sketched_inner(flattened(x), S1, U2, self.scale), x)
+        h = sketched_inner(flattened(x), S1, U2, self.scale)
+        if self.sketch == "sparse" and (shift := self._first_place(self.sketch_names[1])):
+            left, right = h.split(S1.shape[1], -1)
+            h = torch.cat((left, right.roll(shift, -1)), -1)
+        return unflattened(h, x)
 
     def expanded(self, h: Tensor) -> Tensor:  # (*, 2 R) -> (*, out or this rank's outputs)
         """Return :math:`h [U_1 ; S_2] + b`, by the kernels of the unsharded layer."""
-        S2, U1, bias = self.locals("S2", "U1", "bias")
+        S2, U1, bias = self.locals("S2", self.sketch_names[0], "bias")
+        if self.sketch == "sparse" and (shift := self._first_place(self.sketch_names[0])):
+            left, right = h.split(len(S2), -1)
+            h = torch.cat((left.roll(-shift, -1), right), -1)
         h, S2, U1, bias = autocast(h.device, h, S2, U1.to(S2.dtype), bias)
         bias = bias if bias is None else bias.to(h.dtype)
         return unflattened(sketched_outer(flattened(h), U1, S2, bias), h)

@@ -105,7 +105,7 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
         """Load a state_dict, including full sketches of a fitted layer into a seeded layer."""
         for name, shape in self.sketch_shapes().items():
             value: Any = state_dict.get(prefix + name)
-            if not isinstance(getattr(self, name), DTensor) and _is_full(value, shape):
+            if _is_full(value, shape) and not isinstance(getattr(self, name), DTensor):
                 state_dict[prefix + name] = distribute(value, self.tp_mesh, self.placement(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
