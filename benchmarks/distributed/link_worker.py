@@ -62,10 +62,11 @@ _REPLICAS = {"data_parallel_replicate_size": 2}  # a replica of the model on eac
 HOOK_RUNS = (
     Run("dense", "ddp"),
     Run("dense", "ddp", {"comm_hook": "powersgd"}),
-    Run("dense", "ddp", {"comm_hook": "bf16"}),
-    Run("dense", "ddp", {"comm_hook": "sketch", "sketch_fraction": 0.25}),
-    Run("dense", "ddp", {"comm_hook": "sketch", "sketch_fraction": 0.1}),
     Run("dense", "fsdp", _REPLICAS),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "bf16"}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "powersgd"}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.25}),
+    Run("dense", "fsdp", _REPLICAS | {"comm_hook": "sketch", "sketch_fraction": 0.1}),
 )
 
 

@@ -1,7 +1,7 @@
 """What trains in parallel: DDP, FSDP2, ZeRO, stages of a pipeline, and activation checkpointing."""
 
 __all__ = [
-    "before_fsdp", "checkpoint_wrapped_", "forget_shapes", "ignore_in_ddp", "ignored_in_ddp",
+    "before_fsdp", "checkpoint_wrapped_", "forget_shapes", "fsdp_shards", "ignore_in_ddp", "ignored_in_ddp",
     "sync_zero_groups", "unreduced_positions", "watch_fsdp_unit",
 ]  # fmt: skip
 
@@ -64,6 +64,19 @@ def watch_fsdp_unit(unit: Any, on_forward: Callable[[], None], missing: dict[int
         if number == 0:
             group.pre_forward = _called_after(on_forward, group.pre_forward)
         group.post_backward = _called_after(partial(_fill_gradients, group, missing), group.post_backward)
+
+
+def fsdp_shards(unit: Any) -> list[tuple[nn.Parameter, int]]:
+    """Return the sharded parameters of a unit of FSDP2, in the order in which its flat gradients have them.
+
+    The number is that of a shard's entries with padding. The hook of the public ``set_all_reduce_hook`` gets the flat
+    gradients without names. The public fallback is to repeat FSDP2's traversal of the modules.
+    """
+    return [
+        (place.sharded_param, place.padded_sharded_param_size.numel())
+        for group in _fsdp_groups(unit)
+        for place in group.fsdp_params
+    ]
 
 
 def _fsdp_groups(unit: Any) -> list[Any]:

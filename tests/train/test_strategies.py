@@ -129,6 +129,9 @@ class Breaks(Callback):
 
 HOOKS = {  # whose state is a part of the run; several buckets
     "sketch": (2, 2, {"comm_hook": "sketch", "sketch_fraction": 0.3, "bucket_cap_mb": 0.001}),
+    "sketch, hybrid sharding": (
+        4, 4, {"strategy": "fsdp", "data_parallel_replicate_size": 2, "comm_hook": "sketch", "sketch_fraction": 0.3},
+    ),
     "powersgd": (2, 2, {"comm_hook": "powersgd", "powersgd_start_step": 2, "powersgd_rank": 1, "bucket_cap_mb": 0.001}),
     "powersgd, zero1": (
         2, 2, {"strategy": "zero1", "comm_hook": "powersgd", "powersgd_start_step": 2, "powersgd_rank": 1},
@@ -145,6 +148,7 @@ HOOKS = {  # whose state is a part of the run; several buckets
         "sketch",
         "powersgd",
         pytest.param("powersgd, zero1", marks=pytest.mark.slow),
+        pytest.param("sketch, hybrid sharding", marks=pytest.mark.slow),
         pytest.param("fsdp", marks=pytest.mark.slow),
         pytest.param("hybrid", marks=pytest.mark.slow),
         pytest.param("hybrid sharding", marks=pytest.mark.slow),

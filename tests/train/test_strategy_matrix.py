@@ -91,7 +91,14 @@ REFUSED = [
     ({"compile": True, "strategy": "tp"}, "compile=True is for strategy='ddp', 'zero1', 'replicate' or 'fsdp', not"),
     ({"num_microbatches": 4, "strategy": "ddp"}, "num_microbatches=4 is for pipelines: set strategy='pp' or"),
     ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is for pipelines"),
-    ({"comm_hook": "sketch", "strategy": "fsdp"}, "comm_hook='sketch' is for strategy='ddp' or 'zero1', not 'fsdp'"),
+    (
+        {"comm_hook": "sketch", "strategy": "fsdp", "data_parallel_replicate_size": 2, "tensor_parallel_size": 2},
+        "comm_hook=sketch and tensor_parallel_size=2 do not go together, because it reduces the gradients of complete",
+    ),
+    (
+        {"comm_hook": "sketch", "strategy": "fsdp"},
+        "not 'fsdp', and for the replicas of 'fsdp'",
+    ),
     ({"comm_hook": "bf16", "tensor_parallel_size": 2}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', and tens"),
     (
         {"strategy": "pp", "pipeline_schedule": "zbv", "activation_checkpointing": "selective"},
@@ -112,6 +119,7 @@ def test_a_setting_that_does_not_apply_is_an_error_when_it_is_made(settings, sen
     [
         ({}, ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"comm_hook": "sketch", "sketch_fraction": 0.1}, ("ddp", "zero1")),
+        ({"comm_hook": "sketch", "data_parallel_replicate_size": 2}, ("fsdp",)),
         ({"cpu_offload": True}, ("fsdp", "hybrid")),
         ({"tensor_parallel_size": 2}, ("replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"data_parallel_replicate_size": 2, "tensor_parallel_size": 2}, ("fsdp", "hybrid")),
@@ -274,7 +282,8 @@ def wanted(name, strategy, precision, hook, world):
     """What must come of a combination; None where it must be refused."""
     dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     replicated = strategy in ("ddp", "zero1") or (strategy == "auto")
-    if (precision == "fp16" or hook) and not replicated:
+    between_replicas = "data_parallel_replicate_size" in STRATEGIES[name] and hook
+    if (precision == "fp16" or (hook and not between_replicas)) and not replicated:
         return None
     one = {"scaled": precision == "fp16", "autocast": dtype}
     sizes = STRATEGIES[name]
@@ -288,7 +297,7 @@ def wanted(name, strategy, precision, hook, world):
     dp = world // sizes.get("tensor_parallel_size", 1) // sizes.get("pipeline_parallel_size", 1)
     axes = {"tp"} if strategy == "tp" or (sizes.get("tensor_parallel_size") and dp >= 1) else set()
     axes |= {"replicate", "shard"} if strategy == "replicate" else {"dp"}
-    axes |= {"replicate"} if "data_parallel_replicate_size" in sizes else set()
+    axes |= {"replicate"} if "data_parallel_replicate_size" in sizes and not hook else set()
     return fsdp | {"axes": sorted(axes)}
 
 

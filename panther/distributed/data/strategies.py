@@ -32,7 +32,7 @@ from panther._torch import Alias, base_of_view, ignore_in_ddp, ignored_in_ddp, p
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.comm.ranks import mesh_of_group, ranks_of, split_axis, transport
-from panther.distributed.data.comm_hooks import check_hook, register_hook
+from panther.distributed.data.comm_hooks import check_hook, register_hook, register_replica_hook
 from panther.distributed.sync.replicas import built, check_same_model, send_model, warn_of_pickled_shards
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
@@ -144,10 +144,11 @@ def data_parallel(
             (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
             children of ModuleLists and Sequentials, are sharded one by one.
-        comm_hook: The compression of gradients, for ``"ddp"``: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after
-            uncompressed steps; Vogels and others 2019, arXiv:1905.13727), or ``"sketch"`` (sums of a few entries with
-            random signs, new in every step, decoded without a bias). None sends them uncompressed. Checkpoints of a
-            :class:`panther.train.Trainer` contain the state of PowerSGD and sketches; in a loop of your own,
+        comm_hook: The compression of gradients, for ``"ddp"`` between all ranks, and for ``"fsdp"`` with a mesh of two
+            axes between the replicas: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after uncompressed steps, of
+            shards between replicas; Vogels and others 2019, arXiv:1905.13727), or ``"sketch"`` (sums of a few entries
+            with random signs, new in every step, decoded without a bias). None sends them uncompressed. Checkpoints of
+            a :class:`panther.train.Trainer` contain the state of PowerSGD and sketches; in a loop of your own,
             :func:`panther.distributed.checkpoint.save` does not save it.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
@@ -221,7 +222,11 @@ def data_parallel(
         mesh = mesh_of_group(mesh or dist.group.WORLD, transport(mesh).type, "dp")  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along the axes one after the other, so that all ranks get the first rank's tensors
         send_model(model, mesh.get_group(axis), "data_parallel")
-    fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    if comm_hook is None:
+        fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+    else:
+        fully_shard_(model, shard_axis(mesh), strategy, mixed_precision, cpu_offload, **options)
+        register_replica_hook(model, comm_hook, hook_settings, mesh)
     DATA_PARALLEL_MODELS.add(model)
     return model
 
@@ -262,14 +267,27 @@ def fully_shard_(
     return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 
 
+def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the second axis of a mesh of two axes, along which each replica of a model is sharded.
+
+    A model that is sharded along this axis alone leaves the sum over the replicas to a hook; along both axes, FSDP2
+    calls the hook after its own sum.
+    """
+    return mesh_of_group(mesh.get_group(1), mesh.device_type, "dp")
+
+
 def _check_options(
     mesh: Any, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
 ) -> None:
     if strategy not in STRATEGIES:
         hint = value_hint("strategy", strategy, STRATEGIES, "data_parallel")
         raise ValueError(f"strategy={strategy!r} is unknown: {hint}")
-    if comm_hook is not None and strategy != "ddp":
-        raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
+    has_replicas = strategy == "fsdp" and isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    if comm_hook is not None and strategy != "ddp" and not has_replicas:
+        raise ValueError(
+            f"comm_hook={comm_hook!r} is for strategy='ddp', and for 'fsdp' with a mesh of two axes, "
+            f"mesh['replicate', 'dp']: with {strategy!r} use mixed_precision"
+        )
     compute_dtype(mixed_precision)
     if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
         option = "cpu_offload" if cpu_offload else "mixed_precision"

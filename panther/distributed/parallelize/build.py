@@ -24,12 +24,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.comm.ranks import flatten_mesh, mesh_of_group, require_process_group, transport
-from panther.distributed.data.comm_hooks import register_hook
+from panther.distributed.data.comm_hooks import register_hook, register_replica_hook
 from panther.distributed.data.strategies import (
     DATA_PARALLEL_MODELS,
     check_model,
     fsdp_blocks,
     fully_shard_,
+    shard_axis,
     wrap_in_ddp,
 )
 from panther.distributed.parallelize.config import ParallelismConfig
@@ -181,8 +182,11 @@ def _replicate_or_shard(
         options = {"mixed_precision": config.mixed_precision, "cpu_offload": config.cpu_offload}
         if not config.reshard_after_forward:
             options["reshard_after_forward"] = False  # FSDP2's default keeps only the root unit gathered
+        shards = axes if config.comm_hook is None else shard_axis(axes)
         for module in [stage.submod for stage in stages] or [model]:
-            fully_shard_(module, axes, config.data_parallel, one_block=bool(stages), **options)
+            fully_shard_(module, shards, config.data_parallel, one_block=bool(stages), **options)
+        if config.comm_hook is not None:
+            register_replica_hook(model, config.comm_hook, vars(config), axes)
     if stages:
         return StageModules(stage.submod for stage in stages)
     if config.data_parallel is not None:

@@ -69,7 +69,8 @@ class ParallelismSettings(Settings):
     """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
     comm_hook: Literal["fp16", "bf16", "powersgd", "sketch"] | None = None
-    """For DDP, how gradients are compressed before they are sent. None sends them unchanged."""
+    """How gradients are compressed before they are sent, for DDP between all ranks, and for ``fsdp`` with
+    ``data_parallel_replicate_size`` between the replicas. None sends them unchanged."""
 
     powersgd_rank: int | None = None
     """For ``comm_hook="powersgd"``, the rank of the sent gradients. None is 4."""

@@ -33,7 +33,6 @@ class _Rule(NamedTuple):
 
 
 _RULES = (
-    _Rule("comm_hook", None, _ON_DDP),
     _Rule("find_unused_parameters", False, _ON_DDP),
     _Rule("bucket_cap_mb", None, _ON_DDP),
     _Rule("gradient_as_bucket_view", False, _ON_DDP),
@@ -44,6 +43,8 @@ _RULES = (
     _Rule("reshard_after_forward", True, _SHARDED, "because only shards are gathered"),
     _Rule("compile", False, (*_ON_DDP, "replicate", "fsdp")),
 )
+_HOOK_ON_DDP = _Rule("comm_hook", None, _ON_DDP, "and for the replicas of 'fsdp' (data_parallel_replicate_size)")
+_HOOK_ON_REPLICAS = _Rule("comm_hook", None, ("fsdp",), "because it reduces gradients between replicas")
 # Of ParallelismConfig alone. A Trainer computes under autocast, and its sizes are checked with the number of processes.
 _RULES_OF_CONFIG = (
     _Rule("data_parallel_size", 1, _KINDS),
@@ -57,6 +58,8 @@ _EXCLUSIONS = (
     ("compile", False, "tensor_parallel_size", ""),
     ("compile", False, "pipeline_parallel_size", ""),
     ("reshard_after_forward", True, "pipeline_parallel_size", ", because stages stay gathered for all microbatches"),
+    ("comm_hook", None, "tensor_parallel_size", ", because it reduces the gradients of complete layers"),
+    ("comm_hook", None, "pipeline_parallel_size", ", because it reduces the gradients of a complete model"),
 )
 # The same for settings of pipelines alone, beside the schedule.
 OF_PIPELINES: dict[str, Any] = {"num_microbatches": None, "pipeline_layers": None}
@@ -114,7 +117,8 @@ def _is_trainer(config: Any) -> bool:
 
 def _applied_rules(config: Any) -> list[tuple[str, _Rule]]:
     """Return the rules of the settings that ask for something, each with its setting in words."""
-    rules = _RULES if _is_trainer(config) else (*_RULES, *_RULES_OF_CONFIG)
+    hook_rule = _HOOK_ON_REPLICAS if (config.data_parallel_replicate_size or 1) > 1 else _HOOK_ON_DDP
+    rules = (hook_rule, *_RULES) if _is_trainer(config) else (hook_rule, *_RULES, *_RULES_OF_CONFIG)
     values = ((rule, getattr(config, rule.setting, rule.default)) for rule in rules)
     applied = [(f"{rule.setting}={value!r}", rule) for rule, value in values if value not in (None, rule.default)]
     if _is_trainer(config) and config.mixed_precision == "fp16":

@@ -8,9 +8,11 @@ __all__ = [
     "hook_state",
     "load_hook_state",
     "register_hook",
+    "register_replica_hook",
 ]
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import value_hint
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
+from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch
 from panther.errors import check_size
 
@@ -34,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
 """The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
 _states: WeakKeyDictionary[nn.Module, PowerSGD | Sketch] = WeakKeyDictionary()
-"""The states that the hooks of wrapped models keep between steps."""
+"""The states that the hooks of wrapped or sharded models keep between steps."""
 
 _groups_with_hooks: set[dist.ProcessGroup] = set()
 
@@ -57,7 +61,25 @@ def check_hook(name: str | None, settings: dict[str, Any]) -> None:
 
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
     """Register a hook of DDP by its name; None as a setting is its default."""
-    group = parallel.process_group
+    parallel.register_comm_hook(*_state_and_hook(parallel, name, settings, parallel.process_group))
+
+
+def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Register a hook between the replicas of hybrid sharding by its name.
+
+    Args:
+        model: The model, sharded by ``fully_shard`` along the second axis of the mesh.
+        name: One of ``HOOKS``.
+        settings: The settings of all hooks; None is a default.
+        mesh: The axes of the replicas and of the shards.
+    """
+    state, hook = _state_and_hook(model, name, settings, mesh.get_group(0))
+    if isinstance(state, PowerSGD):
+        state.shards = mesh.get_group(1)
+    reduce_over_replicas(model, partial(hook, state))
+
+
+def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, Any]:
     # A hook's last futures hold its group, and are freed on gloo's own thread. If they held the last reference, this
     # thread would destroy the group, wait for itself, and abort the process.
     _groups_with_hooks.add(group)
@@ -68,11 +90,9 @@ def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[s
     elif name == "sketch":
         state = Sketch(group, values["sketch_fraction"])
     else:
-        hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
-        parallel.register_comm_hook(group, hook)
-        return
-    _states[parallel] = state
-    parallel.register_comm_hook(state, type(state).send)
+        return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
+    _states[model] = state
+    return state, type(state).send
 
 
 def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:
@@ -88,7 +108,7 @@ def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
     """
     if isinstance(model, list) or model not in _states:
         return None
-    return {type(_states[model]).__name__: _states[model].state_dict()}
+    return {type(_states[model]).__name__: _states[model].state_dict(_inner(model))}
 
 
 def load_hook_state(model: nn.Module | list[nn.Module], saved: dict[str, Any] | None) -> None:
@@ -97,8 +117,12 @@ def load_hook_state(model: nn.Module | list[nn.Module], saved: dict[str, Any] | 
     PowerSGD stores its state by the buckets that DDP forms after its first step, so that this step must come before.
     """
     if not isinstance(model, list) and model in _states:
-        device = next(model.parameters()).device
-        _states[model].load_state_dict((saved or {}).get(type(_states[model]).__name__), device)
+        _states[model].load_state_dict(_inner(model), (saved or {}).get(type(_states[model]).__name__))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

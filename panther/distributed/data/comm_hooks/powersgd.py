@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -21,12 +21,24 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 
 
 class PowerSGD:
-    """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state."""
+    """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state.
+
+    Between the replicas of hybrid sharding, the matrices are the shards of this rank: some rows of a matrix each.
+
+    Args:
+        group: The ranks that share gradients.
+        rank: Rank of the matrices that are sent.
+        start_step: Number of steps whose gradients are sent uncompressed.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, start_step: int) -> None:
         self.group = group
         self._state = powerSGD_hook.PowerSGDState(group, rank, start_step)
         self._last: torch.futures.Future[Tensor] | None = None
+        self._bucket_parameters: dict[int, tuple[int, ...]] = {}
+        """The identities of the parameters of each bucket; none for a state that was loaded."""
+        self.shards: dist.ProcessGroup | None = None
+        """The ranks that have other shards of the same gradients; None if every rank has complete gradients."""
         self.loss_scale: Callable[[], Tensor] | None = None
         """A function that returns the scale of the present step's loss; None is a loss that is not scaled."""
         self._forget(None)
@@ -50,8 +62,12 @@ class PowerSGD:
             self._last = powerSGD_hook.powerSGD_hook(state, bucket)
             return self._last
         error = state.error_dict.get(index)
-        # The length differs after loading a checkpoint with a different bucket_cap_mb.
-        if error is not None and len(error) != len(bucket.buffer()):
+        parameters = tuple(map(id, bucket.parameters()))
+        is_new = self._bucket_parameters.get(index, parameters) != parameters
+        self._bucket_parameters[index] = parameters
+        # The length differs after loading a checkpoint with a different bucket_cap_mb, and the parameters of a position
+        # between replicas differ after a step in which a unit got no gradients.
+        if error is not None and (is_new or len(error) != len(bucket.buffer())):
             error = None
             for name in _BY_BUCKET:
                 getattr(state, name).pop(index, None)
@@ -85,12 +101,22 @@ class PowerSGD:
 
         This is done at the beginning of the next step, because the buckets of a step overlap.
         """
-        # A backward pass that raised has not sent all of its buckets.
-        complete = self._ended and len(self._finite) == self._buckets
-        # Reading whether all are finite waits for a GPU, as torch's hook does too.
-        if self._before and not (complete and torch.stack(self._finite).all()):
-            self._restore()
-            self._scale = self._scale_before
+        if self._buckets and not self._ended and self.shards is not None:
+            self._state.iter += 1  # torch counts last buckets; here, units without gradients may have been the last
+        # A rank whose shards are all empty has no entries, and votes nevertheless.
+        if self._before or self._finite:
+            assert self._scale is not None
+            # A backward pass that raised has not sent all of its buckets. Between replicas, the number of units with
+            # gradients may change from step to step, so that a smaller number does not mean an error.
+            complete = (self._ended or self.shards is not None) and len(self._finite) == self._buckets
+            finite = torch.stack(self._finite).all() if complete else torch.zeros_like(self._scale, dtype=torch.bool)
+            if self.shards is not None:
+                votes = finite.to(torch.int32)
+                dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.shards)
+                finite = votes.bool()
+            if not finite:  # this waits for a GPU, as torch's hook does too
+                self._restore()
+                self._scale = self._scale_before
         self._before, self._finite, self._buckets, self._ended = {}, [], 0, False
 
     def _restore(self) -> None:
@@ -105,7 +131,7 @@ class PowerSGD:
             if previous_entries[1] is None:
                 self._state.p_memory_dict.pop(index, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the errors, factors and random state."""
         self._settle()
         kind, words, *position = self._state.rng.get_state(legacy=True)
@@ -114,11 +140,11 @@ class PowerSGD:
         scale = 1.0 if self._scale is None else self._scale.item()
         return entries | {"rank": self._state.matrix_approximation_rank, "scale": scale}
 
-    def load_state_dict(self, saved: dict[str, Any] | None, device: torch.device) -> None:
+    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
         """Load the result of :meth:`state_dict`; None resets the state. Factors of a different rank are left out."""
-        state = self._state
+        state, device = self._state, next(module.parameters()).device
         fresh = powerSGD_hook.PowerSGDState(self.group, state.matrix_approximation_rank, state.start_powerSGD_iter)
-        self._state, self._last = fresh, None
+        self._state, self._last, self._bucket_parameters = fresh, None, {}
         self._forget(None if saved is None else torch.tensor(saved["scale"], device=device))
         if saved is None:
             return

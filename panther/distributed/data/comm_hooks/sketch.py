@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther.sketch import signs
 
@@ -65,10 +65,10 @@ class Sketch:
 
         return work.get_future().then(decode)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the number of steps that have begun."""
         return {"step": self.step}
 
-    def load_state_dict(self, saved: dict[str, Any] | None, device: torch.device) -> None:
+    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
         """Load the result of :meth:`state_dict`; None resets the state."""
         self.step = 0 if saved is None else saved["step"]
