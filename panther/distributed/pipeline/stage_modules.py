@@ -27,7 +27,7 @@ def source_of(module: nn.Module) -> nn.Module:
 
 @dataclass
 class Children:
-    """The children of an nn.Sequential, each of which is a block."""
+    """The children of an nn.Sequential; each child is a block."""
 
     names: list[str]
 
