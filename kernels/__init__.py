@@ -9,7 +9,6 @@ __all__ = [
     "causal_linear_attention",
     "code_bytes",
     "csr_matmul",
-    "dense_sketch",
     "hadamard_transform",
     "normal_block",
     "pack_codes",
@@ -42,6 +41,6 @@ if __name__ != "kernels":
     from .ops.sketched_halves import sketched_inner, sketched_outer
     from .ops.sparse import csr_matmul
     from .ops.windowed_attention import windowed_linear_attention
-    from .reference import dense_sketch, pack_signs, philox_4x32, unpack_signs
+    from .reference import pack_signs, philox_4x32, unpack_signs
     from .reference.codes import code_bytes, pack_codes, unpack_codes
     from .selection import backend

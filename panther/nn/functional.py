@@ -13,8 +13,9 @@ from torch import Tensor
 from panther import kernels
 from panther._docstrings import inherit_arguments
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels import causal_linear_attention, dense_sketch, sketched_matmul, unpack_signs
+from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.kernels.ops.library import autocast, is_exporting
+from panther.kernels.reference import dense_sketch
 from panther.kernels.reference.attention import no_autocast
 from panther.nn.conv.product import convolve
 from panther.nn.sketch_sizes import check_padding, per_dim

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
 from panther.errors import check_flag
-from panther.kernels import dense_sketch, pack_signs, unpack_signs
+from panther.kernels import pack_signs, unpack_signs
 from panther.kernels.ops.reduced_copies import reduced_copy
+from panther.kernels.reference import dense_sketch
 from panther.nn.base import LinearGeometry, SketchedModule, is_autocasting
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
