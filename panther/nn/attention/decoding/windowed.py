@@ -304,7 +304,7 @@ def _column(numbers: tuple[int, ...], like: Tensor) -> Tensor:  # (N, 1)
 
 def take_positions(x: Tensor, source: Tensor) -> Tensor:  # (N, H, n, X), (N or 1, n') -> (N, H, n', X)
     """Return the positions of ``x`` that ``source`` names for each sample."""
-    index = source[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+    index = source[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
     return x.gather(2, index)
 
 
