@@ -9,7 +9,6 @@ __all__ = [
 ]  # fmt: skip
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -146,35 +145,28 @@ class InnerProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, scale: float, *factors: Tensor) -> Tensor:  # all S1, then all U2
-        """Return ``scale x [factors]``."""
-        return joined_inner(x, factors, scale)
+    def forward(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Tensor:
+        """Return ``scale x [S1 | U2]``."""
+        return joined_inner(x, (S1, U2), scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the operands."""
-        x, ctx.scale, *factors = inputs
-        ctx.save_for_backward(x, *factors)
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the operands that need one."""
-        x, *factors = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        d = grad if ctx.scale == 1.0 else grad * ctx.scale
-        dx = d @ torch.cat(factors, 1).mT if needed[0] else None
-        # Neighbouring factors that need a gradient share a product: all S1, and all U2 if they are trained.
-        gradients: list[Tensor | None] = [None] * len(factors)
-        start = 0
-        for need, run in groupby(range(len(factors)), key=lambda i: needed[2 + i]):
-            members = list(run)
-            widths = [factors[i].shape[1] for i in members]
-            if need:
-                gradient = x.mT @ d[:, start : start + sum(widths)]
-                for i, part in zip(members, gradient.split(widths, 1), strict=True):
-                    gradients[i] = part
-            start += sum(widths)
-        return dx, None, *gradients
+        x, S1, U2 = ctx.saved_tensors
+        need_x, need_S1, need_U2, _ = ctx.needs_input_grad
+        d, R = grad if ctx.scale == 1.0 else grad * ctx.scale, S1.shape[1]
+        return (
+            d @ torch.cat((S1, U2), 1).mT if need_x else None,
+            x.mT @ d[:, :R] if need_S1 else None,
+            x.mT @ d[:, R:] if need_U2 else None,
+            None,
+        )
 
 
 class OuterProduct(torch.autograd.Function):

@@ -5,7 +5,6 @@ The output is written by :func:`~..reference.folded.tile`, with the bias, and th
 
 __all__ = ["folded_inner", "folded_matmul", "folded_outer"]
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from .. import reference
 from .._torch import are_transforms_active, is_differentiated_forward
 from ..reference.folded import fold, tile
-from ..reference.sketched import as_sequence, scaled_product
+from ..reference.sketched import scaled_product
 
 
 def folded_matmul(
@@ -35,14 +34,9 @@ def folded_matmul(
     return _product(x, S1, out_signs, S2, in_signs, bias, scale)[0]
 
 
-def folded_inner(
-    x: Tensor, S1: Tensor | Sequence[Tensor], in_signs: Tensor | Sequence[Tensor], scale: float
-) -> Tensor:  # (rows, 2R of all layers)
-    """Return ``scale x [S1 | U2]``, of several layers as :func:`sketched_inner` orders them."""
-    factors = as_sequence(S1)
-    lefts = [scaled_product(x, A, scale) for A in factors]
-    signs = zip(as_sequence(in_signs), factors, strict=True)
-    return torch.cat([*lefts, *(_scaled_fold(x, each, A.shape[1], scale) for each, A in signs)], 1)
+def folded_inner(x: Tensor, S1: Tensor, in_signs: Tensor, scale: float) -> Tensor:  # (rows, 2R)
+    """Return ``scale x [S1 | U2]``."""
+    return torch.cat([scaled_product(x, S1, scale), _scaled_fold(x, in_signs, S1.shape[1], scale)], 1)
 
 
 def folded_outer(inner: Tensor, out_signs: Tensor, S2: Tensor, bias: Tensor | None) -> Tensor:  # (rows, out)

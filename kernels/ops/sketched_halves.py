@@ -2,7 +2,7 @@
 
 __all__ = ["sketched_inner", "sketched_outer"]
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,18 +19,16 @@ from .library import KERNEL_DTYPES, check_one_device, define, needs_torch
 
 def sketched_inner(
     x: Tensor,  # (rows, in)
-    S1: Tensor | Sequence[Tensor],  # (in, R)
-    U2: Tensor | Sequence[Tensor],  # (in, R)
+    S1: Tensor,  # (in, R)
+    U2: Tensor,  # (in, R)
     scale: float = 1.0,
 ) -> Tensor:  # (rows, 2R)
     """Return ``scale x [S1 | U2]``, the first half of :func:`sketched_matmul`.
 
-    Layers with the same input share one product: the result has the columns of all S1 before the columns of all U2.
-
     Args:
         x: Input, two-dimensional.
-        S1: Trained factor on the input side, or a sequence of the factors of layers that share the input.
-        U2: Dense sketch on the input side, or the signs (in,) of a sparse one; or a sequence for the same layers.
+        S1: Trained factor on the input side.
+        U2: Sketch on the input side, dense, or the signs (in,) of a sparse one.
         scale: Multiplies the product; in half precision, before the product is rounded.
 
     Returns:
@@ -47,17 +45,14 @@ def sketched_inner(
         >>> sketched_inner(ones, ones, ones, 0.5).shape
         torch.Size([2, 4])
     """
-    if reference.as_sequence(U2)[0].dim() == 1:
+    if U2.dim() == 1:
         return folded_inner(x, S1, U2, scale)
     compiling = torch.compiler.is_compiling()
     if (x.is_cuda if compiling else use_triton("sketched_inner", x.device)) and (compiling or not needs_torch()):
-        S1, U2 = (A if isinstance(A, Tensor) else torch.cat(tuple(A), 1) for A in (S1, U2))
         return _inner(x, S1, U2, scale)
-    trained = reference.as_sequence(S1)
-    rank = max(A.shape[1] for A in trained)
-    if compiling or needs_torch() or choose_path(len(x), rank, triton=False) == "chain":
+    if compiling or needs_torch() or choose_path(len(x), S1.shape[1], triton=False) == "chain":
         return reference.sketched_inner(x, S1, U2, scale)
-    inner: Tensor = joined.InnerProduct.apply(x, scale, *trained, *reference.as_sequence(U2))  # type: ignore[no-untyped-call]
+    inner: Tensor = joined.InnerProduct.apply(x, S1, U2, scale)  # type: ignore[no-untyped-call]
     return inner
 
 

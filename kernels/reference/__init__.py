@@ -6,12 +6,11 @@ from .folded import dense_sketch, fold, folded_matmul, tile
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
-from .sketched import as_sequence, sketched_inner, sketched_matmul, sketched_outer
+from .sketched import sketched_inner, sketched_matmul, sketched_outer
 from .sparse import coo_tensor, csr_matmul, csr_tensor
 from .windowed_attention import windowed_linear_attention
 
 __all__ = [
-    "as_sequence",
     "causal_linear_attention",
     "coo_tensor",
     "csr_matmul",

@@ -3,9 +3,7 @@
 Between the halves ranks can exchange the 2R numbers of a row.
 """
 
-__all__ = ["as_sequence", "scaled_product", "sketched_inner", "sketched_matmul", "sketched_outer"]
-
-from collections.abc import Sequence
+__all__ = ["scaled_product", "sketched_inner", "sketched_matmul", "sketched_outer"]
 
 import torch
 from torch import Tensor
@@ -32,20 +30,12 @@ def sketched_matmul(
 
 def sketched_inner(
     x: Tensor,  # (rows, in)
-    S1: Tensor | Sequence[Tensor],  # (in, R)
-    U2: Tensor | Sequence[Tensor],  # (in, R)
+    S1: Tensor,  # (in, R)
+    U2: Tensor,  # (in, R)
     scale: float = 1.0,
 ) -> Tensor:  # (rows, 2R)
-    """Return ``scale x [S1 | U2]`` by one product per factor, so that only factors that require a gradient get one.
-
-    A sequence of factors means their concatenation.
-    """
-    return torch.cat([scaled_product(x, A, scale) for A in (*as_sequence(S1), *as_sequence(U2))], 1)
-
-
-def as_sequence(factors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a sequence of factors: a single factor becomes a sequence of length one."""
-    return (factors,) if isinstance(factors, Tensor) else factors
+    """Return ``scale x [S1 | U2]`` by one product per factor, so that only factors that require a gradient get one."""
+    return torch.cat([scaled_product(x, S1, scale), scaled_product(x, U2, scale)], 1)
 
 
 def sketched_outer(

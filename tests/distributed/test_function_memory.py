@@ -83,6 +83,12 @@ def halves():
     return lambda x: kernels.sketched_outer(kernels.sketched_inner(x, S1, U2, 0.5), U1, S2, None)
 
 
+def folded():
+    S1, U1, S2, U2 = factors()
+    S1, S2 = trained(S1, S2)
+    return lambda x: kernels.sketched_matmul(x, S1, U1[0], S2, U2[:, 0], None, 0.5)
+
+
 def attention(name):
     def attend(x):
         q, k, v = (part.reshape(1, 2, ROWS, -1) for part in (x.exp(), x.neg().exp(), x))
@@ -113,6 +119,7 @@ def tap():
 # The names of the classes, and of the nodes that registered operators get.
 FUNCTIONS = {
     "JoinedProduct": joined,
+    "FoldedProduct": folded,
     "Differentiable": direct,
     "InnerProduct and OuterProduct": halves,
     "_FrozenProduct": quantized,

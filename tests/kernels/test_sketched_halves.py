@@ -117,30 +117,6 @@ def test_transforms_of_torch_func(rows):
     assert_close(jvp(lambda y: both(y, *rest), (x,), (x,))[1], dense(x, *rest[:-1], None))
 
 
-@pytest.mark.parametrize("rows", ORDERS.values())
-@pytest.mark.parametrize("fitted", [False, True])
-def test_factors_of_several_layers_are_one_product(rows, fitted):
-    """Of different ranks; the gradients are those of each layer by itself, in as many flops."""
-    x, S1, _, _, U2, _ = operands(rows, fitted=fitted)
-    T1, V2 = (a for i, a in enumerate(operands(21, fitted=fitted, sizes=(N_IN, N_OUT, 2))) if i in (1, 4))
-    wanted = [a for a in (x, S1, U2, T1, V2) if a.requires_grad]
-    outputs, gradients, flops = [], [], []
-    for together in (True, False):
-        with FlopCounterMode(display=False) as counter:
-            if together:
-                lefts, rights = sketched_inner(x, (S1, T1), (U2, V2), 0.5).split(R + 2, 1)
-                inner = [torch.cat((lefts[:, part], rights[:, part]), 1) for part in (slice(R), slice(R, None))]
-            else:
-                inner = [sketched_inner(x, S1, U2, 0.5), sketched_inner(x, T1, V2, 0.5)]
-            outputs.append(inner)
-            gradients.append(torch.autograd.grad(inner[0].sin().sum() + inner[1].cos().sum(), wanted))
-        flops.append(counter.get_total_flops())
-    assert flops[0] == flops[1]
-    for pairs in (outputs, gradients):
-        for ours, theirs in zip(*pairs, strict=True):
-            assert_close(ours, theirs)
-
-
 def test_what_does_not_fit_is_refused(device):
     x, S1, U1, S2, U2, bias = operands(5, torch.float32, device=device)
     with pytest.raises(ValueError, match=r"sketched_inner takes operands .* not x \(5, 10\), S1 \(11, 3\)"):
