@@ -259,11 +259,14 @@ def test_a_signal_that_somebody_handles_is_not_free():
 
 def test_a_guardian_ends_what_the_launcher_left(tmp_path):
     (tmp_path / "folder").mkdir()
+    ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(done, b".")
         while True:
             signal.pause()
+    assert os.read(ready, 1) == b"."
     guardian = Guardian(0.2, [str(tmp_path / "folder")])
     guardian.guard([pid])
     guardian.end()
