@@ -201,8 +201,8 @@ class SketchedModule(CompressedModule):
     @classmethod
     def describe_form(cls, arguments: Mapping[str, Any], mode: str = "seeded") -> str:
         """Return the numbers of terms and ranks, and whether the sketches are stored."""
-        fitted = "fitted, " if mode == "fitted" else ""
-        return f"sketched, {fitted}{counted(arguments['num_terms'], 'term')} of rank {arguments['low_rank']}"
+        kind = "" if mode == "seeded" else f"{mode}, "
+        return f"sketched, {kind}{counted(arguments['num_terms'], 'term')} of rank {arguments['low_rank']}"
 
     def adopt_values_(self, name: str, *, is_shared: bool = False) -> None:
         """Draw the sketches of the seed that was put into ``sketch_seed``."""

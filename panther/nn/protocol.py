@@ -206,7 +206,7 @@ class CompressedModule(nn.Module):
 
     @property
     def record_mode(self) -> str:
-        """The kind of the tensors: "seeded", "fitted", "stored", "interpolative" or "quantized"."""
+        """The kind of the tensors: "seeded", "sparse", "fitted", "stored", "interpolative" or "quantized"."""
         return "stored"
 
     @property
