@@ -18,6 +18,7 @@ from .fusion import fuse_
 from .interpolative import InterpolativeLinear
 from .linear import SKLinear
 from .low_rank import LowRankConv2d, LowRankLinear
+from .monarch import MonarchLinear
 from .quantized import (
     QuantizedConv2d,
     QuantizedEmbedding,
@@ -32,6 +33,7 @@ __all__ = [
     "LearnedLinearAttention",
     "LowRankConv2d",
     "LowRankLinear",
+    "MonarchLinear",
     "QuantizedConv2d",
     "QuantizedEmbedding",
     "QuantizedEmbeddingBag",

@@ -1,6 +1,6 @@
 """LowRankLinear and LowRankConv2d, layers whose weight is the product of two trained factors."""
 
-__all__ = ["LowRankConv2d", "LowRankLinear"]
+__all__ = ["FactoredModule", "LowRankConv2d", "LowRankLinear"]
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.
 torch.fx.wrap("convolve")
 
 
-class _LowRank(CompressedModule):
-    """Everything except the shapes of the factors and the product."""
+class FactoredModule(CompressedModule):
+    """Base of layers of two trained factors: everything except the shapes of the factors and the product."""
 
     size_arguments = ("rank",)
     saved_buffer_names = ()
@@ -42,7 +42,7 @@ class _LowRank(CompressedModule):
     def _build(
         self,
         down: tuple[int, ...],
-        up: tuple[int, int],
+        up: tuple[int, ...],
         outputs: int,
         bias: bool,
         device: torch.device | str | None,
@@ -107,7 +107,7 @@ class _LowRank(CompressedModule):
 
 
 @inherit_arguments(LinearGeometry)
-class LowRankLinear(LinearGeometry, _LowRank):
+class LowRankLinear(LinearGeometry, FactoredModule):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is a product of two trained factors.
 
     .. math:: y = x\,A\,B + b
@@ -289,7 +289,7 @@ class LowRankLinear(LinearGeometry, _LowRank):
 
 
 @inherit_arguments(ConvGeometry)
-class LowRankConv2d(ConvGeometry, _LowRank):
+class LowRankConv2d(ConvGeometry, FactoredModule):
     r"""A drop-in for :class:`torch.nn.Conv2d` whose kernel is a product of two trained factors.
 
     A convolution to ``rank`` channels, and a mixing of these into the output channels at every position: the truncated

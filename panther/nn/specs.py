@@ -248,6 +248,9 @@ def _checked_arguments(name: str, make: type[Any], old: nn.Module, args: dict[st
 
 
 def _is_size(value: Any, optional: bool) -> bool:
+    """Return whether a value of a record is a size, or a list of a size for each side of the weight."""
+    if type(value) is list:
+        return len(value) == 2 and all(_is_size(size, False) for size in value)
     return (optional and value is None) or (type(value) is int and value < _LARGEST_SIZE)
 
 

@@ -14,6 +14,7 @@ from panther.nn import (
     LearnedLinearAttention,
     LowRankConv2d,
     LowRankLinear,
+    MonarchLinear,
     QuantizedConv2d,
     QuantizedLinear,
     RandMultiHeadAttention,
@@ -196,6 +197,9 @@ _KINDS = [
     _sketched("packed", packed=True, exempt=_PACKED),
     _linear("low rank", LowRankLinear, rank=8),
     _linear("low rank fitted", LowRankLinear, rank=8, fitted=True),
+    _linear("monarch", MonarchLinear),
+    _linear("monarch padded", MonarchLinear, (68, 37)),  # no divisor of them is near their square root
+    _linear("monarch rank 3", MonarchLinear, rank=3, fitted=True),
     _linear("interpolative rows", InterpolativeLinear, low_rank=9, exempt=_INTEGERS),
     _linear("interpolative columns", InterpolativeLinear, (48, 64), low_rank=9, exempt=_INTEGERS),
     _quantized("int8", bits=8, group_size=None),

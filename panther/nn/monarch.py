@@ -1,0 +1,285 @@
+"""MonarchLinear, a layer of two block matrices with a permutation between them: full rank at any number of numbers."""
+
+__all__ = ["MonarchLinear"]
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther._docstrings import inherit_arguments
+from panther.errors import ShapeError, check_size
+from panther.nn.base import LinearGeometry, check_linear_input
+from panther.nn.factors import check_dense, fittable, learnable_factors
+from panther.nn.low_rank import FactoredModule
+from panther.nn.protocol import allow_saving
+from panther.nn.sketch_sizes import per_dim
+
+torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.
+
+
+@inherit_arguments(LinearGeometry)
+class MonarchLinear(LinearGeometry, FactoredModule):
+    r"""A drop-in for :class:`torch.nn.Linear` whose weight consists of blocks of rank r, a block tensor train.
+
+    The inputs are divided into :math:`m_1` contiguous blocks of :math:`m_2` inputs, and the outputs into :math:`n_2`
+    blocks of :math:`n_1` outputs, where output :math:`j` is output :math:`\lfloor j / n_2 \rfloor` of block
+    :math:`j \bmod n_2`. Input block i contributes to output block b through a product of rank r:
+
+    .. math:: y_b = \sum_{i=1}^{m_1} x_i\,A_{ib}\,B_{bi} + c_b,
+        \qquad A_{ib} \in \mathbb{R}^{m_2 \times r},\ B_{bi} \in \mathbb{R}^{r \times n_1}
+
+    Every block of the weight has rank r, and the weight itself can have full rank, where a product of two factors of as
+    many numbers, a :class:`LowRankLinear`, has a fraction of it. With r = 1 and :math:`m_1 = n_2` it is the Monarch
+    matrix of Dao et al. All A are one batched product, all B another, and between them nothing is copied.
+
+    Args:
+        rank: Rank r of each block of the weight.
+        fraction: Chooses the rank instead: the rank, at least 1, whose numbers come nearest to this fraction of the
+            dense weight's. The number of blocks limits how small the fraction can be: about
+            :math:`n_2 / n + m_1 / m` at rank 1, with n outputs and m inputs.
+        num_blocks: Numbers of blocks :math:`m_1` of the inputs and :math:`n_2` of the outputs, or one number for both.
+            None chooses each, of the numbers within a factor of 2 of the square root of its size, for the least padding
+            first and the distance from the square root second.
+
+    Sizes that the number of blocks does not divide are padded with zeros to the next multiple: prime sizes are, and by
+    default sizes with a divisor within a factor of 2 of their square root are not. Padding stores numbers that do not
+    affect the output.
+
+    Shape:
+        Input ``(*, in_features)``, output ``(*, out_features)``.
+
+    Attributes:
+        down: All A, as :math:`(m_1, m_2, r n_2)`. Column :math:`k n_2 + b` of block i is column k of :math:`A_{ib}`.
+        up: All B, as :math:`(n_2, m_1 r, n_1)`. Row :math:`i r + k` of block b is row k of :math:`B_{bi}`.
+        bias: A Parameter (out,), or None.
+        num_blocks: The pair :math:`(m_1, n_2)`.
+
+    Raises:
+        ShapeError: If ``num_blocks`` would leave a block empty.
+        ValueError: If ``fraction`` is not above 0 and at most 1, or both ``rank`` and ``fraction`` are given.
+
+    Warns:
+        PerformanceWarning: If the dense layer would not be larger.
+
+    Cost: ``2 r (in n_2 + out m_1)`` flops for each row forward and twice that backward. A nested input is multiplied by
+    the dense weight, which is computed for it.
+
+    Example:
+        >>> import torch
+        >>> layer = MonarchLinear(1024, 1024, fraction=0.125)
+        >>> layer
+        MonarchLinear(in_features=1024, out_features=1024, num_blocks=(32, 32), rank=2, bias=True)
+        >>> layer(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
+        >>> sum(p.numel() for p in layer.parameters())
+        132096
+
+    Reference: T. Dao et al., "Monarch: expressive structured matrices for efficient and accurate training", 2022,
+    arXiv:2204.00595; ranks above 1: S. Qiu et al., "Compute better spent: replacing dense layers with structured
+    matrices", 2024, arXiv:2406.06248.
+    """
+
+    size_arguments = ("num_blocks", "rank")  # reports take the last as the rank
+    num_blocks: tuple[int, int]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int = 1,
+        *,
+        fraction: float | None = None,
+        num_blocks: int | Sequence[int] | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._set_sizes(in_features, out_features)
+        sizes = self.in_features, self.out_features
+        self.fan_in = self.in_features
+        if num_blocks is None:
+            self.num_blocks = _default_blocks(sizes[0]), _default_blocks(sizes[1])
+        else:
+            inputs, outputs = per_dim("num_blocks", num_blocks, 2, least=1)
+            self.num_blocks = _checked_blocks(inputs, sizes[0]), _checked_blocks(outputs, sizes[1])
+        m1, n2 = self.num_blocks
+        m2, n1 = -(-sizes[0] // m1), -(-sizes[1] // n2)
+        self.rank = check_size("rank", rank, least=1)
+        if fraction is not None:
+            self.rank = _rank_of(fraction, rank, math.prod(sizes) / (n2 * m1 * (m2 + n1)))
+        self._build((m1, m2, self.rank * n2), (n2, m1 * self.rank, n1), sizes[1], bias, device, dtype)
+
+    @property
+    def inner_rank(self) -> int:
+        """Numbers in each row between the two products."""
+        return math.prod(self.num_blocks) * self.rank
+
+    @classmethod
+    def describe_form(cls, arguments: Mapping[str, Any], mode: str = "stored") -> str:
+        """Return the numbers of blocks and the rank in words."""
+        inputs, outputs = arguments["num_blocks"]
+        return f"Monarch, {outputs} x {inputs} blocks of rank {arguments['rank']}"
+
+    def reset_parameters(self) -> None:
+        """Draw both factors and the bias from torch's generator; the weight has the variance of torch's default."""
+        # An entry of A x has the variance of an entry of x. An entry of the weight is a sum of r products, so its
+        # variance is 1 / (3 in), also if the inputs are padded.
+        block = self.down.shape[1]
+        bound, bound_of_up = math.sqrt(3 / block), math.sqrt(block / (self.in_features * self.rank))
+        nn.init.uniform_(self.down, -bound, bound)
+        nn.init.uniform_(self.up, -bound_of_up, bound_of_up)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        return _product(input, self.down, self.up, self.bias, self.in_features, self.out_features, self.rank)
+
+    @property
+    def weight(self) -> Tensor:  # (out, in)
+        """The dense effective weight, for inspection: differentiable, computed at each access in 2 r in out flops.
+
+        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
+        """
+        return _weight(self.down, self.up, self.in_features, self.out_features, self.rank)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        rank: int = 1,
+        *,
+        fraction: float | None = None,
+        num_blocks: int | Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> Self:
+        r"""Return the layer with the truncated SVD of each block of a dense weight, on its device and in its dtype.
+
+        No layer of these sizes is nearer in the Frobenius norm, because every block is a block of rank r of its own:
+        the squared error is the sum over all blocks of the squared singular values after the r-th. The dense layer is
+        not changed. Singular values are split evenly between the factors.
+
+        Args:
+            linear: The layer to approximate.
+            rank: As in the constructor.
+            fraction: As in the constructor.
+            num_blocks: As in the constructor.
+            seed: Seed of unused components.
+
+        Raises:
+            ValueError: If the weight has no values, or NaN or infinite ones.
+            TypeError: If ``linear`` is not an nn.Linear.
+
+        Cost: an SVD of each of the ``n_2 m_1`` blocks, O(in out min(m_2, n_1)).
+
+        Example:
+            >>> import torch
+            >>> dense = torch.nn.Linear(64, 48)
+            >>> layer = MonarchLinear.from_linear(dense, rank=8, num_blocks=8)
+            >>> bool((layer.weight - dense.weight).norm() < 1e-5)
+            True
+        """
+        check_dense(linear, nn.Linear, "from_linear")
+        A = fittable(linear.weight.detach())
+        layer = cls.in_place_of(linear, rank=rank, fraction=fraction, num_blocks=num_blocks)
+        layer._set_blocks(_blocks(A, layer.down, layer.up), seed)
+        return layer._with_bias_of(linear)
+
+    @torch.no_grad()
+    def _set_blocks(self, A: Tensor, seed: int) -> None:  # (n2, m1, n1, m2)
+        """Make the truncated SVD of each block the block of the weight."""
+        P, sigma, Qt = torch.linalg.svd(A, full_matrices=False)
+        root = sigma[..., : self.rank].sqrt()
+        unused = self.rank - root.shape[-1]
+        left = F.pad(P[..., : self.rank] * root[..., None, :], (0, unused))
+        right = F.pad(Qt[..., : self.rank, :] * root[..., None], (0, 0, 0, unused))
+        left, right = learnable_factors(left, right, seed)
+        self.down.copy_(right.permute(1, 3, 2, 0).reshape(self.down.shape))
+        self.up.copy_(left.permute(0, 1, 3, 2).reshape(self.up.shape))
+
+    def extra_repr(self) -> str:
+        """Return sizes, numbers of blocks and rank, as shown by print."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, num_blocks={self.num_blocks}, "
+            f"rank={self.rank}, bias={self.bias is not None}"
+        )
+
+
+allow_saving(MonarchLinear)
+
+
+def _default_blocks(size: int) -> int:
+    """Return a number of blocks near the square root, first for the least padding."""
+    root = math.sqrt(size)
+    return min(range(math.ceil(root / 2), math.floor(2 * root) + 1), key=lambda k: (-size % k, abs(k - root)))
+
+
+def _checked_blocks(count: int, size: int) -> int:
+    """Return a number of blocks, or raise if blocks of equal size, the last of them padded, would be fewer."""
+    block = -(-size // count)
+    if (count - 1) * block >= size:
+        raise ShapeError(
+            f"num_blocks={count} would leave blocks of {size} features empty: {-(-size // block)} blocks of {block} "
+            "have them all"
+        )
+    return count
+
+
+def _rank_of(fraction: float, rank: int, rank_of_dense: float) -> int:
+    """Return the rank with which a layer stores nearly this fraction of the dense weight's numbers."""
+    if rank != 1:
+        raise ValueError(f"rank={rank} and fraction={fraction} both choose the rank: give one of them")
+    if isinstance(fraction, bool) or not isinstance(fraction, Real):
+        raise TypeError(f"fraction must be a number, not {type(fraction).__name__}")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be above 0 and at most 1")
+    return max(1, round(fraction * rank_of_dense))
+
+
+def _product(
+    x: Tensor,  # (*, in)
+    down: Tensor,  # (m1, m2, r n2)
+    up: Tensor,  # (n2, m1 r, n1)
+    bias: Tensor | None,  # (out,)
+    inputs: int,
+    outputs: int,
+    rank: int,
+) -> Tensor:  # (*, out)
+    check_linear_input(x, inputs, down.dtype)
+    if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.
+        return F.linear(x, _weight(down, up, inputs, outputs, rank), bias)
+    (m1, m2, _), (n2, inner, n1) = down.shape, up.shape
+    rows = math.prod(x.shape[:-1])
+    blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
+    # Both products read their operands as they lie: only the order of strides differs, which BLAS takes. Between them,
+    # a copy in a different order took up to half of the layer's time.
+    h = torch.bmm(down.mT, blocks.reshape(rows, m1, m2).permute(1, 2, 0))  # (m1, r n2, rows)
+    h = h.reshape(inner, n2, rows).permute(1, 2, 0)  # (n2, rows, m1 r)
+    if bias is None:
+        y = torch.bmm(h, up)
+    else:
+        padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
+        y = torch.baddbmm(padded.reshape(n1, n2).mT[:, None], h, up)
+    y = y.permute(1, 2, 0).reshape(rows, n1 * n2)[:, :outputs]  # (rows, out)
+    return y.contiguous().reshape(*x.shape[:-1], outputs)
+
+
+def _weight(down: Tensor, up: Tensor, inputs: int, outputs: int, rank: int) -> Tensor:  # (out, in)
+    """Return the dense weight: output block b, output a in it, input block i, input c in it."""
+    (m1, m2, _), (n2, _, n1) = down.shape, up.shape
+    blocks = torch.einsum("ickb,bika->abic", down.reshape(m1, m2, rank, n2), up.reshape(n2, m1, rank, n1))
+    return blocks.reshape(n1 * n2, m1 * m2)[:outputs, :inputs]
+
+
+def _blocks(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:  # (n2, m1, n1, m2)
+    """Return the blocks of a dense weight, padded with zeros."""
+    (m1, m2, _), (n2, _, n1) = down.shape, up.shape
+    padded = F.pad(weight, (0, m1 * m2 - weight.shape[1], 0, n1 * n2 - weight.shape[0]))
+    return padded.reshape(n1, n2, m1, m2).permute(1, 2, 0, 3)
