@@ -114,8 +114,8 @@ def test_layers_keep_their_signature_and_are_copied_and_pickled():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: pr.nn.SKLinear(8, 8, 1, 8), lambda: pr.nn.LowRankLinear(8, 8, 8)],
-    ids=["SKLinear", "LowRankLinear"],
+    [lambda: pr.nn.SKLinear(8, 8, 1, 8), lambda: pr.nn.LowRankLinear(8, 8, 8), lambda: pr.nn.MonarchLinear(8, 8, 8)],
+    ids=["SKLinear", "LowRankLinear", "MonarchLinear"],
 )
 def test_a_warning_of_a_constructor_names_the_line_that_calls_it(make):
     with warnings.catch_warnings(record=True) as caught:

@@ -28,7 +28,7 @@ torch.fx.wrap("convolve")
 class FactoredModule(CompressedModule):
     """Base of layers of two trained factors: everything except the shapes of the factors and the product."""
 
-    size_arguments = ("rank",)
+    size_arguments: tuple[str, ...] = ("rank",)
     saved_buffer_names = ()
     factor_names = ("down", "up")
     down: nn.Parameter

@@ -5,7 +5,7 @@ __all__ = ["MonarchLinear"]
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
     """
 
     size_arguments = ("num_blocks", "rank")  # reports take the last as the rank
+    has_matrix_stacks = True
     num_blocks: tuple[int, int]
 
     def __init__(
@@ -109,7 +110,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
             inputs, outputs = per_dim("num_blocks", num_blocks, 2, least=1)
             self.num_blocks = _checked_blocks(inputs, sizes[0]), _checked_blocks(outputs, sizes[1])
         m1, n2 = self.num_blocks
-        m2, n1 = -(-sizes[0] // m1), -(-sizes[1] // n2)
+        m2, n1 = self._block_sizes = -(-sizes[0] // m1), -(-sizes[1] // n2)
         self.rank = check_size("rank", rank, least=1)
         if fraction is not None:
             self.rank = _rank_of(fraction, rank, math.prod(sizes) / (n2 * m1 * (m2 + n1)))
@@ -140,7 +141,10 @@ class MonarchLinear(LinearGeometry, FactoredModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        return _product(input, self.down, self.up, self.bias, self.in_features, self.out_features, self.rank)
+        return _product(input, self.down, self.up, self.bias, self._sizes())
+
+    def _sizes(self) -> "_Sizes":
+        return _Sizes(self.in_features, self.out_features, *self.num_blocks, *self._block_sizes, self.rank)
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -148,7 +152,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
-        return _weight(self.down, self.up, self.in_features, self.out_features, self.rank)
+        return _weight(self.down, self.up, self._sizes())
 
     @classmethod
     def from_linear(
@@ -189,7 +193,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
         check_dense(linear, nn.Linear, "from_linear")
         A = fittable(linear.weight.detach())
         layer = cls.in_place_of(linear, rank=rank, fraction=fraction, num_blocks=num_blocks)
-        layer._set_blocks(_blocks(A, layer.down, layer.up), seed)
+        layer._set_blocks(_blocks(A, layer._sizes()), seed)
         return layer._with_bias_of(linear)
 
     @torch.no_grad()
@@ -213,6 +217,18 @@ class MonarchLinear(LinearGeometry, FactoredModule):
 
 
 allow_saving(MonarchLinear)
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a layer as integers, which the shapes of tensors are not while torch.jit.trace runs."""
+
+    inputs: int
+    outputs: int
+    m1: int
+    n2: int
+    m2: int
+    n1: int
+    rank: int
 
 
 def _default_blocks(size: int) -> int:
@@ -248,20 +264,18 @@ def _product(
     down: Tensor,  # (m1, m2, r n2)
     up: Tensor,  # (n2, m1 r, n1)
     bias: Tensor | None,  # (out,)
-    inputs: int,
-    outputs: int,
-    rank: int,
+    sizes: _Sizes,
 ) -> Tensor:  # (*, out)
+    inputs, outputs, m1, n2, m2, n1, rank = sizes
     check_linear_input(x, inputs, down.dtype)
     if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.
-        return F.linear(x, _weight(down, up, inputs, outputs, rank), bias)
-    (m1, m2, _), (n2, inner, n1) = down.shape, up.shape
+        return F.linear(x, _weight(down, up, sizes), bias)
     rows = math.prod(x.shape[:-1])
     blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
     # Both products read their operands as they lie: only the order of strides differs, which BLAS takes. Between them,
     # a copy in a different order took up to half of the layer's time.
     h = torch.bmm(down.mT, blocks.reshape(rows, m1, m2).permute(1, 2, 0))  # (m1, r n2, rows)
-    h = h.reshape(inner, n2, rows).permute(1, 2, 0)  # (n2, rows, m1 r)
+    h = h.reshape(m1 * rank, n2, rows).permute(1, 2, 0)  # (n2, rows, m1 r)
     if bias is None:
         y = torch.bmm(h, up)
     else:
@@ -271,15 +285,15 @@ def _product(
     return y.contiguous().reshape(*x.shape[:-1], outputs)
 
 
-def _weight(down: Tensor, up: Tensor, inputs: int, outputs: int, rank: int) -> Tensor:  # (out, in)
+def _weight(down: Tensor, up: Tensor, sizes: _Sizes) -> Tensor:  # (out, in)
     """Return the dense weight: output block b, output a in it, input block i, input c in it."""
-    (m1, m2, _), (n2, _, n1) = down.shape, up.shape
+    inputs, outputs, m1, n2, m2, n1, rank = sizes
     blocks = torch.einsum("ickb,bika->abic", down.reshape(m1, m2, rank, n2), up.reshape(n2, m1, rank, n1))
     return blocks.reshape(n1 * n2, m1 * m2)[:outputs, :inputs]
 
 
-def _blocks(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:  # (n2, m1, n1, m2)
+def _blocks(weight: Tensor, sizes: _Sizes) -> Tensor:  # (n2, m1, n1, m2)
     """Return the blocks of a dense weight, padded with zeros."""
-    (m1, m2, _), (n2, _, n1) = down.shape, up.shape
-    padded = F.pad(weight, (0, m1 * m2 - weight.shape[1], 0, n1 * n2 - weight.shape[0]))
+    inputs, outputs, m1, n2, m2, n1, _ = sizes
+    padded = F.pad(weight, (0, m1 * m2 - inputs, 0, n1 * n2 - outputs))
     return padded.reshape(n1, n2, m1, m2).permute(1, 2, 0, 3)

@@ -138,6 +138,9 @@ class CompressedModule(nn.Module):
     factor_names: tuple[str, ...] = ()
     """Names of the parameters that are factors of the weight, where the products of factors are the weight."""
 
+    has_matrix_stacks: bool = False
+    """Whether parameters of three dimensions are stacks of matrices; Muon orthogonalises each matrix."""
+
     sketch_names: tuple[str, ...] = ()
     """Names of the sketches, which are attributes of the layer and are drawn from its seed."""
 

@@ -195,7 +195,7 @@ def _split(
     hidden: set[Tensor] = set()
     for name, layer in layers.items():
         tensors = list(layer.parameters(recurse=False))
-        if isinstance(layer, _WITH_OTHER_STACKS):
+        if isinstance(layer, _WITH_OTHER_STACKS) and not getattr(layer, "has_matrix_stacks", False):
             tensors = [p for p in tensors if p.ndim != 3]
         is_table = layer is last or isinstance(layer, _TABLES) or getattr(layer, "factor_names", None) == ()
         if include is None and is_table:

@@ -11,6 +11,7 @@ from panther.nn import (
     InterpolativeLinear,
     LowRankConv2d,
     LowRankLinear,
+    MonarchLinear,
     QuantizedConv2d,
     QuantizedEmbedding,
     QuantizedEmbeddingBag,
@@ -25,6 +26,7 @@ from panther.nn import (
 MAKERS = {
     "SKLinear": (nn.Linear, (48, 40), lambda layer: SKLinear.from_linear(layer, 1, 3, seed=0)),
     "LowRankLinear": (nn.Linear, (48, 40), lambda layer: LowRankLinear.from_linear(layer, 4)),
+    "MonarchLinear": (nn.Linear, (48, 40), lambda layer: MonarchLinear.from_linear(layer, 2)),
     "InterpolativeLinear": (nn.Linear, (48, 40), lambda layer: InterpolativeLinear.from_linear(layer, 4)),
     "QuantizedLinear": (nn.Linear, (48, 40), lambda layer: QuantizedLinear.from_linear(layer, 4, low_rank=2)),
     "SKConv1d": (nn.Conv1d, (8, 16, 3), lambda layer: SKConv1d.from_conv(layer, 1, 3)),
