@@ -68,7 +68,7 @@ class FactoredModule(CompressedModule):
         return self.down.dtype
 
     @property
-    def inner_rank(self) -> int:
+    def inner_rank(self) -> int | None:
         """The rank r."""
         return self.rank
 
