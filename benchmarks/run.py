@@ -13,6 +13,7 @@ SUBJECTS = (
     "layers.quantized",
     "layers.quantized_conv",
     "layers.interpolative",
+    "layers.monarch",
     "layers.attention",
     "layers.windowed_attention",
     "layers.decoding",
