@@ -51,7 +51,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "frontier-speed": ("benchmarks/compress/trial_frontier_speed.py", *_COMPRESSION, "kernels/cpu"),
     "host": ("benchmarks/gpu/host.py", "kernels/ops", "kernels/_triton"),
     "interpolative": ("benchmarks/layers/interpolative.py", "panther/nn/interpolative.py"),
-    "monarch": ("benchmarks/layers/monarch.py", "panther/nn/monarch.py"),
     "kernel_resources": ("benchmarks/gpu/kernel_resources.py", "benchmarks/gpu/kernel_cases.py", "kernels/_triton"),
     "default-optimizers": (
         "benchmarks/train/trial_default_optimizers.py",
