@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from panther.kernels._triton import (
     attention,
+    folded,
     hadamard,
     quantized,
     quantized_few_rows,
@@ -76,6 +77,17 @@ def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> L
     def launch(t: torch.dtype) -> None:
         x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, signs, t, odd)
         sketched.pair_plan(x, S1, U1, S2, U2, bias, scale)(x, S1, U1, S2, U2, bias)
+
+    return launch
+
+
+def sparse_signs(rows: int, width: int, R: int, odd: int = 0) -> Launch:
+    """Run the product with sparse sketches."""
+
+    def launch(t: torch.dtype) -> None:
+        x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, "dense", t, odd)
+        operands = x, S1, U1[0], S2, U2[:, 0].contiguous(), bias
+        folded.folded_plan(*operands, scale)(*operands)
 
     return launch
 
@@ -194,6 +206,14 @@ CASES = [
     Case("pair batch 4096, R 64", pair(4096, 8192, 64), precisions=FULL),
     Case("pair batch 4096, R 64, packed", pair(4096, 8192, 64, "packed"), (BF16,)),
     Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
+    Case("sparse signs, batch 1, R 16", sparse_signs(1, 8192, 16)),
+    Case("sparse signs, batch 16, R 128", sparse_signs(16, 4096, 128), precisions=FULL),
+    Case("sparse signs, batch 64, R 64", sparse_signs(64, 8192, 64)),
+    Case("sparse signs, batch 512, R 16", sparse_signs(512, 8192, 16), precisions=FULL),
+    Case("sparse signs, batch 16, R 100, narrow", sparse_signs(16, 1024, 100), precisions=FULL),
+    Case("sparse signs, batch 8192, R 64", sparse_signs(8192, 8192, 64), precisions=FULL),
+    Case("sparse signs, R 33, odd sizes", sparse_signs(3, 1000, 33, odd=1), ALL, FULL),
+    Case("sparse signs, R 3, odd sizes", sparse_signs(70, 1000, 3, odd=1), (BF16,), FULL),
     Case("gradients R 64", gradients(8192, 8192, 64)),
     Case("gradients R 64, narrow tiles", gradients(8192, 4096, 64), (BF16,)),
     Case("gradients R 16", gradients(8192, 8192, 16), precisions=FULL),

@@ -1,10 +1,12 @@
 """The sketched product with sparse sketches in as many passes over the input and the output as a pair of layers takes.
 
-The output is written by :func:`~..reference.folded.tile`, with the bias, and the product with S2 is added in place.
+In torch the output is written by :func:`~..reference.folded.tile`, with the bias, and the product with S2 is added in
+place. On a GPU the product is an operator, which chooses two Triton kernels or torch by ``_crossover``.
 """
 
 __all__ = ["folded_inner", "folded_matmul", "folded_outer"]
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,8 +15,15 @@ from torch import Tensor
 
 from .. import reference
 from .._torch import are_transforms_active, is_differentiated_forward
+from ..cpu.sketched import add
 from ..reference.folded import fold, tile
 from ..reference.sketched import scaled_product
+from ..selection import runs_kernels, use_triton
+from ._crossover import choose_path
+from ._plans import Plans, plan_key
+from .library import autocast, check_one_device, define, refused_dtype, runs_eagerly_on_gpu
+
+_NAME = "folded_matmul"
 
 
 def folded_matmul(
@@ -26,7 +35,12 @@ def folded_matmul(
     R numbers a row. Half precision is computed in float32 on a CPU that has no products in it, which takes a tenth of
     the time.
     """
-    if torch.compiler.is_compiling() or is_differentiated_forward() or are_transforms_active():
+    compiling = torch.compiler.is_compiling()
+    needs_torch = not compiling and (is_differentiated_forward() or are_transforms_active())
+    if (x.is_cuda if compiling else runs_kernels(x) or use_triton(_NAME, x.device)) and not needs_torch:
+        x, S1, out_signs, S2, in_signs, bias = autocast(x.device, x, S1, out_signs, S2, in_signs, bias)
+        return _folded_matmul(x, S1, out_signs, S2, in_signs, bias, scale)[0]
+    if compiling or needs_torch:
         return reference.folded_matmul(x, S1, out_signs, S2, in_signs, bias, scale)
     if torch.is_grad_enabled():
         product: Tensor = FoldedProduct.apply(x, S1, out_signs, S2, in_signs, bias, scale)  # type: ignore[no-untyped-call]
@@ -129,3 +143,118 @@ class FoldedProduct(torch.autograd.Function):
             grad.sum(0).to(dtype) if need_bias else None,
             None,
         )
+
+
+def _check(x: Tensor, S1: Tensor, out_signs: Tensor, S2: Tensor, in_signs: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError where the kernels would read beyond their operands."""
+    tensors = {"x": x, "S1": S1, "out_signs": out_signs, "S2": S2, "in_signs": in_signs}
+    tensors |= {} if bias is None else {"bias": bias}
+    if (
+        not x.dim() == S1.dim() == S2.dim() == 2
+        or x.shape[1:] != S1.shape[:1]
+        or S1.shape[1:] != S2.shape[:1]
+        or in_signs.shape != S1.shape[:1]
+        or any(row.shape != S2.shape[1:] for row in (out_signs, bias) if row is not None)
+    ):
+        raise ValueError(
+            "folded_matmul takes x (rows, in), S1 (in, R), out_signs (out,), S2 (R, out), in_signs (in,) and bias "
+            "(out,), not " + ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        )
+    check_one_device(_NAME, tensors)
+
+
+def _implementation(
+    x: Tensor, S1: Tensor, out_signs: Tensor, S2: Tensor, in_signs: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and ``scale x [S1 | U2]``, which backward needs."""
+    operands = x, S1, out_signs, S2, in_signs, bias
+    if runs_kernels(x) and (plan := _plans.get(plan_key(scale, *operands))) is not None:
+        return plan(*operands)
+    _check(*operands)
+    refusal = refused_dtype(x.dtype)
+    if refusal is None and any(operand is not None and operand.dtype is not x.dtype for operand in operands):
+        refusal = f"takes operands of the input's dtype, {x.dtype}"
+    triton = use_triton(_NAME, x.device, refusal) and 0 not in (*x.shape, *S2.shape)
+    if choose_path(len(x), len(S2), triton=triton) in ("pair", "fused"):
+        from .._triton.folded import folded_plan
+        from .._triton.sketched import is_addressable
+
+        x, S1, S2 = (A if is_addressable(A) else A.contiguous() for A in (x, S1, S2))
+        out_signs, in_signs = out_signs.contiguous(), in_signs.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        operands = x, S1, out_signs, S2, in_signs, bias
+        return _plans.add(plan_key(scale, *operands), folded_plan(*operands, scale))(*operands)
+    inner = folded_inner(x, S1, in_signs, scale)
+    R = S1.shape[1]
+    return tile(inner[:, :R], out_signs, bias).addmm_(inner[:, R:], S2), inner
+
+
+# The plans of the Triton kernels. Products by torch are not planned.
+_plans: Plans[Callable[..., tuple[Tensor, Tensor]]] = Plans()
+
+
+def _fake(
+    x: Tensor, S1: Tensor, out_signs: Tensor, S2: Tensor, in_signs: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], S2.shape[1]), x.new_empty(x.shape[0], 2 * S1.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, _, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients. The gradient of x is a product of transposed and exchanged operands."""
+    x, S1, out_signs, S2, in_signs, inner = ctx.saved_tensors
+    need_x, need_S1, _, need_S2, _, need_bias, _ = ctx.needs_input_grad
+    R, scale = S1.shape[1], ctx.scale
+    if grad is None:
+        grad = x.new_zeros(x.shape[0], S2.shape[1])
+    dx = d_left = None
+    if need_x:
+        dx, d_inner = _folded_matmul(grad, S2.mT, in_signs, S1.mT, out_signs, None, scale)
+        d_left = d_inner[:, R:]
+    elif need_S1:
+        d_left = d_inner = _scaled_fold(grad, out_signs, R, scale)
+    if need_S1 and need_S2 and grad_inner is None and runs_eagerly_on_gpu(x) and not torch.is_grad_enabled():
+        key = plan_key((need_x, need_bias), x, grad, inner)
+        plan = _gradient_plans.get(key)
+        if plan is None:
+            from .._triton.sketched_gradients import gradients_plan
+
+            plan = _gradient_plans.add(key, gradients_plan(x, grad, inner, need_x, need_bias) or _NO_PLAN)
+        if plan is not _NO_PLAN:
+            dS1, dS2, dbias = plan(x, grad, inner, d_inner)
+            return dx, dS1, None, dS2, None, dbias, None
+    if grad_inner is not None:
+        d_left = add(d_left, grad_inner[:, :R] * scale)
+        if need_x:
+            dx = add(dx, grad_inner[:, :R] @ S1.mT * scale + tile(grad_inner[:, R:], in_signs, None, scale))
+    return (
+        dx,
+        x.mT @ d_left if need_S1 else None,
+        None,
+        inner[:, R:].mT @ grad if need_S2 else None,
+        None,
+        grad.sum(0) if need_bias else None,
+        None,
+    )
+
+
+def _NO_PLAN(*_: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    raise AssertionError("products of torch compute these gradients")
+
+
+_gradient_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = Plans()
+
+
+_folded_matmul = define(
+    "folded_matmul(Tensor x, Tensor S1, Tensor out_signs, Tensor S2, Tensor in_signs, Tensor? bias, float scale)"
+    " -> (Tensor, Tensor)",
+    _implementation,
+    _fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

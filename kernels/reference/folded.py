@@ -35,6 +35,8 @@ def tile(
 ) -> Tensor:  # (rows, rank), (n,) -> (rows, n)
     """Return the rows whose column j is ``scale signs_j h[j mod rank] + bias_j``."""
     rank, n = h.shape[1], len(signs)
+    if not n:
+        return h.new_zeros(len(h), 0)
     divisible = n - n % rank
     parts = []
     for start, stop in ((0, divisible), (divisible, n)):

@@ -93,6 +93,7 @@ def compare_sketched(generator):
             output = kernels.sketched_matmul(trained[0], trained[1], U1, trained[2], U2, bias, scale)
             torch.autograd.grad(output, trained, random_operand(draw, rows, n_out, dtype))
         if not packed:
+            kernels.sketched_matmul(x, S1, U1[0].contiguous(), S2, U2[:, 0].contiguous(), bias, scale)
             kernels.sketched_outer(kernels.sketched_inner(x, S1, U2, 0.5), U1, S2, bias)
 
 
