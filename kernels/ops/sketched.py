@@ -34,7 +34,8 @@ def sketched_matmul(
     The sketches U1 and U2 are both dense, or both int32 *words* of signs, one bit an entry along the features,
     ``(R, ceil(out / 32))`` and ``(R, ceil(in / 32))``, see :func:`pack_signs` (U2 is packed transposed). Words are for
     inference: they have no gradient, and a backward pass computes as many products as for dense signs. Or they are the
-    signs, ``(out,)`` and ``(in,)``, of sparse sketches, see :mod:`panther.kernels.reference.folded`.
+    signs, ``(out,)`` and ``(in,)``, of sparse sketches: input i has sign i in column ``i mod R`` of U2, and output j
+    sign j in row ``j mod R`` of U1.
 
     Args:
         x: Input, two-dimensional.

@@ -277,8 +277,8 @@ class CompressedModule(nn.Module):
     def plain(self) -> nn.Module:
         """Return layers of torch.nn with the same output, which :func:`panther.to_linears_` puts in the layer's place.
 
-        A layer of factors becomes a pair of layers (:mod:`panther.nn.pairs`), and any other layer the dense layer of
-        its weight. The new parameters are trained if the layer's are.
+        A layer of factors becomes a pair of layers, and any other layer the dense layer of its weight. The new
+        parameters are trained if the layer's are.
         """
         dense: nn.Module = self.to_dense()
         dense.get_parameter("weight").requires_grad_(self._is_trained)
