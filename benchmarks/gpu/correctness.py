@@ -17,21 +17,26 @@ import panther.kernels
 import torch
 from panther.kernels import reference
 from panther.kernels.ops._crossover import using_path
+from panther.kernels.ops.attention import continued_attention
+from panther.kernels.reference import attention as reference_attention
 from panther.kernels.reference.codes import pack_codes
 from torch import Tensor
 
 from benchmarks.harness import test_support
+from panther.sketch import SparseSketch
 
 LEFT_OUT = (
     "strided operands, sizes 0 and 1, batches, masks, quantized codes of 2, 5, 6 and 7 bits, ranks other than 16, 64 "
-    "and 96, tiles of 64 rows, CUDA graphs, several streams and torch.compile: the tests marked gpu cover them"
+    "and 96, packed signs with more than 70 rows, tiles of 64 rows, CUDA graphs, several streams and torch.compile: "
+    "the tests marked gpu cover them"
 )
 """What these checks leave to the tests."""
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _ROWS, _IN, _OUT = 70, 272, 208
-# Rows and features for which the tiles of the gradients have 128 features.
-_TALL_ROWS, _WIDE = 4096, 8192
+# Path, rows and features for which all tiles have 128 rows in half precision, and the tiles of the gradients of the
+# first case 128 features.
+_TALL_TILES = (("pair", 4096, 8192), ("fused", 16384, 2048))
 
 Function = Callable[..., Tensor]
 
@@ -121,6 +126,21 @@ def _checks(device: str) -> Iterator[Check]:
         "attention", "causal", panther.kernels.causal_linear_attention, reference.causal_linear_attention,
         attention_operands, differentiable=3,
     )  # fmt: skip
+    yield from _token_checks(device)
+    for N, columns in ((256, 5), (1 << 12, 1)):
+        yield Check(
+            "hadamard", f"n {N} columns {columns}", panther.kernels.hadamard_transform,
+            partial(reference.hadamard_transform, differentiable=True),
+            partial(lambda dtype, shape: [randn(*shape)(dtype)], shape=(3, N, columns)), differentiable=1,
+        )  # fmt: skip
+
+    def sketch(A: Tensor) -> SparseSketch:
+        return SparseSketch(64, _ROWS, 4, seed=0, device=device, dtype=A.dtype)
+
+    yield Check(
+        "sparse", "4 entries a column", lambda A: sketch(A) @ A, lambda A: sketch(A).dense() @ A,
+        lambda dtype: [randn(_ROWS, 33)(dtype)], differentiable=1,
+    )  # fmt: skip
     place: tuple[Any, ...] = (12345678901234567, 7, 3, range(5, 40), range(100, 900))
     for law in ("sign", "uniform", "normal"):
         draw = getattr(panther.kernels, f"{law}_block")
@@ -136,24 +156,57 @@ def _checks(device: str) -> Iterator[Check]:
         )
 
 
-def _sketched_checks(device: str) -> Iterator[Check]:
-    def product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, out_signs: Tensor, in_signs: Tensor) -> Tensor:
-        return panther.kernels.sketched_matmul(x, S1, out_signs, S2, in_signs, bias, 0.25)
+def _token_checks(device: str) -> Iterator[Check]:
+    for scaled in (False, True):
 
-    def exact(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, out_signs: Tensor, in_signs: Tensor) -> Tensor:
-        U1, U2 = reference.dense_sketch(out_signs, len(S2)).mT, reference.dense_sketch(in_signs, len(S2))
+        def operands(dtype: torch.dtype, scaled: bool = scaled) -> list[Tensor]:
+            q, k, v = (torch.rand(2, 3, 1, width, device=device).to(dtype) for width in (64, 64, 48))
+            state = torch.rand(2, 3, 64, 49, device=device)
+            return [q, k, v, state, *(torch.randn(2, 3, 1, device=device) for _ in range(2 * scaled))]
+
+        def attended(*operands: Tensor, function: Callable[..., Any] = continued_attention) -> Tensor:
+            q, k, v, state, *exponents = operands
+            scale, units = exponents or (None, None)
+            y, new_state, _ = function(q, k, v, scale, state, units)
+            # Output and state have entries of about one size.
+            return torch.cat([y.double().flatten(), new_state.double().flatten()])
+
+        exact = partial(attended, function=reference_attention.continued_attention)
+        case = f"one token{', exponents' if scaled else ''}"
+        yield Check("attention", case, attended, exact, operands)
+
+
+def _sketched_checks(device: str) -> Iterator[Check]:
+    def product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        return panther.kernels.sketched_matmul(x, S1, U1, S2, U2, bias, 0.25)
+
+    def packed_product(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        packed = reference.pack_signs(U1), reference.pack_signs(U2.mT.contiguous())
+        return panther.kernels.sketched_matmul(x, S1, packed[0], S2, packed[1], bias, 0.25)
+
+    def halves(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
+        return panther.kernels.sketched_outer(panther.kernels.sketched_inner(x, S1, U2, 0.25), U1, S2, bias)
+
+    def exact(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, U1: Tensor, U2: Tensor) -> Tensor:
         return 0.25 * (x @ S1 @ U1 + x @ U2 @ S2) + bias
 
     def operands(dtype: torch.dtype, rows: int, R: int, K: int = _IN, N: int = _OUT) -> list[Tensor]:
-        shapes = (rows, K), (K, R), (R, N), (N,), (N,), (K,)
-        x, S1, S2, bias, out_signs, in_signs = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
-        return [x, S1 / 16, S2 / 4, bias, out_signs.sign(), in_signs.sign()]
+        shapes = (rows, K), (K, R), (R, N), (N,), (R, N), (K, R)
+        x, S1, S2, bias, U1, U2 = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+        return [x, S1 / 16, S2 / 4, bias, U1.sign(), U2.sign()]
 
-    path, wide = ("pair", _WIDE) if device == "cuda" else ("joined", 64)
-    sizes = ((1, 16, _IN, _OUT), (_ROWS, 16, _IN, _OUT), (_ROWS, 96, _IN, _OUT), (_TALL_ROWS, 64, wide, wide))
-    for rows, R, K, N in sizes:
-        make = partial(operands, rows=rows, R=R, K=K, N=N)
-        yield Check("folded", f"{path}, {rows} rows, R = {R}", product, exact, make, path, 4)
+    paths = ("pair", "fused") if device == "cuda" else ("joined",)
+    for path in paths:
+        for rows in (1, _ROWS):
+            make = partial(operands, rows=rows, R=16)
+            yield Check("sketched", f"{path}, {rows} rows", product, exact, make, path, 4)
+            yield Check("sketched", f"{path}, {rows} rows, packed", packed_product, exact, make, path, 4)
+    yield Check("sketched", f"{paths[0]}, R = 96", product, exact, partial(operands, rows=_ROWS, R=96), paths[0], 4)
+    for path, rows, features in _TALL_TILES if device == "cuda" else (("joined", 4096, 64),):
+        make = partial(operands, rows=rows, R=64, K=features, N=features)
+        yield Check("sketched", f"{path}, {rows} rows, R = 64", product, exact, make, path, 4)
+    for rows in (1, _ROWS):
+        yield Check("sketched_halves", f"{rows} rows", halves, exact, partial(operands, rows=rows, R=16), "", 4)
 
 
 def _few_rows_checks(device: str) -> Iterator[Check]:

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from panther.kernels import causal_linear_attention
+from panther.kernels import causal_linear_attention, hadamard_transform
 from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
@@ -57,10 +57,12 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     dense = nn.Linear(_SIZE, _SIZE).to(device, dtype)
     shape = f"{_SIZE} x {_SIZE}"
     yield Case(f"nn.Linear, {shape}", dense, x)
-    sketched = SKLinear(_SIZE, _SIZE, _RANK, sketch="sparse", seed=0).to(device, dtype)
+    sketched = SKLinear(_SIZE, _SIZE, _RANK, seed=0).to(device, dtype)
     yield Case(f"SKLinear, {shape}, R = {_RANK}", sketched, x, f"nn.Linear, {shape}")
-    name = f"SKLinear, {shape}, R = {_RANK}, path joined"
-    yield Case(name, sketched, x, f"nn.Linear, {shape}", path="joined")
+    for path in ("fused", "joined", "chain"):
+        yield Case(f"SKLinear, {shape}, R = {_RANK}, path {path}", sketched, x, f"nn.Linear, {shape}", path=path)
+    packed = SKLinear(_SIZE, _SIZE, _RANK, seed=0, packed=True).to(device, dtype)
+    yield Case(f"SKLinear, packed, {shape}, R = {_RANK}", packed, x, f"nn.Linear, {shape}")
     for rank in (0, 8):
         quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=rank).eval()
         name = f"QuantizedLinear, 4 bits, {shape}" + (f", rank {rank}" if rank else "")
@@ -102,6 +104,7 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         layer = RandMultiHeadAttention(_HEAD_DIM, 1, _FEATURES, kernel_fn=kernel, iscausal=True, seed=0)
         function = partial(_self_attention, layer.to(device, dtype))
         yield Case(f"RandMultiHeadAttention, {kernel}, causal", function, x, "nn.MultiheadAttention, causal")
+    yield Case("hadamard_transform, 64 x 64", lambda q: hadamard_transform(q), q)
 
 
 def _self_attention(layer: RandMultiHeadAttention, x: Tensor) -> Tensor:

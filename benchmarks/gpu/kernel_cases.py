@@ -8,9 +8,20 @@ __all__ = ["CASES", "Case"]
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from panther.kernels._triton import attention, folded, quantized, quantized_few_rows, signs, sketched_gradients
+from panther.kernels._triton import (
+    attention,
+    folded,
+    hadamard,
+    quantized,
+    quantized_few_rows,
+    signs,
+    sketched,
+    sketched_gradients,
+    sparse,
+)
 from panther.kernels.reference.codes import code_bytes
 from torch import Tensor
 
@@ -40,14 +51,43 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def sparse_signs(rows: int, width: int, R: int, odd: int = 0) -> Launch:
-    """Run the product with sparse sketches; ``odd`` spoils alignment."""
+def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: int = 0) -> tuple[Any, ...]:
+    """Return the arguments of a sketched product, its signs ``"dense"`` or ``"packed"``; ``odd`` spoils alignment."""
+    K, N = width + odd, width + 2 * odd
+    U = {
+        "dense": (meta(R, N, dtype=dtype), meta(K, R, dtype=dtype)),
+        "packed": (meta(R, -(-N // 32), dtype=torch.int32), meta(R, -(-K // 32), dtype=torch.int32)),
+    }[signs]
+    bias = None if odd else meta(N, dtype=dtype)
+    return meta(rows, K, dtype=dtype), meta(K, R, dtype=dtype), U[0], meta(R, N, dtype=dtype), U[1], bias, 0.5
+
+
+def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True) -> Launch:
+    """Run the fused product on aligned sizes, as the dispatch does: with odd sizes the pair runs."""
 
     def launch(t: torch.dtype) -> None:
-        K, N = width + odd, width + 2 * odd
-        bias = None if odd else meta(N, dtype=t)
-        operands = meta(rows, K, dtype=t), meta(K, R, dtype=t), meta(N, dtype=t), meta(R, N, dtype=t), meta(K, dtype=t)
-        folded.folded_plan(*operands, bias, 0.5)(*operands, bias)
+        x, S1, U1, S2, U2, b, scale = factors(rows, width, R, signs, t)
+        b = b if bias else None
+        sketched.fused_plan(x, S1, U1, S2, U2, b, scale)(x, S1, U1, S2, U2, b)
+
+    return launch
+
+
+def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
+    def launch(t: torch.dtype) -> None:
+        x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, signs, t, odd)
+        sketched.pair_plan(x, S1, U1, S2, U2, bias, scale)(x, S1, U1, S2, U2, bias)
+
+    return launch
+
+
+def sparse_signs(rows: int, width: int, R: int, odd: int = 0) -> Launch:
+    """Run the product with sparse sketches."""
+
+    def launch(t: torch.dtype) -> None:
+        x, S1, U1, S2, U2, bias, scale = factors(rows, width, R, "dense", t, odd)
+        operands = x, S1, U1[0], S2, U2[:, 0].contiguous(), bias
+        folded.folded_plan(*operands, scale)(*operands)
 
     return launch
 
@@ -73,6 +113,17 @@ def attend(D: int, E: int, scaled: bool = False) -> Launch:
         operands = (q, q, v, c)
         y, den = attention.forward_plan(*operands)(*operands)
         attention.backward_plan(v, *operands, y, den)(v, *operands, y, den)
+
+    return launch
+
+
+def attention_token(D: int, E: int, scaled: bool = False, batch: int = 64) -> Launch:
+    """Attend to a running state with one token."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v, state = meta(batch, 1, D, dtype=t), meta(batch, 1, E, dtype=t), meta(batch, D, E + 1, dtype=F32)
+        c = meta(batch, 1, dtype=F32) if scaled else None
+        attention.step_plan(q, q, v, c, state, c)(q, q, v, c, state, c)
 
     return launch
 
@@ -110,11 +161,51 @@ def few_rows(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: in
     return launch
 
 
+def transform(N: int, columns: int, batch: int = 4096) -> Launch:
+    return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
+
+
+def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> Launch:
+    """Make a sparse sketch; its entries are float64 where the other operand is."""
+
+    def launch(t: torch.dtype) -> None:
+        A = meta(n, m, dtype=t).mT if transposed else meta(m, n, dtype=t)
+        index = meta(vec_nnz * m, dtype=torch.int64)
+        value = meta(vec_nnz * m, dtype=torch.float64 if t is torch.float64 else F32)
+        sparse.csr_matmul(meta(d + 1, dtype=torch.int64), index, value, A)
+
+    return launch
+
+
 FULL = ("highest",)  # the precision that takes more registers
 ALL = (BF16, F16, F32)
 
 CASES = [
     Case("signs", lambda t: signs.fill_signs_(meta(100, 1000, dtype=t), 5, 0, 3, 2**40, 0), ALL, FULL),
+    Case("fused R 64", fused(8192, 8192, 64)),
+    Case("fused R 64, packed", fused(8192, 8192, 64, "packed"), precisions=FULL),
+    Case("fused R 64, tall tiles", fused(16384, 8192, 64), (BF16,)),
+    Case("fused R 64, packed, tall tiles", fused(16384, 8192, 64, "packed"), (BF16,)),
+    Case("fused R 64, low tiles", fused(4096, 8192, 64), (BF16,)),
+    Case("fused R 64, packed, low tiles", fused(4096, 8192, 64, "packed"), (BF16,)),
+    Case("fused R 16, low tiles", fused(4096, 8192, 16), (BF16,)),
+    Case("fused R 64, packed, low tiles, float32", fused(4096, 8192, 64, "packed"), (F32,), FULL),
+    Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
+    Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
+    Case("fused R 48, no bias", fused(100, 1008, 48, bias=False), ALL, FULL),
+    Case("pair batch 1", pair(1, 8192, 16)),
+    Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
+    Case("pair batch 64, R 64", pair(64, 8192, 64)),
+    Case("pair batch 16, R 128", pair(16, 4096, 128)),
+    Case("pair batch 64, R 128, packed", pair(64, 4096, 128, "packed"), precisions=FULL),
+    Case("pair batch 512, R 16", pair(512, 8192, 16)),
+    Case("pair batch 512, R 64, packed", pair(512, 8192, 64, "packed"), precisions=FULL),
+    Case("pair batch 16, R 100, narrow", pair(16, 1024, 100), (BF16,)),
+    Case("pair batch 64, R 128, packed, narrow", pair(64, 1024, 128, "packed"), (BF16,)),
+    Case("pair batch 64, R 128, narrow", pair(64, 1024, 128), (BF16,)),
+    Case("pair batch 4096, R 64", pair(4096, 8192, 64), precisions=FULL),
+    Case("pair batch 4096, R 64, packed", pair(4096, 8192, 64, "packed"), (BF16,)),
+    Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
     Case("sparse signs, batch 1, R 16", sparse_signs(1, 8192, 16)),
     Case("sparse signs, batch 16, R 128", sparse_signs(16, 4096, 128), precisions=FULL),
     Case("sparse signs, batch 64, R 64", sparse_signs(64, 8192, 64)),
@@ -136,6 +227,9 @@ CASES = [
     Case("attention D 256 E 16", attend(256, 16), precisions=FULL),
     Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
     Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16, F32), FULL),
+    Case("attention, one token, D 64", attention_token(64, 64), precisions=FULL),
+    Case("attention, one token, D 256 E 128, scaled", attention_token(256, 128, scaled=True, batch=1024), ALL, FULL),
+    Case("attention, one token, D 33 E 17, scaled", attention_token(33, 17, scaled=True), (F16, F32), FULL),
     Case("quantized int4 batch 1, rank 32", quantized_product(1, 4096, 4096, 4, rank=32)),
     Case("quantized int4 batch 512, rank 32", quantized_product(512, 4096, 4096, 4, rank=32), ALL, FULL),
     Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),
@@ -155,4 +249,14 @@ CASES = [
     ),
     Case("quantized int7, few rows, odd sizes", few_rows(5, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
     Case("quantized int4, one row, odd sizes", few_rows(1, 1001, 777, 4, rank=5, group_size=33), ALL, FULL),
+    Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
+    Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
+    Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),
+    Case("hadamard 2^20", transform(1 << 20, 1, batch=16), precisions=FULL),
+    Case("hadamard 2^20 of 64 columns", transform(1 << 20, 64, batch=1), precisions=FULL),
+    Case("hadamard 2^10 of 7 columns", transform(1 << 10, 7), precisions=FULL),
+    Case("sparse sketch", gather(65536, 512, 1024, 4), (BF16, F32, F16, torch.float64), FULL),
+    Case("sparse sketch, transpose", gather(65536, 512, 1024, 4, transposed=True), precisions=FULL),
+    Case("sparse sketch of a vector", gather(65536, 1, 1024, 4), precisions=FULL),
+    Case("sparse sketch, few entries a row", gather(1024, 512, 65536, 4), precisions=FULL),
 ]

@@ -1,16 +1,17 @@
 """SKLinear and each path it may take against nn.Linear, on a GPU, at the sizes it was designed for.
 
-*SKLinear*, with sparse sketches, takes the path that the dispatch chooses; *joined* and *pair* are forced. *optimum* is
-two library products on factors that were joined beforehand.
+*SKLinear* takes the path that the dispatch chooses; *chain*, *joined*, *pair* and *fused* are forced. *optimum* is two
+library products on factors that were joined beforehand.
 """
 
 __all__ = ["sklinear_problems"]
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from panther.kernels.ops._crossover import using_path
+from panther.kernels.ops._crossover import PATHS, using_path
 from torch import Tensor, nn
 
 from benchmarks.gpu.timing import Alternative, Problem
@@ -19,7 +20,7 @@ from panther.nn import SKLinear
 SHAPES = ((8192, 1, 16), (4096, 2, 64))  # width, terms, rank
 BATCHES = (512, 8192, 1, 16, 64)  # those with an aim of their own first
 PRECISIONS = (("bfloat16", "highest", "bfloat16"), ("float32", "high", "tf32"), ("float32", "highest", "float32"))
-_PATHS = ("joined", "pair")
+_MAX_FUSED_RANK = 64
 _TINY_SHAPES, _TINY_BATCHES = ((256, 1, 4), (256, 2, 16)), (1, 3)
 
 Build = Callable[[], Problem]
@@ -48,7 +49,7 @@ def _operands(
     torch.manual_seed(0)
     torch.set_float32_matmul_precision(precision)
     linear = nn.Linear(width, width, device=device, dtype=dtype)
-    layer = SKLinear(width, width, terms, rank, sketch="sparse", device=device, dtype=dtype)
+    layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
     return linear, layer, torch.randn(batch, width, device=device, dtype=dtype)
 
 
@@ -58,8 +59,9 @@ def _inference(
     linear, layer, x = _operands(width, terms, rank, batch, dtype, device, precision)
     size, R = x.element_size(), terms * rank
     transfers = 2 * batch * width * size
-    flops = 4.0 * R * width * batch
-    weights = (2 * R + 3) * width * size
+    flops = 8.0 * R * width * batch
+    weights = 4 * R * width * size + width * size
+    unsigned = layer.S1.nbytes + layer.S2.nbytes + width * size
 
     def exact() -> list[Tensor]:
         return [_exact(x.double(), layer)]
@@ -87,16 +89,25 @@ def _inference(
         "SKLinear": sketched(lambda: layer(x), weights),
         "optimum": sketched(lambda: torch.addmm(bias, x @ A, B, alpha=scale), weights),  # type: ignore[arg-type]
     }
-    for path in _PATHS:
-        taken = _on_path(path, lambda: layer(x), device)
+    for path in PATHS:
+        taken = _on_path(path, lambda: layer(x), R, device)
         alternatives[path] = taken if isinstance(taken, str) else sketched(taken, weights)
+    packed = copy.deepcopy(layer).pack_()
+    for path in ("", "pair", "fused"):
+        name = f"{path or 'SKLinear'}, packed"
+        taken = _on_path(path, lambda: packed(x), R, device)
+        alternatives[name] = taken if isinstance(taken, str) else sketched(taken, unsigned + 2 * R * width / 8)
     return Problem(alternatives, "nn.Linear", rate)
 
 
-def _on_path(path: str, call: Callable[[], Any], device: str) -> Callable[[], Any] | str:
+def _on_path(path: str, call: Callable[[], Any], R: int, device: str) -> Callable[[], Any] | str:
     """Return the call with its sketched products forced onto a path, or why that cannot be."""
-    if path == "pair" and device != "cuda":
+    if path in ("pair", "fused") and device != "cuda":
         return "this path runs on a GPU"
+    if path == "fused" and R > _MAX_FUSED_RANK:
+        return f"this path takes a rank of at most {_MAX_FUSED_RANK}"
+    if not path:
+        return call
 
     def forced() -> Any:
         with using_path(path):
@@ -116,9 +127,9 @@ def _training(
     transfers = 5.0 * batch * width * size  # x, y and the gradient; then x again and its gradient
     A, B = torch.cat((layer.S1, layer.U2), 1).detach(), torch.cat((layer.U1, layer.S2), 0).detach()
     bias = layer.bias
-    # Trained factors are read twice and their gradients written; signs are read twice.
-    weights = (6 * R + 7) * width * size
-    flops = 12.0 * R * width * batch  # 4 forward, and backward twice that
+    # Trained factors are read twice and their gradients written; fixed sketches are read twice.
+    weights = 10 * R * width * size + 3 * width * size
+    flops = 20.0 * R * width * batch  # 8 forward, and backward 1.5 times that
 
     def exact_layer() -> list[Tensor]:
         leaves = [t.detach().double().requires_grad_() for t in (x, layer.S1, layer.S2, bias)]  # type: ignore[union-attr]
@@ -159,8 +170,8 @@ def _training(
         ),
         "optimum": Alternative(optimum, transfers + weights, flops, exact_layer),
     }
-    for path in _PATHS:
-        taken = _on_path(path, lambda: torch.autograd.grad(layer(x), leaves, grad), device)  # type: ignore[arg-type]
+    for path in PATHS:
+        taken = _on_path(path, lambda: torch.autograd.grad(layer(x), leaves, grad), R, device)  # type: ignore[arg-type]
         alternatives[path] = (
             taken if isinstance(taken, str) else Alternative(taken, transfers + weights, flops, exact_layer)
         )

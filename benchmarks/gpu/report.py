@@ -74,6 +74,7 @@ AIMS = (
         Aim("attention", "length 16384 features 64 head dim 64", "panther", "eager", direction, "x_baseline", 3)
         for direction in ("forward", "forward+backward")
     ),
+    Aim("sklinear", "8192x8192 R 16 batch 64", "SKLinear, packed", "graph", "forward", "x_baseline", 4),
 )
 
 

@@ -1,8 +1,8 @@
 """Properties of the device that kernels are compiled for, and what depends on them."""
 
 __all__ = [
-    "INTERPRETED", "cdiv", "dot_operand", "dot_precision", "has_warpgroups", "is_hip", "multiprocessors",
-    "next_power_of_2", "pipeline_stages",
+    "INTERPRETED", "cdiv", "dot_operand", "dot_precision", "has_tensor_memory", "has_warpgroups", "is_hip",
+    "multiprocessors", "next_power_of_2", "pipeline_stages",
 ]  # fmt: skip
 
 import functools
@@ -73,6 +73,14 @@ def has_warpgroups() -> bool:
         return False
     target = current_target()
     return target.backend == "cuda" and 90 <= int(target.arch) < 120
+
+
+def has_tensor_memory() -> bool:
+    """Return whether the matrix units keep sums in a memory beside the registers: sm_100 and sm_103."""
+    if INTERPRETED.value:
+        return False
+    target = current_target()
+    return target.backend == "cuda" and int(target.arch) // 10 == 10
 
 
 def pipeline_stages(stages: int) -> int:

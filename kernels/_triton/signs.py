@@ -1,10 +1,10 @@
-"""Signs drawn from the Philox stream.
+"""Signs drawn from the Philox stream, and signs expanded from one bit an entry.
 
 The signs equal :func:`panther.kernels.sign_block` bit for bit: a call gives 128 entries of a row, and a set bit is a
 minus sign.
 """
 
-__all__ = ["fill_signs_"]
+__all__ = ["expand", "fill_signs_"]
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ _ROWS, _CALLS = 16, 4
 
 
 @triton.jit
-def _expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Unpack words (ROWS, WORDS), 32 entries each from the lowest bit on, to float32 signs (ROWS, 32 WORDS)."""
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return 1.0 - 2.0 * tl.reshape(bits, (ROWS, 32 * WORDS)).to(tl.float32)
@@ -43,7 +43,7 @@ def _fill_signs_kernel(
     call = (tl.program_id(0) // row_tiles).to(tl.int64) * CALLS
     i = row + tl.arange(0, ROWS)[:, None]
     words = _draw_words(seed, stream, tag, row0 + i, call0 + call + tl.arange(0, CALLS)[None, :])
-    tile = _expand(words, ROWS, CALLS * 4)
+    tile = expand(words, ROWS, CALLS * 4)
     j = call * 128 - skip + tl.arange(0, CALLS * 128)[None, :]
     mask = (i < rows) & (j >= 0) & (j < cols)
     tl.store(out + i.to(tl.int64) * cols + j, tile.to(out.dtype.element_ty), mask=mask)

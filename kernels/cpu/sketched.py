@@ -4,8 +4,8 @@ The gradients of joined factors, of the product and of its two halves, need fewe
 """
 
 __all__ = [
-    "InnerProduct", "JoinedProduct", "OuterProduct", "add", "chained_in_place", "joined_inner", "joined_matmul",
-    "joined_outer", "packed_matmul",
+    "InnerProduct", "JoinedProduct", "OuterProduct", "add", "chained_in_place", "chained_matmul", "joined_inner",
+    "joined_matmul", "joined_outer", "packed_matmul",
 ]  # fmt: skip
 
 from collections.abc import Sequence
@@ -19,6 +19,15 @@ from ..reference.sketched import scaled_product
 
 # Entries of a sketch that are unpacked at once. They stay in a core's cache for the product that uses them.
 _UNPACKED = 1 << 17
+
+
+def chained_matmul(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
+    """Return the reference's four products, and ``scale x [S1 | U2]``, scaled before it is rounded."""
+    left, right = scaled_product(x, S1, scale), scaled_product(x, U2, scale)
+    out = left @ U1 if bias is None else torch.addmm(bias, left, U1)
+    return torch.addmm(out, right, S2), torch.cat((left, right), 1)
 
 
 def chained_in_place(
@@ -57,18 +66,22 @@ def packed_matmul(
     U2: Tensor,  # (R, in / 32), int32
     bias: Tensor | None = None,  # (out,)
     scale: float = 1.0,
-) -> Tensor:  # (rows, out)
-    """Return the product for signs as :func:`~panther.kernels.pack_signs` packs them, unpacked block by block."""
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
+    """Return the product and ``scale x [S1 | U2]`` for signs as :func:`~panther.kernels.pack_signs` packs them.
+
+    They are unpacked block by block.
+    """
     (rows, n_in), (R, n_out) = x.shape, S2.shape
     right = x.new_zeros(rows, R, dtype=torch.promote_types(x.dtype, torch.float32))
     for block, words in _blocks(n_in, R):
         right += scaled_product(x[:, block], unpack_signs(U2[:, words], _length(block), x.dtype).mT, scale)
-    left, right = scaled_product(x, S1, scale), right.to(x.dtype)
+    inner = torch.cat((scaled_product(x, S1, scale), right.to(x.dtype)), 1)
+    left, right = inner[:, :R], inner[:, R:]
     out = x.new_empty(rows, n_out)
     for block, words in _blocks(n_out, R):
         part = left @ unpack_signs(U1[:, words], _length(block), x.dtype)
         torch.addmm(part if bias is None else part.add_(bias[block]), right, S2[:, block], out=out[:, block])
-    return out
+    return out, inner
 
 
 def _blocks(n: int, R: int) -> list[tuple[slice, slice]]:

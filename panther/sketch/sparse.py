@@ -25,8 +25,9 @@ from torch import Tensor
 
 from panther._torch import number_of_entries, stored_entries
 from panther.errors import ShapeError, check_size
-from panther.kernels import word_block
+from panther.kernels import csr_matmul, word_block
 from panther.kernels.reference import csr_tensor
+from panther.kernels.selection import use_triton
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 
@@ -161,6 +162,15 @@ class SparseSketch(SketchingOperator):
         """Return S or its transpose in CSR, whose products are fastest, in float32 at least."""
         return self._keep(f"csr {transposed}", lambda: csr_tensor(*self._draw_csr(self._vectors(), transposed)))
 
+    def _gathered(self, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the CSR form with 32-bit indices, because with few columns reading them is the cost."""
+
+        def draw() -> tuple[Tensor, Tensor, Tensor]:
+            starts, index, value, _ = self._draw_csr(self._vectors(), transposed)
+            return starts, index.to(torch.int32), value
+
+        return self._keep(f"gathered {transposed}", draw)
+
     def _vectors(self) -> range:
         return range(self.shape[1] if self._by_column else self.shape[0])
 
@@ -203,6 +213,8 @@ class SparseSketch(SketchingOperator):
     def _product(self, A: Tensor, transposed: bool) -> Tensor:
         if not (self.nnz and A.numel()):
             return A.new_zeros(*A.shape[:-2], self.shape[transposed], A.shape[-1])
+        if _gathers(A.device):
+            return csr_matmul(*self._gathered(transposed), A)
         return _csr_product((self._csr(True),) if transposed else self._parts(), A)
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
@@ -235,6 +247,11 @@ class SparseSketch(SketchingOperator):
             return position.mT.contiguous(), value.mT.mul(self._value())
 
         return self._keep("scattered", draw)
+
+
+def _gathers(device: torch.device) -> bool:
+    """Return whether the kernel computes products on the device. In compiled code the operator decides at run time."""
+    return device.type == "cuda" if torch.compiler.is_compiling() else use_triton("SparseSketch", device)
 
 
 def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:

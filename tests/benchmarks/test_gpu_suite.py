@@ -203,7 +203,7 @@ def test_the_checks_cover_every_kernel_dtype_and_direction(suite, tmp_path):
     modules = {path.stem for path in (ROOT / "kernels/_triton").glob("[a-z]*.py")}
     covered = {(row["case"].partition(":")[0], row["dtype"], row["direction"]) for row in rows}
     dtypes = ("bfloat16", "float16", "float32")
-    modules -= {"sketched", "sketched_gradients"}  # The sketched product runs these kernels.
+    modules -= {"sketched_gradients"}  # The backward pass of the sketched product runs these kernels.
     assert covered >= {(module, dtype, "forward") for module in modules for dtype in dtypes}
     without_backward = {"quantized", "quantized_few_rows", "signs"}
     assert covered >= {(module, dtype, "backward") for module in modules - without_backward for dtype in dtypes}
@@ -221,15 +221,18 @@ def test_a_wrong_kernel_fails_its_check():
 def test_predictions_that_rows_contradict_are_said():
     from benchmarks.gpu.predictions import contradictions
 
-    def row(path, time_us):
+    def row(path, time_us, section="sklinear", case="8192x8192 R 16 batch 8192", **columns):
         return {
-            "section": "sklinear", "case": "8192x8192 R 16 batch 8192", "dtype": "float32", "precision": "high",
-            "direction": "forward", "mode": "graph", "alternative": path, "status": "measured", "time_us": str(time_us),
-        }  # fmt: skip
+            "section": section, "case": case, "dtype": "float32", "precision": "high", "direction": "forward",
+            "mode": "graph", "alternative": path, "status": "measured", "time_us": str(time_us),
+        } | columns  # fmt: skip
 
-    assert contradictions([row("pair", 10), row("joined", 9.9)], triton=True) == []
-    (sentence,) = contradictions([row("pair", 10), row("joined", 5)], triton=True)
-    assert "choose_path takes pair, 10 us, and joined takes 5 us" in sentence
+    agrees = [row("fused", 10), row("pair", 11), row("joined", 9.9)]
+    assert contradictions(agrees, triton=True) == []
+    (sentence,) = contradictions([*agrees[:2], row("joined", 5)], triton=True)
+    assert "choose_path takes fused, 10 us, and joined takes 5 us" in sentence
+    host = row("", 100, "host", "SKLinear, 256 x 256, R = 16", direction="no gradients")
+    assert contradictions([host], triton=True) == ["HOST_US['pair'] is 24, and the host takes 100 us"]
 
 
 def test_every_aim_is_a_case_that_the_suite_measures(suite):

@@ -14,8 +14,7 @@ import pytest
 import torch
 from measuring import assert_holds_one_checkpointed_call
 from panther.kernels.cpu.sketched import JoinedProduct
-from panther.kernels.ops import folded as folded_product
-from panther.kernels.ops import library
+from panther.kernels.ops import library, sketched
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,7 +57,11 @@ def operator(name):
     S1, S2 = trained(S1, S2)
     ops = torch.ops.panther
     return {
+        "sketched_matmul": lambda x: ops.sketched_matmul(x, S1, U1, S2, U2, None, 0.5)[0],
         "folded_matmul": lambda x: ops.folded_matmul(x, S1, U1[0], S2, U2[:, 0], None, 0.5)[0],
+        "sketched_inner": lambda x: ops.sketched_inner(x, S1, U2, 0.5).repeat(1, WIDTH // (2 * RANK)),
+        "sketched_outer": lambda x: ops.sketched_outer(x[:, : 2 * RANK].contiguous(), U1, S2, None),
+        "hadamard_transform": lambda x: ops.hadamard_transform(x),
     }[name]
 
 
@@ -70,7 +73,7 @@ def direct():
     def product(x):
         always = mock.patch.multiple(library, runs_kernels=lambda x: True, is_plain_call=lambda: True)
         with always:  # also where the live bytes are counted by a mode
-            return folded_product._folded_matmul(x, S1, U1[0], S2, U2[:, 0], None, 0.5)[0]
+            return sketched._sketched_matmul(x, S1, U1, S2, U2, None, 0.5)[0]
 
     return product
 
@@ -126,7 +129,7 @@ FUNCTIONS = {
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
     "_SumTogether": lambda: lambda x: collectives._SumTogether.apply(None, x)[0],
 }
-OPERATORS = ("folded_matmul",)
+OPERATORS = ("sketched_matmul", "folded_matmul", "sketched_inner", "sketched_outer", "hadamard_transform")
 ATTENTIONS = ("causal_linear_attention", "windowed_linear_attention")
 FUNCTIONS |= {name: partial(operator, name) for name in OPERATORS} | {
     name: partial(attention, name) for name in ATTENTIONS
@@ -148,8 +151,8 @@ def test_every_autograd_function_has_a_case():
     assert functions - cases == {"Alias"}  # which saves nothing: it is a name for the memory of its input
     assert {"JoinedProduct", "_Product"} <= functions
     assert attentions == len(ATTENTIONS)
-    # define_attention makes the backward pass an operator too, for derivatives of second order.
-    assert operators == len(OPERATORS) + 2
+    # define_attention makes the backward pass an operator too, for derivatives of second order; csr_matmul refuses.
+    assert operators == len(OPERATORS) + 2 + 1
 
 
 def nodes_of(tensor):

@@ -22,8 +22,7 @@ def test_an_explicit_triton_that_cannot_run_raises(monkeypatch):
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    matrix, signs = torch.ones(2, 2), torch.ones(2)
-    operands = [matrix, matrix, signs, matrix, signs]
+    operands = [torch.ones(2, 2)] * 5
     for call in (backend, lambda: sketched_matmul(*operands)):
         with pytest.raises(RuntimeError, match=r"no GPU: use PANTHER_KERNELS=auto, or set TRITON_INTERPRET=1"):
             call()

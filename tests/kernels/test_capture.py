@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from panther.nn import SKLinear
 from panther.nn.functional import sketched_linear
 
-SHAPES = ((3, 40), (40, 5), (70,), (5, 70), (40,), (70,))  # of a product with sparse sketches
+SHAPES = ((3, 40), (40, 5), (5, 70), (5, 70), (40, 5), (70,))
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def test_a_call_on_a_gpu_is_one_operator(on_a_gpu):
     """A graph of CUDA cannot wait for a value on the host, and a compiler must see each product as one operator."""
     operands = [torch.empty(*shape, device=on_a_gpu) for shape in SHAPES]
     graph = make_fx(lambda *operands: sketched_matmul(*operands, 0.5))(*operands)
-    assert "panther.folded_matmul.default" in targets(graph)
-    assert {name for name in targets(graph) if "getitem" not in name} == {"panther.folded_matmul.default"}
+    assert "panther.sketched_matmul.default" in targets(graph)
+    assert {name for name in targets(graph) if "getitem" not in name} == {"panther.sketched_matmul.default"}
 
 
 def test_attention_on_a_gpu_is_one_operator(on_a_gpu):
@@ -51,7 +51,7 @@ def test_a_product_compiles_whole_for_a_gpu(on_a_gpu):
     operands = [torch.empty(*shape, device=on_a_gpu) for shape in SHAPES]
     assert torch.compile(sketched_linear, fullgraph=True, backend=record)(*operands).shape == (3, 70)
     (graph,) = graphs
-    assert "panther.folded_matmul.default" in targets(graph)
+    assert "panther.sketched_matmul.default" in targets(graph)
 
 
 def test_a_step_compiles_whole():
@@ -63,7 +63,7 @@ def test_a_step_compiles_whole():
         return make_boxed_func(graph.forward)
 
     def product(*operands):
-        return torch.ops.panther.folded_matmul(*operands, 0.5)[0]
+        return torch.ops.panther.sketched_matmul(*operands, 0.5)[0]
 
     generator = torch.Generator().manual_seed(1)
     operands = [torch.randn(*shape, generator=generator) for shape in SHAPES]
@@ -74,7 +74,7 @@ def test_a_step_compiles_whole():
     gradients = [torch.autograd.grad(f(*operands).sin().sum(), trained) for f in (compiled, product)]
     for ours, reference in zip(*gradients, strict=True):
         assert torch.equal(ours, reference)
-    assert [names.count("panther.folded_matmul.default") for names in graphs] == [1, 1]
+    assert [names.count("panther.sketched_matmul.default") for names in graphs] == [1, 1]
 
 
 class Counting(TorchDispatchMode):
@@ -89,7 +89,7 @@ class Counting(TorchDispatchMode):
 
 def test_a_planned_call_allocates_and_launches_and_does_nothing_else(device):
     """A stream may be captured then: the call does not wait for the device, move data or draw memory of the host."""
-    from panther.kernels.ops import folded as ops
+    from panther.kernels.ops import sketched as ops
 
     operands = [torch.ones(*shape, device=device) for shape in SHAPES]
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_a_planned_call_allocates_and_launches_and_does_nothing_else(device):
 
 @pytest.fixture
 def layer_on_a_gpu():
-    return SKLinear(256, 256, 16, sketch="sparse", seed=0, device="cuda", dtype=torch.bfloat16)
+    return SKLinear(256, 256, 16, seed=0, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.fixture

@@ -67,12 +67,20 @@ def test_precision_of_products(on, precision, backend, arch, full, expected):
 
 
 @pytest.mark.parametrize(
-    ("backend", "arch", "warpgroups"),
-    [("cuda", 80, False), ("cuda", 90, True), ("cuda", 103, True), ("cuda", 120, False), ("hip", "gfx942", False)],
+    ("backend", "arch", "warpgroups", "tensor_memory"),
+    [
+        ("cuda", 80, False, False),
+        ("cuda", 90, True, False),
+        ("cuda", 100, True, True),
+        ("cuda", 103, True, True),
+        ("cuda", 120, False, False),
+        ("hip", "gfx942", False, False),
+    ],
 )
-def test_matrix_units_of_chips(on, backend, arch, warpgroups):
+def test_matrix_units_of_chips(on, backend, arch, warpgroups, tensor_memory):
     on(backend, arch)
     assert _device.has_warpgroups() is warpgroups
+    assert _device.has_tensor_memory() is tensor_memory
 
 
 def test_pipelines_are_shallow_on_amd(on):

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from folded_operands import exact as exact_product
-from folded_operands import operands as sparse_operands
-from panther.kernels import sketched_matmul
+from panther.kernels import pack_signs, sketched_matmul
 from panther.kernels.ops._crossover import using_path
 from tolerances import KERNEL_RMS, rms_error
 
@@ -74,30 +72,29 @@ def test_any_strides(device):
 
 
 @pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("form", ["dense", "words"])
 @pytest.mark.parametrize("path", ["pair", "joined"])
-def test_backward_takes_the_kernel(device, monkeypatch, path, needs_x):
-    """The first layer of a model needs no gradient of its input."""
+def test_backward_takes_the_kernel(device, monkeypatch, path, form, needs_x):
+    """The first layer of a model needs no gradient of its input, and packed signs are unpacked for it."""
+    n_in, n_out, R = 33, 40, 3
+    x, upstream, *_ = operands(4, n_in, n_out, R, device=device)
+    _, _, S1, S2 = operands(n_in, 1, 1, R, device=device)
+    S1, S2 = S1[:, :R].contiguous(), torch.randn(R, n_out).to(device)
+    bias, U1, U2 = torch.randn(n_out).to(device), torch.randn(R, n_out).sign(), torch.randn(n_in, R).sign()
+    U1, U2 = U1.to(device), U2.to(device)
+    leaves = [t.requires_grad_() for t in ((x, S1, S2, bias) if needs_x else (S1, S2, bias))]
+    signs = (pack_signs(U1), pack_signs(U2.mT)) if form == "words" else (U1, U2)
     from panther.kernels._triton import sketched_gradients as kernel
 
-    args = [arg.detach().to(device) for arg in sparse_operands((33, 40, 3), torch.float32, 4, True)]
-    upstream = torch.randn(4, 40).to(device)
-    leaves = [args[i].requires_grad_() for i in ((0, 1, 3, 5) if needs_x else (1, 3, 5))]
     calls, make_plan = [], kernel.gradients_plan
     monkeypatch.setattr(kernel, "gradients_plan", lambda *args: calls.append(1) or make_plan(*args))
     with using_path(path):
-        computed = torch.autograd.grad(sketched_matmul(*args, 0.5), leaves, upstream)
+        computed = torch.autograd.grad(sketched_matmul(x, S1, signs[0], S2, signs[1], bias, 0.5), leaves, upstream)
+    dense = [t.double() for t in (x, S1, U1, S2, U2, bias)]
+    output = 0.5 * (dense[0] @ dense[1] @ dense[2] + dense[0] @ dense[4] @ dense[3]) + dense[5]
     assert calls == [1]
-    theirs = torch.autograd.grad(exact_product(*args, 0.5), leaves, upstream.double())
-    for mine, expected in zip(computed, theirs, strict=True):
+    for mine, expected in zip(computed, torch.autograd.grad(output, leaves, upstream.double()), strict=True):
         assert rms_error(mine, expected) < KERNEL_RMS[torch.float32]
-
-
-def test_wide_strides_are_addressed_in_full():
-    """A second index times its stride beyond 32 bits would wrap around in the kernels, so such operands are copied."""
-    triton_sketched = pytest.importorskip("panther.kernels._triton.sketched")
-    near, far = (torch.empty_strided((1, 70), (1, stride), device="meta") for stride in (30_000_000, 40_000_000))
-    assert triton_sketched.is_addressable(near)
-    assert not triton_sketched.is_addressable(far)
 
 
 @pytest.mark.parametrize(

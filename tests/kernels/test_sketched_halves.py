@@ -1,10 +1,12 @@
-"""The two halves of the sketched product: values, gradients and flops in both orders."""
+"""The two halves of the sketched product: values, gradients and flops in both orders, and the Triton kernels."""
 
 import pytest
 import torch
+from covering import half_of
 from panther.kernels import sketched_inner, sketched_matmul, sketched_outer
 from panther.kernels.cpu.sketched import InnerProduct
-from tolerances import assert_close
+from panther.kernels.ops._crossover import using_path
+from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch.func import grad, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,13 +14,13 @@ R, N_IN, N_OUT = 3, 11, 9
 ORDERS = {"chain": 4 * R - 1, "joined": 4 * R}
 
 
-def operands(rows, dtype=torch.float64, fitted=False, sizes=(N_IN, N_OUT, R)):
+def operands(rows, dtype=torch.float64, fitted=False, sizes=(N_IN, N_OUT, R), device="cpu"):
     """x, S1, U1, S2, U2, bias; sketches are signs, which need a gradient only if fitted."""
     generator = torch.Generator().manual_seed(rows)
     n_in, n_out, rank = sizes
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
 
     def sign(*shape):
         return draw(*shape).detach().sign().requires_grad_(fitted)
@@ -113,3 +115,39 @@ def test_transforms_of_torch_func(rows):
     theirs = grad(lambda y: dense(y, *rest).sin().sum())(x)
     assert_close(grad(lambda y: both(y, *rest).sin().sum())(x), theirs)
     assert_close(jvp(lambda y: both(y, *rest), (x,), (x,))[1], dense(x, *rest[:-1], None))
+
+
+def test_what_does_not_fit_is_refused(device):
+    x, S1, U1, S2, U2, bias = operands(5, torch.float32, device=device)
+    with pytest.raises(ValueError, match=r"sketched_inner takes operands .* not x \(5, 10\), S1 \(11, 3\)"):
+        sketched_inner(x[:, 1:], S1, U2)
+    with pytest.raises(ValueError, match=r"sketched_outer takes operands .* inner \(5, 5\)"):
+        sketched_outer(x[:, :5], U1, S2, bias)
+
+
+SIZES = [(1, 1, 1), (70, 130, 3), (33, 129, 33), (300, 40, 64), (130, 260, 150)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), half_of([*zip((1, 3, 65, 7, 2), SIZES, strict=True)], (torch.float16, torch.float32))
+)
+def test_triton(device, shape, dtype, monkeypatch):
+    rows, sizes = shape
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
+    args = operands(rows, dtype, sizes=sizes, device=device)
+    x, S1, U1, S2, U2, bias = args
+    with using_path("pair"):
+        out = both(*args)
+        gradients = torch.autograd.grad(out, (x, S1, S2, bias), torch.ones_like(out))
+        plain = sketched_outer(sketched_inner(x, S1, U2, 0.25), U1, S2)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    expected = dense(*exact)
+    assert rms_error(out, expected) < KERNEL_RMS[dtype]
+    assert rms_error(plain, expected - exact[5]) < KERNEL_RMS[dtype]
+    theirs = torch.autograd.grad(expected, [exact[i] for i in (0, 1, 3, 5)], torch.ones_like(expected))
+    for ours, reference in zip(gradients, theirs, strict=True):
+        assert rms_error(ours, reference) < KERNEL_RMS[dtype]
+    inner = sketched_inner(x, S1, U2, 0.25).detach()
+    strided = torch.cat((inner, inner), 1)[:, : inner.shape[1]]  # as of one layer of several
+    assert rms_error(sketched_outer(strided, U1, S2, bias), expected) < KERNEL_RMS[dtype]

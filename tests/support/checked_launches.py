@@ -17,6 +17,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from panther.kernels._triton import _launch  # noqa: E402
 from panther.kernels.ops._crossover import using_path  # noqa: E402
+from panther.kernels.ops.attention import continued_attention  # noqa: E402
 from triton.knobs import HookChain  # noqa: E402
 
 from benchmarks.gpu.kernel_cases import CASES  # noqa: E402
@@ -75,19 +76,25 @@ def compare_sketched(generator):
     size = (1, 2, 3, 16, 17, 32, 64, 100, 256)
     rows, n_in, n_out, R = (generator.choice(size) for _ in range(4))
     dtype = generator.choice((torch.bfloat16, torch.float32))
+    packed = generator.random() < 0.3
     bias = torch.empty(n_out, dtype=dtype) if generator.random() < 0.5 else None
-    shapes = ((rows, n_in), (n_in, R), (R, n_out))
-    out_signs, in_signs = torch.empty(n_out, dtype=dtype), torch.empty(n_in, dtype=dtype)
+    shapes = ((rows, n_in), (n_in, R), (R, n_out), (R, n_out), (n_in, R))
     layouts = generator.getrandbits(64)
     for _ in range(2):
         draw = random.Random(layouts)
-        x, S1, S2 = (random_operand(draw, *shape, dtype) for shape in shapes)
+        x, S1, U1, S2, U2 = (random_operand(draw, *shape, dtype) for shape in shapes)
+        if packed:
+            U1 = torch.empty(R, -(-n_out // 32), dtype=torch.int32)
+            U2 = torch.empty(R, -(-n_in // 32), dtype=torch.int32)
         scale = generator.choice((0.25, 0.5))
-        kernels.sketched_matmul(x, S1, out_signs, S2, in_signs, bias, scale)
+        kernels.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
         with torch.enable_grad():
-            x, S1, S2 = (t.detach().requires_grad_() for t in (x, S1, S2))
-            output = kernels.sketched_matmul(x, S1, out_signs, S2, in_signs, bias, scale)
-            torch.autograd.grad(output, (x, S1, S2), random_operand(draw, rows, n_out, dtype))
+            trained = [t.detach().requires_grad_() for t in (x, S1, S2)]
+            output = kernels.sketched_matmul(trained[0], trained[1], U1, trained[2], U2, bias, scale)
+            torch.autograd.grad(output, trained, random_operand(draw, rows, n_out, dtype))
+        if not packed:
+            kernels.sketched_matmul(x, S1, U1[0].contiguous(), S2, U2[:, 0].contiguous(), bias, scale)
+            kernels.sketched_outer(kernels.sketched_inner(x, S1, U2, 0.5), U1, S2, bias)
 
 
 def compare_quantized(generator):
@@ -121,6 +128,9 @@ def compare_attention(generator):
         q, k, v = (random_operand(draw, n, width, dtype).requires_grad_() for width in (D, D, E))
         c = draw.choice((None, torch.empty(n, requires_grad=True)))
         kernels.causal_linear_attention(q, k, v, c).backward(random_operand(draw, n, E, dtype))
+        token = (q[:1], k[:1], v[:1], None if c is None else c[:1])
+        with torch.no_grad():
+            continued_attention(*token, torch.empty(D, E + 1), None if c is None else torch.empty(1))
 
 
 def main():
@@ -130,9 +140,10 @@ def main():
     generator = random.Random(5)
     with torch.no_grad():
         compare_cases()
-        for _ in range(int(sys.argv[1])):
-            with using_path("pair"):
-                compare_sketched(generator)
+        for path in ("pair", "fused"):
+            for _ in range(int(sys.argv[1])):
+                with using_path(path):
+                    compare_sketched(generator)
         for _ in range(int(sys.argv[1])):  # Without a path that is forced, plans are kept from call to call.
             compare_sketched(generator)
             compare_quantized(generator)

@@ -95,7 +95,7 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
             width = args[0].shape[-1] if args[0].dim() else 0
             few = 0 < width <= max(shapes.inner.values(), default=0)
             return few or (dense_products and any(width == columns for _, columns in shapes.summed))
-        return False
+        return operation is torch.ops.panther.sketched_inner.default
 
     return policy
 
