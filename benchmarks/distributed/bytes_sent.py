@@ -43,7 +43,7 @@ class Sizes:
     def layer(self, kind: str) -> nn.Module:
         """Return a layer of the width on both sides, of one of ``KINDS``."""
         if kind == _SKETCHED:
-            return SKLinear(self.width, self.width, self.sketch_size)
+            return SKLinear(self.width, self.width, self.sketch_size, sketch="signs")
         if kind == _PAIR:
             inner = nn.Linear(self.width, self.sketch_size, bias=False)
             return nn.Sequential(inner, nn.Linear(self.sketch_size, self.width))

@@ -234,7 +234,7 @@ OVERHEADS: dict[str, Callable[[nn.Sequential, Tensor], dict[str, Step]]] = {
 def _model(kind: str, width: int, sketch_size: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(_LAYERS):
-        layer = SKLinear(width, width, sketch_size) if kind == "SKLinear" else nn.Linear(width, width)
+        layer = SKLinear(width, width, sketch_size, sketch="signs") if kind == "SKLinear" else nn.Linear(width, width)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers)
 

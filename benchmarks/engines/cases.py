@@ -87,7 +87,7 @@ FORMS = {
     "low rank": Form("linear", lambda: pr.nn.LowRankLinear(INPUTS, OUTPUTS, RANK)),
     "low rank, int8": Form("linear", lambda: _quantized(None, low_rank=RANK)),
     "interpolative": Form("linear", lambda: pr.nn.InterpolativeLinear(INPUTS, OUTPUTS, RANK)),
-    "SKLinear": Form("linear", lambda: pr.nn.SKLinear(INPUTS, OUTPUTS, RANK // 2, seed=0)),
+    "SKLinear": Form("linear", lambda: pr.nn.SKLinear(INPUTS, OUTPUTS, RANK // 2, sketch="signs", seed=0)),
     "int8, symmetric": Form("linear", lambda: _quantized(8, None, symmetric=True)),
     "int8, rounded inputs": Form("linear", lambda: _quantized(8, None, symmetric=True, activations="int8")),
     "int4, symmetric": Form("linear", lambda: _quantized(4, symmetric=True)),

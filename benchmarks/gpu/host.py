@@ -57,11 +57,11 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     dense = nn.Linear(_SIZE, _SIZE).to(device, dtype)
     shape = f"{_SIZE} x {_SIZE}"
     yield Case(f"nn.Linear, {shape}", dense, x)
-    sketched = SKLinear(_SIZE, _SIZE, _RANK, seed=0).to(device, dtype)
+    sketched = SKLinear(_SIZE, _SIZE, _RANK, sketch="signs", seed=0).to(device, dtype)
     yield Case(f"SKLinear, {shape}, R = {_RANK}", sketched, x, f"nn.Linear, {shape}")
     for path in ("fused", "joined", "chain"):
         yield Case(f"SKLinear, {shape}, R = {_RANK}, path {path}", sketched, x, f"nn.Linear, {shape}", path=path)
-    packed = SKLinear(_SIZE, _SIZE, _RANK, seed=0, packed=True).to(device, dtype)
+    packed = SKLinear(_SIZE, _SIZE, _RANK, sketch="signs", packed=True, seed=0).to(device, dtype)
     yield Case(f"SKLinear, packed, {shape}, R = {_RANK}", packed, x, f"nn.Linear, {shape}")
     for rank in (0, 8):
         quantized = QuantizedLinear.from_linear(dense, bits=4, low_rank=rank).eval()

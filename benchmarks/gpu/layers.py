@@ -49,7 +49,7 @@ def _operands(
     torch.manual_seed(0)
     torch.set_float32_matmul_precision(precision)
     linear = nn.Linear(width, width, device=device, dtype=dtype)
-    layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
+    layer = SKLinear(width, width, terms, rank, sketch="signs", device=device, dtype=dtype)
     return linear, layer, torch.randn(batch, width, device=device, dtype=dtype)
 
 

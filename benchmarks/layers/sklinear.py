@@ -68,7 +68,7 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
     """Return the layers to compare, by name; add one by a line."""
     torch.manual_seed(0)
     linear = nn.Linear(width, width, device=device, dtype=dtype)
-    layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
+    layer = SKLinear(width, width, terms, rank, sketch="signs", device=device, dtype=dtype)
 
     def exact_linear(x: Tensor) -> Tensor:
         return functional.linear(x, linear.weight.double(), linear.bias.double())

@@ -173,7 +173,7 @@ def _part(part: str, threads: int, quick: bool) -> None:
 def _layers() -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {}
     for width, terms, rank in LAYERS:
-        for layer in (SKLinear(width, width, terms, rank), nn.Linear(width, width)):
+        for layer in (SKLinear(width, width, terms, rank, sketch="signs"), nn.Linear(width, width)):
             for batch in BATCHES:
                 kind = f"width {width}, batch {batch}, {'SKLinear' if isinstance(layer, SKLinear) else 'nn.Linear'}"
                 cases[f"forward, {kind}"] = _forward(layer, width, batch)
@@ -210,7 +210,7 @@ def _transformer_step(kind: str, quick: bool) -> Callable[[], object]:
             if isinstance(dense, nn.Linear):
                 sizes = dense.in_features, dense.out_features
                 rank = sizes[0] * sizes[1] // (4 * sum(sizes))
-                setattr(block, name, SKLinear(*sizes, 1, rank, bias=dense.bias is not None))
+                setattr(block, name, SKLinear(*sizes, 1, rank, bias=dense.bias is not None, sketch="signs"))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     pieces = torch.randint(SYMBOLS, (batch, shape.context + 1))
 

@@ -118,7 +118,7 @@ def _with_sketched_layers(task: OptimizerTask) -> nn.Module:
         has_bias = layer.bias is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of memory
-            sketched = pr.nn.SKLinear(layer.in_features, layer.out_features, size, bias=has_bias)
+            sketched = pr.nn.SKLinear(layer.in_features, layer.out_features, size, bias=has_bias, sketch="signs")
         _scale_outputs(sketched, layer)
         _replace(model, name, sketched)
     return model

@@ -141,7 +141,7 @@ def _small(dense: nn.Linear, kind: str, kept: float, factor: float) -> nn.Module
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of bytes
-            layer = pr.nn.SKLinear(*sizes, R, bias=dense.bias is not None)
+            layer = pr.nn.SKLinear(*sizes, R, bias=dense.bias is not None, sketch="signs")
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.ndim == 2:

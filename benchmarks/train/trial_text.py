@@ -92,7 +92,9 @@ def sketched() -> nn.Sequential:
         parent, _, attribute = name.rpartition(".")
         if isinstance(layer, nn.Linear) and attribute in ("q", "k", "v", "o", "up", "down"):
             size = int(KEPT * layer.in_features * layer.out_features / (layer.in_features + layer.out_features))
-            small = pr.nn.SKLinear(layer.in_features, layer.out_features, size, bias=layer.bias is not None)
+            small = pr.nn.SKLinear(
+                layer.in_features, layer.out_features, size, bias=layer.bias is not None, sketch="signs"
+            )
             if attribute in ("o", "down"):  # what is added to the stream begins small, as in the dense twin
                 with torch.no_grad():
                     for factor in (small.S1, small.S2):

@@ -147,8 +147,8 @@ def performance_noted() -> Iterator[None]:
 
 def note_if_wide(sketch_size: int, hidden: int) -> None:
     """Print a note if sketched layers need no fewer operations than dense ones at these sizes."""
-    if 4 * sketch_size >= hidden:
+    if 2 * sketch_size >= hidden:
         note(
             f"--sketch-size {sketch_size} at --hidden {hidden} needs no fewer operations than a dense layer: sketching "
-            "is faster while --hidden is more than four times --sketch-size"
+            "is faster while --hidden is more than twice --sketch-size"
         )

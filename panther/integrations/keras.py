@@ -189,7 +189,7 @@ class SKDense(keras.layers.Layer):
         """Return a layer with the weights of a :class:`~panther.nn.SKLinear`, copied, in its mode.
 
         Args:
-            layer: A layer on any device, seeded (packed too) or fitted.
+            layer: A layer with ``sketch="signs"``, packed or not, or fitted, on any device.
             **options: Arguments of the constructor besides the sizes, such as ``activation`` and ``name``.
 
         Raises:
@@ -199,7 +199,7 @@ class SKDense(keras.layers.Layer):
 
         Example:
             >>> import torch, numpy as np, panther as pr
-            >>> linear = pr.nn.SKLinear(64, 48, 4)
+            >>> linear = pr.nn.SKLinear(64, 48, 4, sketch="signs")
             >>> layer = SKDense.from_torch(linear, activation="relu")
             >>> torch.equal(layer.to_torch().S1, linear.S1)
             True
@@ -210,7 +210,10 @@ class SKDense(keras.layers.Layer):
                 "sharded nor parametrized"
             )
         if layer.sketch != "signs":
-            raise ValueError('the layer has sparse sketches, and Keras layers have signs: use SKLinear(sketch="signs")')
+            raise ValueError(
+                "the layer has sparse sketches, and layers of Keras have dense signs: build and train it with "
+                'SKLinear(..., sketch="signs")'
+            )
         layer_options = {
             "num_terms": layer.num_terms,
             "low_rank": layer.low_rank,

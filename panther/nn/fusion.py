@@ -17,10 +17,10 @@ from panther.nn.low_rank import LowRankLinear
 def fuse_(model: nn.Module) -> nn.Module:
     """Replace every SKLinear of a model by a LowRankLinear of the same weight, for inference.
 
-    A forward then takes two products instead of four; see :meth:`SKLinear.to_low_rank
-    <panther.nn.SKLinear.to_low_rank>`. Layers that share factors share them afterwards. A
-    :class:`~panther.nn.LowRankLinear`, which :func:`panther.compress` makes, has two factors from the start. Save the
-    model before it is fused: a seeded layer stores half as many numbers.
+    A forward of a layer with ``sketch="signs"`` then takes two products instead of four; see
+    :meth:`SKLinear.to_low_rank <panther.nn.SKLinear.to_low_rank>`. A layer with sparse sketches takes two from the
+    start, and those of its replacement have twice as many numbers. Layers that share factors share them afterwards.
+    Save the model before it is fused: a seeded layer stores half as many numbers.
 
     Args:
         model: A model with SKLinear layers, changed in place, or one such layer.
@@ -37,7 +37,7 @@ def fuse_(model: nn.Module) -> nn.Module:
     Example:
         >>> import torch, panther as pr
         >>> model = torch.nn.Sequential(
-        ...     pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU()
+        ...     pr.nn.SKLinear(256, 128, 4, sketch="signs"), torch.nn.ReLU()
         ... )
         >>> pr.fuse_(model)[0]
         LowRankLinear(in_features=256, out_features=128, rank=8, bias=True)

@@ -36,21 +36,22 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     .. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
 
-    with trained :math:`S_{1,i}` (in, k) and :math:`S_{2,i}` (k, out) and fixed random signs :math:`U = \pm 1/\sqrt k`
+    with trained :math:`S_{1,i}` (in, k) and :math:`S_{2,i}` (k, out) and fixed random sketches U
     (S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching", 2017,
     arXiv:1710.07850). With ``R = num_terms * low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws
-    ``U1`` (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale of the sum.
+    the signs of ``U1`` (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale.
 
-    With ``sketch="sparse"`` :math:`U = \pm 1/2`, once for each input i, in column ``i mod R`` of U2, and once for each
-    output j, in row ``j mod R`` of U1: x U2 folds a row into R sums and (x S1) U1 tiles R numbers over the row, which
-    takes half of the products and no memory. The place ``mod R`` gives neighbouring outputs different functions.
+    With ``sketch="sparse"``, the default, :math:`U = \pm 1/2`, once for each input i, in column ``i mod R`` of U2, and
+    once for each output j, in row ``j mod R`` of U1: x U2 folds a row into R sums and (x S1) U1 tiles R numbers over
+    the row, without products. The place ``mod R`` gives neighbouring outputs different functions. With
+    ``sketch="signs"`` all entries are random signs, :math:`U = \pm 1/\sqrt k`, which takes twice the products.
 
     There are two ways to specify the size: ``SKLinear(in_features, out_features, sketch_size)`` has one term of rank
     ``sketch_size``, and ``SKLinear(in_features, out_features, num_terms, low_rank)`` has L terms of rank k. These
     arguments may also be keywords, and all further arguments must be keywords. Without a size, the sketch is the
     largest that costs at most half of the dense layer.
 
-    A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. Compare :class:`LowRankLinear`, which has
+    A new layer is *seeded*: U1 and U2 are fixed, and saved as one number. Compare :class:`LowRankLinear`, which has
     the least error of its rank and trains all numbers of both factors. A checkpoint of panther-ml, or of a development
     version of Panther, can have sketches of its own: loading it makes the layer *fitted*, with U1 and U2 as trained
     parameters, which are saved like S1 and S2; make the optimizer after that.
@@ -60,8 +61,9 @@ class SKLinear(LinearGeometry, SketchedModule):
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
-        sketch: ``"signs"`` or ``"sparse"``, the kind of U1 and U2. Loading a checkpoint sets the kind that it has.
-        packed: Whether to hold the signs of U1 and U2 as one bit each; see :meth:`pack_`.
+        sketch: ``"sparse"`` or ``"signs"``, the kind of U1 and U2. Loading a checkpoint sets the kind that it has.
+        packed: Whether to hold the signs of U1 and U2 as one bit each while their kind is ``"signs"``; see
+            :meth:`pack_`. A sparse layer has no matrix to pack, and is not changed.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Shape:
@@ -70,13 +72,14 @@ class SKLinear(LinearGeometry, SketchedModule):
     Attributes:
         S1: Trained factor (in, R), drawn so that W has nn.Linear's variance.
         S2: Trained factor (R, out), likewise.
-        U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted; when packed, int32 words
-            (R, out / 32). Of a sparse layer, which holds ``U1_signs`` (out,) and ``U2_signs`` (in,), it is computed at
-            each access.
+        U1: Sketch (R, out): of a sparse layer, which holds ``U1_signs`` (out,) and ``U2_signs`` (in,), computed at each
+            access, with entries +-1 and 0; of signs a buffer of exactly +-1, or int32 words (R, out / 32) when packed;
+            a Parameter when fitted.
         U2: Sketch (in, R), likewise; when packed, (R, in / 32).
         bias: A Parameter (out,), or None.
-        scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1/(4 L) when sparse, 1 when
+        scale: The number that multiplies S1 U1 + U2 S2: 1/(4 L) when sparse, 1/(2 L sqrt(k)) with signs, 1 when
             fitted.
+        packed: Whether U1 and U2 are held as bits: False of a sparse layer, whatever the argument.
         seed: Python int, None when fitted.
 
     Raises:
@@ -86,8 +89,8 @@ class SKLinear(LinearGeometry, SketchedModule):
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
 
-    Cost: ``4 R (in + out)`` flops for each row forward and 1.5 times that backward; sparse, ``2 R (in + out)`` and
-    twice that, as a pair of nn.Linear of as many numbers; dense, ``2 in out`` and twice that.
+    Cost: ``2 R (in + out)`` flops for each row forward and twice that backward, as a pair of nn.Linear of as many
+    numbers; with signs, ``4 R (in + out)`` and 1.5 times that; dense, ``2 in out`` and twice that.
 
     Example:
         >>> import torch
@@ -111,6 +114,7 @@ class SKLinear(LinearGeometry, SketchedModule):
     U1: Tensor
     U2: Tensor
     packed: bool = False
+    _packs_signs: bool = False  # A sparse layer remembers it for a checkpoint of signs.
 
     def __init__(
         self,
@@ -121,7 +125,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         low_rank: int | None = None,
         sketch_size: int | None = None,
         bias: bool = True,
-        sketch: str = "signs",
+        sketch: str = "sparse",
         packed: bool = False,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -134,11 +138,11 @@ class SKLinear(LinearGeometry, SketchedModule):
         self.num_terms = size.get("num_terms", 1)
         if sketch not in SKETCH_VERSIONS:
             raise ValueError(f"sketch={sketch!r} is unknown: use one of {', '.join(map(repr, SKETCH_VERSIONS))}")
+        check_flag("packed", packed)
+        self._packs_signs = packed
         self._set_kind(sketch)
         products = 1 if sketch == "sparse" else 2
         self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features, products=products)
-        check_flag("packed", packed)
-        self.packed = packed and sketch == "signs"
         R = self.num_terms * self.low_rank
         factors = {"S1": (self.in_features, R), "S2": (R, self.out_features)}
         self._build(factors, self.out_features, bias=bias, seed=seed, device=device, dtype=dtype)
@@ -211,12 +215,12 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     @property
     def U1s(self) -> Tensor:  # (L, k, out)
-        """U1 by terms, scaled as in the layer's formula: +-1/sqrt(k) when seeded."""
+        """U1 by terms, scaled as in the layer's formula: entries +-1/2 when sparse, +-1/sqrt(k) with signs."""
         return self._by_rows(self._dense_sketches()[0] * (2 * self.num_terms * self.scale))
 
     @property
     def U2s(self) -> Tensor:  # (L, in, k)
-        """U2 by terms, scaled as in the layer's formula: +-1/sqrt(k) when seeded."""
+        """U2 by terms, scaled as in the layer's formula: entries +-1/2 when sparse, +-1/sqrt(k) with signs."""
         return self._by_columns(self._dense_sketches()[1] * (2 * self.num_terms * self.scale))
 
     def _by_rows(self, factor: Tensor) -> Tensor:  # (R, out) -> (L, k, out)
@@ -245,7 +249,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         low_rank: int | None = None,
         sketch_size: int | None = None,
         init: str = "lstsq",
-        sketch: str = "signs",
+        sketch: str = "sparse",
         seed: int | None = None,
     ) -> Self:
         r"""Return a sketched approximation of a dense layer, on its device and in its dtype.
@@ -258,7 +262,7 @@ class SKLinear(LinearGeometry, SketchedModule):
             sketch_size: As in the constructor.
             init: ``"lstsq"``: the best S1 and S2 for the seed's sketches, of least norm.
                 ``"random"``: the unbiased estimator. Its error exceeds the weight itself while R is below
-                (in + out) / 4, so it is for studies, not for keeping a model.
+                (in + out) / 6, with signs (in + out) / 4, so it is for studies, not for keeping a model.
                 The best approximation of rank 2R, by SVD, is :meth:`LowRankLinear.from_linear`.
             sketch: As in the constructor.
             seed: As in the constructor.
@@ -297,8 +301,8 @@ class SKLinear(LinearGeometry, SketchedModule):
     def to_low_rank(self) -> LowRankLinear:
         r"""Return the :class:`LowRankLinear` of rank 2R with this layer's weight and bias, for inference.
 
-        Its factors are :math:`[S_1 \mid U_2]` and :math:`[U_1; S_2]`, scaled, so that a forward takes two products
-        instead of four. It has no seed: the sketches are numbers in its files, and would be trained.
+        Its factors are :math:`[S_1 \mid U_2]` and :math:`[U_1; S_2]`, scaled, so that a forward takes two products,
+        instead of four with signs. It has no seed: the sketches are numbers in its files, and would be trained.
 
         Example:
             >>> import torch
@@ -356,15 +360,15 @@ class SKLinear(LinearGeometry, SketchedModule):
         the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (library products, for
         R above 64 and many rows, unpack them first). On the CPU each product unpacks them block by block, which costs
         time if the batch is small. A packed layer can be trained and saved like any other (a
-        checkpoint holds the seed, so packed and unpacked layers load each other's). :meth:`unpack_` undoes it. Sparse
-        sketches take next to no memory as they are, so that a sparse layer is not changed.
+        checkpoint holds the seed, so packed and unpacked layers load each other's). :meth:`unpack_` undoes it. A sparse
+        layer holds no matrix to pack: it stays as it is, unless it loads a checkpoint of signs, which it then packs.
 
         Raises:
             ValueError: If the layer is fitted: its sketches are trained numbers, not signs.
 
         Example:
             >>> import torch
-            >>> layer = SKLinear(256, 128, 4, dtype=torch.bfloat16)
+            >>> layer = SKLinear(256, 128, 4, sketch="signs", dtype=torch.bfloat16)
             >>> before = layer.U1.nbytes
             >>> before // layer.pack_().U1.nbytes
             16
@@ -374,13 +378,15 @@ class SKLinear(LinearGeometry, SketchedModule):
                 "pack_ holds signs as bits, and the sketches of this fitted layer are trained numbers: keep it as it "
                 "is, or use SKLinear.from_linear(linear, ...), whose sketches are signs"
             )
-        return self if self.sketch == "sparse" else self._hold(packed=True)
+        return self._hold(packed=True)
 
     def unpack_(self) -> Self:
         """Store U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which is faster to train with."""
         return self._hold(packed=False)
 
     def _hold(self, *, packed: bool) -> Self:
+        self._packs_signs = packed
+        packed = packed and self.sketch == "signs"
         if packed != self.packed:
             self.packed = packed
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
@@ -388,12 +394,12 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
         """Make the layer fitted, with these sketches as Parameters, frozen if the factors are. It is not packed."""
-        self.packed = False
+        self.packed = self._packs_signs = False
         super().set_fitted_(sketches)
 
     def _set_kind(self, sketch: str) -> None:
         super()._set_kind(sketch)
-        self.packed = self.packed and sketch == "signs"
+        self.packed = self._packs_signs and sketch == "signs"
 
     def __getattr__(self, name: str) -> Any:
         if self.__dict__.get("sketch") == "sparse" and name in ("U1", "U2"):

@@ -45,6 +45,10 @@ def sketched(n, m):
     return SKLinear(n, m, R)
 
 
+def signs(n, m):
+    return SKLinear(n, m, R, sketch="signs")
+
+
 def batch():
     return torch.randn(2, ROWS // 2, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -71,9 +75,10 @@ def measure(model, how, *others):
 
 
 @shows_outputs
-def test_nothing_is_sent_again_and_half_of_the_products_are_saved():
+@pytest.mark.parametrize(("make", "products"), [(sketched, 1), (signs, 2)], ids=["sparse", "signs"])
+def test_nothing_is_sent_again_and_half_of_the_products_are_saved(make, products):
     def rank():
-        model = block(sketched).double()
+        model = block(make).double()
         tensor_parallel(model, make_mesh(tp=2)["tp"])
         return [measure(model, how) for how in ("none", "all", "selective")]
 
@@ -82,9 +87,9 @@ def test_nothing_is_sent_again_and_half_of_the_products_are_saved():
             for name, gradient in none[0].items():
                 torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-13, msg=name)
         assert (none[1], everything[1], selective[1]) == (5, 7, 5)
-        # q, k, v, gate and up once; o and down before and after the sum over ranks.
-        assert selective[3] == ROWS * 2 * R * (5 + 2 * 2)
-        first = 2 * ROWS * 2 * R * (5 * 24 + 12 + 18)
+        # The products of q, k, v, gate and up; those of o and down, and their sum over ranks. Folds are computed again.
+        assert selective[3] == ROWS * R * (products * (5 + 2) + 2 * 2)
+        first = 2 * ROWS * products * R * (5 * 24 + 12 + 18)
         assert everything[2] - selective[2] == first
 
 
@@ -163,11 +168,12 @@ def saved_by_the_policy(block, **options):
     ("make", "calls", "saved"),
     [
         # Six sums over ranks in three blocks, and those of the forward again where everything is recomputed.
-        (sketched, {"none": 6, "selective": 6, "full": 9}, 3 * (2 * R + 2 * 2 * R)),
+        (sketched, {"none": 6, "selective": 6, "full": 9}, 3 * (R + R + 2 * R)),
+        (signs, {"none": 6, "selective": 6, "full": 9}, 3 * (2 * R + 2 * 2 * R)),
         # The first product and the sum of the second; full stops before the sum, which no gradient needs.
         (nn.Linear, {"none": 6, "selective": 6, "full": 6}, 3 * (48 // 2 + 24)),
     ],
-    ids=["sketched", "dense"],
+    ids=["sparse", "signs", "dense"],
 )
 def test_what_three_sharded_blocks_of_a_trainer_send_and_keep(make, calls, saved, monkeypatch):
     """TrainConfig's "selective" sends nothing again; of sketched layers it keeps the 2R numbers a row and no more."""

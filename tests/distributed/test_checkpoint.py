@@ -397,7 +397,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "layer '0': args" in message(other)
     assert "restore_architecture" in message(other)
     fitted = nn.Sequential(with_stored_sketches(SKLinear(24, 24, 2)), *model[1:])
-    assert "mode is fitted and was seeded" in message(fitted)
+    assert "mode is fitted and was sparse" in message(fitted)
     assert torch.equal(model[3].weight, first_weight)
     checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()), step=2)
     assert "has the state of SGD, but the optimizer is Adam" in message(model, torch.optim.Adam(model.parameters()))
@@ -715,17 +715,23 @@ def test_a_rank_without_parameters_of_a_group_gets_its_settings(tmp_path):
     assert on_ranks(rates_after_loading, 2) == [[[(0.3, 0.9), (0.5, 0.9)]] * 2] * 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_a_layer_takes_the_kind_of_a_saved_sketch(tmp_path, strategy):
     """What was saved of signs goes on as signs, and sparse as sparse, whatever kind the new model was built with."""
+
+    def model(kind):
+        layers = nn.Sequential(SKLinear(24, 20, 5, sketch=kind), SKLinear(20, 24, 5, sketch=kind))
+        if strategy == "tp":
+            tensor_parallel(layers, make_mesh(tp=2)["tp"])
+            return layers
+        return data_parallel(layers, strategy=strategy)
 
     def rank():
         outputs = []
         for saved, built in (("signs", "sparse"), ("sparse", "signs")):
             folder, x = tmp_path / saved, torch.ones(3, 24)
-            first = data_parallel(nn.Sequential(SKLinear(24, 20, 5, sketch=saved)), strategy=strategy)
+            first, second = model(saved), model(built)
             checkpoint.save(folder, first, torch.optim.SGD(first.parameters()), step=1)
-            second = data_parallel(nn.Sequential(SKLinear(24, 20, 5, sketch=built)), strategy=strategy)
             checkpoint.load(folder, second, torch.optim.SGD(second.parameters()))
             outputs.append(torch.equal(first(x), second(x)))
         return outputs

@@ -95,10 +95,11 @@ def test_n_ranks_train_as_one_process_does_on_the_whole_batch(n, fitted):
 
 
 @pytest.mark.distributed
-def test_forwards_do_not_send_the_sketches_again():
+@pytest.mark.parametrize(("sketch", "numbers"), [("sparse", 2 * 256), ("signs", 2 * 256 * 4)])
+def test_forwards_do_not_send_the_sketches_again(sketch, numbers):
     def rank():
         torch.manual_seed(dist.get_rank())
-        layers = [SKLinear(256, 256, 4), nn.BatchNorm1d(256), SKLinear(256, 256, 4)]
+        layers = [SKLinear(256, 256, 4, sketch=sketch), nn.BatchNorm1d(256), SKLinear(256, 256, 4, sketch=sketch)]
         x = torch.randn(4, 256)
         ours, plain = data_parallel(nn.Sequential(*layers)), DistributedDataParallel(nn.Sequential(*layers))
         sent = []
@@ -112,7 +113,7 @@ def test_forwards_do_not_send_the_sketches_again():
 
     for (ours, plain), parameter_bytes in on_ranks(rank):
         batch_norm = 2 * 256 * 4 + 8
-        sketches = 2 * (2 * 256 * 4 * 4 + 32)
+        sketches = 2 * (numbers * 4 + 32)
         assert ours == (batch_norm, parameter_bytes)
         assert plain == (batch_norm + sketches, parameter_bytes)
 

@@ -105,7 +105,7 @@ def test_a_layer_of_another_shape(name):
         STRATEGIES[name](model(width=24 if dist.get_rank() == 1 else 16))
 
     error = alike(rank)
-    assert error.startswith("SketchMismatchError: sketches differ between ranks: layer '0' is seeded SKLinear in")
+    assert error.startswith("SketchMismatchError: sketches differ between ranks: layer '0' is sparse SKLinear in")
     assert "U2 (16, 2) on rank 0 and" in error
 
 
@@ -123,7 +123,7 @@ def test_another_number_of_layers(name):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda: model(dtype=torch.float64), "layer '0' is seeded SKLinear in torch.float32 .* on rank 0 and"),
+        (lambda: model(dtype=torch.float64), "layer '0' is sparse SKLinear in torch.float32 .* on rank 0 and"),
         (lambda: model(terms=2), "num_terms=1, .* on rank 0 and .* num_terms=2"),
         (lambda: changed(2, model()[2].double()), "parameter '2.weight' is trained torch.float32 .* torch.float64"),
         (

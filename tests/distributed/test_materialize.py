@@ -110,8 +110,8 @@ def test_a_seed_decides_everything_that_nobody_chose():
     assert len({*seeds, *others}) == 2 * len(seeds) - 1
     assert seeds[-1] == others[-1] == 11
     drawn_anew = {name for name, tensor in tensors.items() if not torch.equal(tensor, different[name])}
-    assert {"0.S1", "0.U1", "1.S", "1.U", "2.Wq", "2.directions", "2.SRPE.noise", "3.S1"} <= drawn_anew
-    assert torch.equal(tensors["3.U1"], different["3.U1"])
+    assert {"0.S1", "0.U1_signs", "1.S", "1.U", "2.Wq", "2.directions", "2.SRPE.noise", "3.S1"} <= drawn_anew
+    assert torch.equal(tensors["3.U1_signs"], different["3.U1_signs"])
 
 
 def test_activation_checkpointing_changes_no_value():

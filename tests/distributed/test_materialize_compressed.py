@@ -63,7 +63,7 @@ FORMS = {
     "pairs.0.0": lambda linear: LowRankLinear.from_linear(linear, 8),
     "pairs.0.2": lambda linear: with_stored_sketches(SKLinear.from_linear(linear, 2, 3)),
     "pairs.1.0": lambda linear: SKLinear.from_linear(linear, 1, 4),
-    "pairs.1.2": lambda linear: SKLinear.from_linear(linear, 1, 3).pack_(),
+    "pairs.1.2": lambda linear: SKLinear.from_linear(linear, 1, 3, sketch="signs").pack_(),
     "pairs.2.0": lambda linear: QuantizedLinear.from_linear(linear, 4, group_size=8, low_rank=2),
     "pairs.2.2": lambda linear: InterpolativeLinear.from_linear(linear, 9),
     "other": lambda linear: QuantizedLinear.from_linear(linear, None, low_rank=3),
@@ -247,7 +247,7 @@ def test_what_a_sharded_model_lacks_is_said(tmp_path):
 
     for first, second in on_ranks(run):
         assert "does not fit layer '0': a FSDPLinear is not the SKLinear that was saved: call restore_arch" in first
-        assert "does not fit layer '0': mode is seeded and was fitted: call restore_architecture" in second
+        assert "does not fit layer '0': mode is sparse and was fitted: call restore_architecture" in second
     with pytest.raises(FormatError, match=r"module '0' was saved for a Linear with \{'in_features': 24\}, and the"):
         materialize_(nn.Sequential(nn.Linear(25, 40, device="meta")), tmp_path / "fitted")
     with pytest.raises(FormatError, match="holds no model: give a folder that panther"):
@@ -257,7 +257,7 @@ def test_what_a_sharded_model_lacks_is_said(tmp_path):
 
 
 def test_layers_keep_the_dtype_and_the_form_of_the_model(tmp_path):
-    layers = nn.Linear(24, 40), SKLinear(40, 24, 2)
+    layers = nn.Linear(24, 40), SKLinear(40, 24, 2, sketch="signs")
     pr.save_compressed(nn.Sequential(LowRankLinear.from_linear(layers[0], 8), layers[1]).bfloat16(), tmp_path)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(24, 40), SKLinear(40, 24, 2, packed=True))

@@ -177,8 +177,8 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("rows", [4 * R - 1, 4 * R])
-def test_a_sharded_layer_uses_the_kernels_of_a_plain_one(rows, monkeypatch):
+@pytest.mark.parametrize(("sketch", "rows", "count"), [("sparse", 5, 4), ("signs", 4 * R - 1, 8), ("signs", 4 * R, 4)])
+def test_a_sharded_layer_uses_the_kernels_of_a_plain_one(sketch, rows, count):
     """No array of the sketches' size is made, but for joined factors where the plain layer joins them too."""
 
     def rank():
@@ -191,7 +191,7 @@ def test_a_sharded_layer_uses_the_kernels_of_a_plain_one(rows, monkeypatch):
                 return kernel(*args)
 
             setattr(_linear, name, recorded)
-        model = nn.Sequential(SKLinear(40, 50, R), nn.Tanh(), SKLinear(50, 30, R))
+        model = nn.Sequential(SKLinear(40, 50, R, sketch=sketch), nn.Tanh(), SKLinear(50, 30, R, sketch=sketch))
         tensor_parallel(model, make_mesh(tp=2)["tp"])
         x = torch.randn(rows, 40)
         model(x)
@@ -205,7 +205,7 @@ def test_a_sharded_layer_uses_the_kernels_of_a_plain_one(rows, monkeypatch):
         sketches = {(40, R), (R, 25), (25, R), (R, 30)}
         assert not [entry for entry in seen if entry[1] in sketches]
         products = [name for name, _ in seen if name in ("aten::mm", "aten::addmm")]
-        assert len(products) == (4 if rows >= 4 * R else 8)
+        assert len(products) == count
 
 
 def test_attention_by_itself_has_one_collective_backward():

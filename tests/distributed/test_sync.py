@@ -75,7 +75,7 @@ def test_a_mismatch_names_layer_ranks_seeds_and_fix_on_every_rank():
 
     errors = on_ranks(rank, 3)
     assert len(set(errors)) == 1
-    assert errors[0].startswith("SketchMismatchError: sketches differ between ranks: layer '1' is seeded SKLinear")
+    assert errors[0].startswith("SketchMismatchError: sketches differ between ranks: layer '1' is sparse SKLinear")
     assert "seed 5 on ranks 0, 2 and" in errors[0]
     assert "seed 7 on rank 1" in errors[0]
     assert "layer '2'" in errors[0]
@@ -146,8 +146,8 @@ def test_a_fitted_mismatch_is_seen_to_the_last_bit():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda: nn.Sequential(SKLinear(64, 64, 2)), "layer '1' is seeded .* on rank 0 and missing on rank 1"),
-        (lambda: model(fitted=True), "seeded SKLinear .* on rank 0 and fitted SKLinear .* on rank 1"),
+        (lambda: nn.Sequential(SKLinear(64, 64, 2)), "layer '1' is sparse .* on rank 0 and missing on rank 1"),
+        (lambda: model(fitted=True), "sparse SKLinear .* on rank 0 and fitted SKLinear .* on rank 1"),
         (lambda: nn.Sequential(nn.Linear(2, 2), SKLinear(64, 60, 2), SKLinear(64, 64, 2, 1)), r"U1 \(2, 60\)"),
         (lambda: nn.Sequential(nn.Linear(2, 2), SKLinear(64, 64, 2), SKLinear(64, 64, 1, 2)), "num_terms=1"),
         (lambda: nn.Linear(2, 2), "missing on rank 1"),
@@ -179,7 +179,7 @@ def test_a_damaged_seed_of_the_source_is_told_to_all_and_another_ranks_repaired(
     for src, fn in ((1, sync_sketches), (0, verify_sketches)):
         (first, _), (second, _) = on_ranks(lambda src=src, fn=fn: rank(src, fn))
         assert first == second
-        assert "SketchMismatchError: rank 1: sketch_seed=[8, 1, 1" in first
+        assert "SketchMismatchError: rank 1: sketch_seed=[8, 1, 2" in first
     (first, record), (second, repaired) = on_ranks(lambda: rank(0, sync_sketches))
     assert first is second is None
     assert record == repaired

@@ -27,7 +27,7 @@ def network(seed=3, head=4):
         pr.nn.SKLinear(32, 64, 2, seed=seed),
         nn.ReLU(),
         stored,
-        pr.nn.SKLinear(64, 64, 2, seed=seed + 1, packed=True),
+        pr.nn.SKLinear(64, 64, 2, sketch="signs", packed=True, seed=seed + 1),
         nn.BatchNorm1d(64).eval(),
         nn.Linear(64, head),
     )

@@ -56,11 +56,11 @@ def test_the_signs_are_those_of_torch(shape, seed, stream):
 def linears():
     torch.manual_seed(0)
     return {
-        "seeded": pr.nn.SKLinear(300, 130, 2, 5, seed=2**63 - 1),
-        "without bias": pr.nn.SKLinear(40, 33, 3, bias=False, seed=2),
-        "packed": pr.nn.SKLinear(64, 96, 8, packed=True, seed=3),
+        "seeded": pr.nn.SKLinear(300, 130, 2, 5, sketch="signs", seed=2**63 - 1),
+        "without bias": pr.nn.SKLinear(40, 33, 3, bias=False, sketch="signs", seed=2),
+        "packed": pr.nn.SKLinear(64, 96, 8, sketch="signs", packed=True, seed=3),
         "fitted": with_stored_sketches(pr.nn.SKLinear(257, 64, 3, 4)),
-        "of one": pr.nn.SKLinear(30, 20, 1),
+        "of one": pr.nn.SKLinear(30, 20, 1, sketch="signs"),
     }
 
 
@@ -86,7 +86,7 @@ def test_weights_go_to_sklinear_and_back_exactly(kind, dtype):
 
 def test_training_has_the_losses_of_torch_and_keeps_the_sketches():
     torch.manual_seed(0)
-    first, second = pr.nn.SKLinear(96, 64, 3, seed=1), pr.nn.SKLinear(64, 4, 1, seed=2)
+    first, second = (pr.nn.SKLinear(*sizes, sketch="signs", seed=sizes[-1]) for sizes in ((96, 64, 3), (64, 4, 1)))
     x, y = torch.randn(32, 96), torch.arange(32) % 4
     model = keras.Sequential(
         [keras.layers.Input((96,)), SKDense.from_torch(first, activation="relu"), SKDense.from_torch(second)]
@@ -198,7 +198,7 @@ def test_inputs_of_any_rank_and_shapes_known_before_values():
         assert tuple(layer(np.zeros(shape, np.float32)).shape) == (*shape[:-1], 7)
     default = SKDense(64)
     default.build((None, 64))
-    assert default.low_rank == pr.nn.SKLinear(64, 64).low_rank
+    assert default.low_rank == pr.nn.SKLinear(64, 64, sketch="signs").low_rank
     assert "low_rank" not in default.get_config()
 
 
@@ -255,12 +255,12 @@ def test_a_layer_that_saves_nothing_warns():
 @pytest.mark.skipif(BACKEND != "jax", reason="others hold float64")
 def test_jax_says_how_to_hold_float64():
     with pytest.raises(ValueError, match="S1 is of dtype float64, and the backend holds float32: set JAX_ENABLE_X64=1"):
-        SKDense.from_torch(pr.nn.SKLinear(30, 20, 2, dtype=torch.float64))
+        SKDense.from_torch(pr.nn.SKLinear(30, 20, 2, sketch="signs", dtype=torch.float64))
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX holds float32 by default")
 def test_float64_is_exchanged_exactly():
-    linear = pr.nn.SKLinear(30, 20, 2, dtype=torch.float64)
+    linear = pr.nn.SKLinear(30, 20, 2, sketch="signs", dtype=torch.float64)
     assert equal_states(linear, SKDense.from_torch(linear).to_torch())
 
 

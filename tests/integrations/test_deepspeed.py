@@ -39,7 +39,7 @@ class Network(nn.Module):
         self.fitted = with_stored_sketches(pr.nn.SKLinear(64, 64, 2))
         for name in self.fitted.sketch_names:
             getattr(self.fitted, name).requires_grad_(False)
-        self.packed = pr.nn.SKLinear(64, 64, 2, seed=seed + 1, packed=True)
+        self.packed = pr.nn.SKLinear(64, 64, 2, sketch="signs", packed=True, seed=seed + 1)
         self.head = nn.Linear(64, 4)
         self.register_buffer("calls", torch.zeros(()))
 

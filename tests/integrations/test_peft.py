@@ -28,7 +28,7 @@ def compressed(kind, dtype=torch.float32, inner=40, outer=56):
         case "seeded":
             return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype)
         case "packed":
-            return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype).pack_()
+            return SKLinear(inner, outer, 1, 3, sketch="signs", seed=5, dtype=dtype).pack_()
         case "low rank":
             return LowRankLinear.from_linear(dense, 6)
         case "columns":

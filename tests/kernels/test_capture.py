@@ -103,9 +103,9 @@ def test_a_planned_call_allocates_and_launches_and_does_nothing_else(device):
         assert mode.names[:3] == ["new_empty"] * 3
 
 
-@pytest.fixture
-def layer_on_a_gpu():
-    return SKLinear(256, 256, 16, seed=0, device="cuda", dtype=torch.bfloat16)
+@pytest.fixture(params=["sparse", "signs"])
+def layer_on_a_gpu(request):
+    return SKLinear(256, 256, 16, sketch=request.param, seed=0, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.fixture

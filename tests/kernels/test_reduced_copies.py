@@ -57,8 +57,8 @@ def test_what_is_not_kept():
 
 
 def test_a_layer_under_autocast_casts_its_sketches_once():
-    layer, x = SKLinear(40, 30, 3, seed=1), torch.randn(2, 40)
-    other = SKLinear(40, 30, 3, seed=2)
+    layer, x = SKLinear(40, 30, 3, sketch="signs", seed=1), torch.randn(2, 40)
+    other = SKLinear(40, 30, 3, sketch="signs", seed=2)
     other.load_state_dict(plain_state(layer) | {"sketch_seed": other.sketch_seed})
 
     def call(module):

@@ -43,7 +43,7 @@ def test_the_default_size_costs_at_most_half(shape, expected):
     assert (layer.num_terms, layer.low_rank) == (1, expected)
     inner, out = in_channels // g * k * k, out_channels // g
     if g == k == 1:
-        assert SKLinear(in_channels, out_channels).low_rank == expected
+        assert SKLinear(in_channels, out_channels, sketch="signs").low_rank == expected
 
     def fits(K):
         return 2 * K * (inner + out) <= inner * out_channels / 2

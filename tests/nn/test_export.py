@@ -117,7 +117,7 @@ def test_an_onnx_file_holds_bits_and_codes_as_they_are(form, tmp_path):
         dense, x = nn.Conv2d(128, 256, 3, padding=1), torch.randn(2, 128, 6, 5)
         layer = QuantizedConv2d.from_conv(dense, 4, group_size=96)
     elif form == "packed":
-        layer = SKLinear.from_linear(dense, num_terms=1, low_rank=8).pack_()
+        layer = SKLinear.from_linear(dense, num_terms=1, low_rank=8, sketch="signs").pack_()
     else:
         layer = QuantizedLinear.from_linear(dense, int(form[3:]), group_size=96)
     run = onnx_session(layer.eval(), x, {0: torch.export.Dim("batch")}, tmp_path / "layer.onnx")

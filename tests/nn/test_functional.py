@@ -51,9 +51,10 @@ def test_autocast_leaves_float64_alone():
 
 @pytest.mark.parametrize("rows", [4, 64])  # The factors are joined from four rows for each of their 16 columns on.
 @pytest.mark.parametrize("autocast", [False, True])
-def test_float16_overflows_no_earlier_than_the_dense_layer(rows, autocast):
+@pytest.mark.parametrize("sketch", ["sparse", "signs"])
+def test_float16_overflows_no_earlier_than_the_dense_layer(rows, autocast, sketch):
     torch.manual_seed(0)
-    layer = SKLinear(8192, 256, 1, 16, seed=1)
+    layer = SKLinear(8192, 256, 1, 16, sketch=sketch, seed=1)
     x = 400 * torch.randn(rows, 8192)
     exact = layer.double().to_linear()(x.double())
     if autocast:
@@ -65,13 +66,14 @@ def test_float16_overflows_no_earlier_than_the_dense_layer(rows, autocast):
     assert_close(out, exact)
 
 
-def test_float16_keeps_small_inputs_and_large_gradients():
+@pytest.mark.parametrize("sketch", ["sparse", "signs"])
+def test_float16_keeps_small_inputs_and_large_gradients(sketch):
     torch.manual_seed(0)
-    layer = SKLinear(1024, 1024, 2, 64, bias=False)
+    layer = SKLinear(1024, 1024, 2, 64, sketch=sketch, bias=False)
     x = 1e-4 * torch.randn(4, 1024)
     exact = layer.double()(x.half().double())
     assert_close(layer.half()(x.half()), exact)
-    layer = SKLinear(256, 8192, 1, 16).half()
+    layer = SKLinear(256, 8192, 1, 16, sketch=sketch).half()
     x = torch.randn(4, 256).half().requires_grad_()
     grad = 1000 * torch.randn(4, 8192).half()
     (ours,) = torch.autograd.grad(layer(x), x, grad)

@@ -468,7 +468,7 @@ REFUSALS = {
     "a list for an alias": (lambda m: m["modules"].update({"1": {"alias_of": ["0"]}}), "alias of .'0'., which is not"),
     "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "their weights differ"),
     "a negative size": (lambda m: m["modules"]["0"]["args"].update(low_rank=-2), "low_rank=-2 must be at least 1"),
-    "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
+    "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be sparse, torch.float64"),
     "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),
     "another mode": (lambda m: m["modules"]["0"].update(mode="fitted"), "should be fitted"),
     "a module that is not": (

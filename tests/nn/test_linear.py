@@ -30,8 +30,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
         ((256, 128), {"num_terms": 2, "low_rank": 4}, (2, 4)),
         ((), {"in_features": 256, "out_features": 128, "num_terms": 2, "low_rank": 4, "bias": False}, (2, 4)),
         ((256, 128), {"low_rank": 4}, (1, 4)),
-        ((256, 128), {}, (1, 16)),  # 2 R (in + out) is at most half of in * out, and R a multiple of 8
-        ((256, 128), {"sketch": "sparse"}, (1, 40)),  # and here R (in + out)
+        ((256, 128), {}, (1, 40)),  # R (in + out) is at most half of in * out, and R a multiple of 8
+        ((256, 128), {"sketch": "signs"}, (1, 16)),  # and here 2 R (in + out)
     ],
 )
 def test_both_call_forms(args, kwargs, expected):
@@ -71,16 +71,17 @@ def test_bad_construction(args, kwargs, error, match):
 
 
 def test_a_sketch_larger_than_the_layer_warns_once_and_works():
-    with pytest.warns(
-        PerformanceWarning, match=r"256 numbers, and a dense layer of 8 .* by 64: .* nn\.Linear"
-    ) as record:
-        layer = SKLinear(8, 8, 8)
-    assert len(record) == 1
+    for rank, kind in ((8, {}), (4, {"sketch": "signs"})):
+        with pytest.warns(
+            PerformanceWarning, match=r"128 numbers, and a dense layer of 8 .* by 64: .* nn\.Linear"
+        ) as record:
+            layer = SKLinear(8, 8, rank, **kind)
+        assert len(record) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(torch.randn(2, 8))
-        SKLinear(64, 64, 15)  # 2 R (in + out) = 3840 < 4096
-        SKLinear(64, 64, 31, sketch="sparse")  # R (in + out) = 3968
+        SKLinear(64, 64, 31)  # R (in + out) = 3968 < 4096
+        SKLinear(64, 64, 15, sketch="signs")  # 2 R (in + out) = 3840
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,11 @@ def test_storage_and_stacked_views(sketch, held, entry):
                 setattr(layer, name, value)
 
 
-@pytest.mark.parametrize("fitted", [False, True])
-def test_the_stacked_formula_holds(fitted):
-    layer = SKLinear(30, 20, num_terms=2, low_rank=1, dtype=torch.float64)
-    if fitted:
+@pytest.mark.parametrize("kind", ["sparse", "signs", "fitted"])
+def test_the_stacked_formula_holds(kind):
+    options = {} if kind == "fitted" else {"sketch": kind}
+    layer = SKLinear(30, 20, num_terms=2, low_rank=1, dtype=torch.float64, **options)
+    if kind == "fitted":
         layer = with_stored_sketches(layer)
     terms = zip(layer.S1s, layer.U1s, layer.U2s, layer.S2s, strict=True)
     W = sum(S1 @ U1 + U2 @ S2 for S1, U1, U2, S2 in terms) / (2 * layer.num_terms)
@@ -127,10 +129,10 @@ def test_num_terms_is_only_a_scale():
 
 
 def test_sketches_are_streams_0_and_1_of_the_seed():
-    layer = SKLinear(64, 48, 4, seed=12)
+    layer = SKLinear(64, 48, 4, sketch="signs", seed=12)
     assert torch.equal(layer.U1, SignSketch(4, 48, seed=12, scale=False).dense())
     assert torch.equal(layer.U2, SignSketch(64, 4, seed=12, stream=1, scale=False).dense())
-    sparse = SKLinear(64, 48, 5, sketch="sparse", seed=12)
+    sparse = SKLinear(64, 48, 5, seed=12)
     rows, places = torch.arange(64), torch.arange(64) % 5
     assert torch.equal(sparse.U2[rows, places], SignSketch(1, 64, seed=12, stream=1, scale=False).dense()[0])
     assert torch.equal(sparse.U1[places[:48], rows[:48]], SignSketch(1, 48, seed=12, scale=False).dense()[0])
@@ -139,6 +141,16 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
     torch.manual_seed(3)
     assert SKLinear(64, 48, 4).seed == drawn.seed
     assert type(drawn.seed) is int
+
+
+def test_golden_signs_of_a_new_layer():
+    """A seed in a checkpoint means these signs, in rows and columns ``mod R``; changing them makes it unreadable."""
+    layer = SKLinear(20, 12, 4, seed=12345)
+    assert "".join("+" if sign > 0 else "-" for sign in layer.U1_signs) == "--+-++++--+-"
+    assert "".join("+" if sign > 0 else "-" for sign in layer.U2_signs) == "+++-+-++++-++--+--+-"
+    assert layer.U1[:, 4:8].tolist() == layer.U1_signs[4:8].diag().tolist()
+    assert layer.U2[16:].tolist() == layer.U2_signs[16:].diag().tolist()
+    assert layer.scale == 0.25
 
 
 @fuzz
@@ -150,13 +162,14 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
     batch=st.lists(st.integers(0, 5), max_size=3),
     dtype=st.sampled_from(DTYPES),
     bias=st.booleans(),
-    fitted=st.booleans(),
+    kind=st.sampled_from(["sparse", "signs", "fitted"]),
 )
 @pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
-def test_forward_and_gradients_against_the_dense_weight(n_in, n_out, terms, rank, batch, dtype, bias, fitted):
+def test_forward_and_gradients_against_the_dense_weight(n_in, n_out, terms, rank, batch, dtype, bias, kind):
     torch.manual_seed(0)
-    layer = SKLinear(n_in, n_out, terms, rank, bias=bias, dtype=dtype)
-    if fitted:
+    sketch = "sparse" if kind == "sparse" else "signs"
+    layer = SKLinear(n_in, n_out, terms, rank, bias=bias, sketch=sketch, dtype=dtype)
+    if kind == "fitted":
         with_stored_sketches(layer)
     x = torch.randn(*batch, n_in).to(dtype).requires_grad_()
     exact = nn.functional.linear(
@@ -186,17 +199,18 @@ def assert_small(deviation, size, dtype):
 
 
 @pytest.mark.parametrize(("n_in", "n_out", "terms", "rank"), [(512, 512, 1, 16), (300, 700, 3, 2), (1024, 64, 2, 1)])
-@pytest.mark.parametrize("fitted", [False, True])
-def test_fresh_output_has_nn_linears_spread(n_in, n_out, terms, rank, fitted):
+@pytest.mark.parametrize("kind", ["sparse", "signs", "fitted"])
+def test_fresh_output_has_nn_linears_spread(n_in, n_out, terms, rank, kind):
     """Within 5 % in the mean of 30 seeds; the deviation of that mean is below 1 % for these sizes."""
     torch.manual_seed(0)
     ratios = []
-    layer = SKLinear(n_in, n_out, terms, rank)
-    if fitted:
+    options = {} if kind == "fitted" else {"sketch": kind}
+    layer = SKLinear(n_in, n_out, terms, rank, **options)
+    if kind == "fitted":
         layer.set_fitted_({name: torch.zeros(shape) for name, shape in layer.sketch_shapes().items()})
     for _ in range(30):
-        if not fitted:
-            layer = SKLinear(n_in, n_out, terms, rank)
+        if kind != "fitted":
+            layer = SKLinear(n_in, n_out, terms, rank, **options)
         layer.reset_parameters()
         x = torch.randn(64, n_in)
         ratios.append((layer(x).std() / nn.Linear(n_in, n_out)(x).std()).item())
@@ -220,22 +234,24 @@ def test_to_linear_copies():
     assert SKLinear(64, 48, 4, bias=False).to_linear().bias is None
 
 
-def test_signs_are_drawn_once(monkeypatch):
+@pytest.mark.parametrize(("sketch", "numbers"), [("sparse", [48, 64]), ("signs", [4 * 48, 64 * 4])])
+def test_signs_are_drawn_once(monkeypatch, sketch, numbers):
     drawn = []
 
     def counted(seed, stream, rows, cols, **options):
         drawn.append(len(rows) * len(cols))
         return signs(seed, stream, rows, cols, **options)
 
-    monkeypatch.setattr("panther.nn.base.signs", counted)
-    SKLinear(64, 48, 4)
-    assert drawn == [4 * 48, 64 * 4]
+    for module in ("base", "linear"):
+        monkeypatch.setattr(f"panther.nn.{module}.signs", counted)
+    SKLinear(64, 48, 4, sketch=sketch)
+    assert drawn == numbers
 
 
 def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
     layer = SKLinear(64, 48, 4)
     U1, S1, seed = layer.U1.clone(), layer.S1.detach().clone(), layer.seed
-    layer.U1.zero_()
+    layer.U1_signs.zero_()
     layer.reset_parameters()
     assert layer.seed == seed
     assert torch.equal(layer.U1, U1)
@@ -243,7 +259,7 @@ def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
 
 
 def test_extra_repr():
-    assert repr(SKLinear(64, 48, 2, 3, sketch="sparse", seed=5)) == (
-        "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5, sketch='sparse')"
-    )
+    expected = "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5"
+    assert repr(SKLinear(64, 48, 2, 3, seed=5)) == f"{expected}, sketch='sparse')"
+    assert repr(SKLinear(64, 48, 2, 3, sketch="signs", seed=5)) == f"{expected})"
     assert "fitted" in repr(with_stored_sketches(SKLinear(64, 48, 2, 3)))

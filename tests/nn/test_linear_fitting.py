@@ -38,9 +38,10 @@ def test_lstsq_is_the_least_squares_solution_of_least_norm(shape, R):
     assert torch.allclose(torch.cat((S1.flatten(), S2.flatten())), solution, atol=1e-9)
 
 
-def test_lstsq_residual_is_what_the_sketches_cannot_reach():
+@pytest.mark.parametrize("sketch", ["sparse", "signs"])
+def test_lstsq_residual_is_what_the_sketches_cannot_reach(sketch):
     dense = linear(50, 40)
-    layer = SKLinear.from_linear(dense, 2, 3, init="lstsq", seed=8)
+    layer = SKLinear.from_linear(dense, 2, 3, init="lstsq", sketch=sketch, seed=8)
     W = dense.weight.T
     P1 = torch.linalg.pinv(layer.U1) @ layer.U1
     P2 = layer.U2 @ torch.linalg.pinv(layer.U2)
@@ -50,21 +51,24 @@ def test_lstsq_residual_is_what_the_sketches_cannot_reach():
     assert layer.seed == 8
 
 
-def test_random_is_unbiased():
+@pytest.mark.parametrize("sketch", ["sparse", "signs"])
+def test_random_is_unbiased(sketch):
     """The mean over n seeds of an unbiased estimator leaves the weight by 6 standard errors with probability < 1e-7."""
     dense = linear(12, 10)
-    draws = torch.stack([SKLinear.from_linear(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(200)])
+    layers = (SKLinear.from_linear(dense, 2, 2, init="random", sketch=sketch, seed=seed) for seed in range(200))
+    draws = torch.stack([layer.weight.detach() for layer in layers])
     z = (draws.mean(0) - dense.weight) / (draws.std(0) / len(draws) ** 0.5)
     assert z.abs().max() < 6
     assert z.square().mean() < 1.5
 
 
-def test_random_is_the_stated_estimator():
+@pytest.mark.parametrize(("sketch", "factor"), [("sparse", 4 * 2), ("signs", 1)])
+def test_random_is_the_stated_estimator(sketch, factor):
     dense = linear(12, 10)
-    layer = SKLinear.from_linear(dense, 2, 3, init="random", seed=0)
+    layer = SKLinear.from_linear(dense, 2, 3, init="random", sketch=sketch, seed=0)
     for i in range(2):
-        assert_close(layer.S1s[i], dense.weight.T @ layer.U1s[i].T)
-        assert_close(layer.S2s[i], layer.U2s[i].T @ dense.weight.T)
+        assert_close(layer.S1s[i], factor * dense.weight.T @ layer.U1s[i].T)
+        assert_close(layer.S2s[i], factor * layer.U2s[i].T @ dense.weight.T)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SIZES = [(64, 48, 3), (33, 65, 1), (1, 1, 1), (300, 130, 40)]
 
 def layer_of(n_in, n_out, R, **kwargs):
     torch.manual_seed(n_in)
-    return SKLinear(n_in, n_out, R, **{"seed": 7, **kwargs})
+    return SKLinear(n_in, n_out, R, **{"seed": 7, "sketch": "signs", **kwargs})
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_constructor_and_pack_agree():
 
 def test_bytes():
     """2 R (in + out) numbers become half as many and as many bits: 17/32 of the bytes in bfloat16."""
-    layer = SKLinear(4096, 2048, 1, 16, bias=False, dtype=torch.bfloat16)
+    layer = SKLinear(4096, 2048, 1, 16, bias=False, sketch="signs", dtype=torch.bfloat16)
 
     def held(layer):
         return sum(t.nbytes for t in (layer.S1, layer.S2, layer.U1, layer.U2))
@@ -114,7 +114,7 @@ def test_life_cycle():
     assert layer.packed
     assert layer.seed == seed
     with torch.device("meta"):
-        empty = SKLinear(40, 70, 5, seed=7, packed=True)
+        empty = SKLinear(40, 70, 5, sketch="signs", seed=7, packed=True)
     empty = empty.to_empty(device="cpu")
     assert torch.equal(empty.U1, layer.U1)
     assert torch.equal(empty.U2, layer.U2)
@@ -129,6 +129,26 @@ def test_stacked_keys_load_into_a_packed_layer():
     layer.load_state_dict({**stacked, "bias": source.bias})
     assert layer.packed
     assert torch.equal(layer.S1, source.S1)
+
+
+def test_a_sparse_layer_has_nothing_to_pack_and_packs_signs_that_it_loads():
+    x, signs = torch.randn(3, 40), layer_of(40, 70, 5)
+    for sparse in (SKLinear(40, 70, 5, packed=True), SKLinear(40, 70, 5).pack_()):
+        assert not sparse.packed
+        assert sparse.sketch == "sparse"
+        assert "packed" not in repr(sparse)
+        state = copy.deepcopy(sparse.state_dict())
+        expected = sparse(x).detach()
+        sparse.load_state_dict(signs.state_dict())
+        assert sparse.packed
+        assert torch.equal(sparse.U1, pack_signs(signs.U1))
+        assert_close(sparse(x), signs(x).detach())
+        sparse.load_state_dict(state)
+        assert not sparse.packed
+        assert torch.equal(sparse(x), expected)
+        sparse.unpack_().load_state_dict(signs.state_dict())
+        assert not sparse.packed
+        assert torch.equal(sparse.U1, signs.U1)
 
 
 def test_a_changed_seed_is_adopted_in_bits():

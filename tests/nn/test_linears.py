@@ -26,8 +26,9 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 
 LAYERS = {
-    "seeded": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, dtype=dtype), (4, 37)),
-    "packed": (lambda dtype: SKLinear(64, 96, 4, packed=True, dtype=dtype), (2, 3, 64)),
+    "sparse": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, dtype=dtype), (4, 37)),
+    "signs": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, sketch="signs", dtype=dtype), (4, 37)),
+    "packed": (lambda dtype: SKLinear(64, 96, 4, sketch="signs", packed=True, dtype=dtype), (2, 3, 64)),
     "stored sketches": (lambda dtype: with_stored_sketches(SKLinear(40, 24, 7, dtype=dtype)), (5, 40)),
     "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
     "int4": (lambda dtype: QuantizedLinear(65, 33, 4, group_size=16, low_rank=3, dtype=dtype), (5, 65)),
@@ -87,7 +88,7 @@ def test_output_is_the_same_up_to_rounding(name, dtype):
 def test_signs_of_half_precision_stay_exact():
     # The scale 1/sqrt(5) rounded to bfloat16 would be a common factor of the whole layer, off by up to 0.4 %.
     torch.manual_seed(0)
-    layer = SKLinear(256, 256, 5, bias=False)
+    layer = SKLinear(256, 256, 5, sketch="signs", bias=False)
     model = nn.Sequential(layer).to(torch.bfloat16)
     weight = model[0].weight.double()
     pr.to_linears_(model)

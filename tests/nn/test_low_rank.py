@@ -159,18 +159,18 @@ def test_training_follows_a_pair_of_linear_layers():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "stored", "bias"),
+    ("sizes", "dtype", "kind", "bias"),
     all_pairs(
         [(64, 48, 3), (33, 65, 1), (1, 1, 1), (300, 130, 40)],
         [torch.float64, torch.float32, torch.float16, torch.bfloat16],
-        [False, True],
+        ["sparse", "signs", "stored"],
         [False, True],
     ),
 )
-def test_fused_layers_compute_the_same(sizes, dtype, stored, bias):
+def test_fused_layers_compute_the_same(sizes, dtype, kind, bias):
     torch.manual_seed(0)
-    layer = SKLinear(*sizes, bias=bias, seed=7, dtype=dtype)
-    if stored:
+    layer = SKLinear(*sizes, bias=bias, sketch="sparse" if kind == "sparse" else "signs", seed=7, dtype=dtype)
+    if kind == "stored":
         with_stored_sketches(layer)
     fused = pr.fuse_(layer.eval())
     assert isinstance(fused, LowRankLinear)
@@ -181,7 +181,7 @@ def test_fused_layers_compute_the_same(sizes, dtype, stored, bias):
 
 
 def test_a_fused_layer_does_not_overflow_in_float16():
-    layer = SKLinear(4096, 8, 1, seed=0, dtype=torch.float16, bias=False)
+    layer = SKLinear(4096, 8, 1, sketch="signs", seed=0, dtype=torch.float16, bias=False)
     x = 20 * layer.U2.mT.clone()  # x U2 = 81,920
     expected = layer(x)
     assert expected.isfinite().all()
@@ -207,7 +207,7 @@ def test_fused_models_keep_what_was_shared_and_frozen():
 
 
 def test_layers_that_cannot_be_fused_are_named():
-    model = nn.Sequential(SKLinear(96, 160, 6), SKLinear(160, 96, 6, packed=True), nn.ReLU())
+    model = nn.Sequential(SKLinear(96, 160, 6), SKLinear(160, 96, 6, sketch="signs", packed=True), nn.ReLU())
     with pytest.warns(PerformanceWarning, match=r"did not fuse 1 of 2 SKLinear layers.*'1'.*unpack_"):
         pr.fuse_(model)
     assert isinstance(model[0], LowRankLinear)

@@ -17,11 +17,11 @@ from panther.nn import SKConv2d, SKLinear, sketch_record
 
 
 def linear(seed=3, num_terms=2, **options):
-    return SKLinear(64, 48, num_terms=num_terms, low_rank=2, seed=seed, **options)
+    return SKLinear(64, 48, num_terms=num_terms, low_rank=2, sketch="signs", seed=seed, **options)
 
 
 def sparse(seed=3, num_terms=2, **options):
-    return linear(seed, num_terms, sketch="sparse", **options)
+    return SKLinear(64, 48, num_terms=num_terms, low_rank=2, seed=seed, **options)
 
 
 def conv(seed=3, num_terms=2, groups=2, **options):
@@ -69,7 +69,7 @@ def test_bytes_at_rest():
 
 
 @pytest.mark.parametrize(
-    ("make", "source", "target", "assign"), all_pairs([linear, conv], MODES[1:], MODES, [False, True])
+    ("make", "source", "target", "assign"), all_pairs([linear, sparse, conv], MODES[1:], MODES, [False, True])
 )
 def test_loading_switches_to_the_checkpoints_mode(make, source, target, assign):
     source, target = source(make), target(make)

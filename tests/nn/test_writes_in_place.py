@@ -46,8 +46,9 @@ QUANTIZED = {
     "bag": (maker(QuantizedEmbeddingBag, 10, 24), TOKENS),
 }
 SKETCHED = {
-    "seeded": (maker(SKLinear, 64, 48, 2, 2), torch.ones(3, 64)),
-    "packed": (maker(SKLinear, 64, 48, 2, 2, packed=True), torch.ones(3, 64)),
+    "sparse": (maker(SKLinear, 64, 48, 2, 2), torch.ones(3, 64)),
+    "signs": (maker(SKLinear, 64, 48, 2, 2, sketch="signs"), torch.ones(3, 64)),
+    "packed": (maker(SKLinear, 64, 48, 2, 2, sketch="signs", packed=True), torch.ones(3, 64)),
     "conv": (maker(SKConv2d, 16, 24, 3, low_rank=2), torch.ones(2, 16, 6, 6)),
 }
 
@@ -204,7 +205,7 @@ def test_averages_of_one_seed_are_right(make, x, decay):
     assert layer.sketch_seed.tolist() == make(0).sketch_seed.tolist()
 
 
-@pytest.mark.parametrize(("make", "x"), [SKETCHED["seeded"], SKETCHED["conv"]])
+@pytest.mark.parametrize(("make", "x"), [SKETCHED["sparse"], SKETCHED["signs"], SKETCHED["conv"]])
 def test_sketches_that_are_copied_without_their_seed_are_refused(make, x):
     layer, other = make(0), make(1)
     expected = layer(x)

@@ -190,11 +190,11 @@ def _attention(name: str, make: Any, *sizes: int, **form: Any) -> LayerKind:
 
 
 _KINDS = [
-    _sketched("seeded"),
+    _sketched("seeded", sketch="signs"),
     _sketched("fitted", fitted=True),
-    _sketched("sparse", sketch="sparse"),
-    _linear("sparse uneven", SKLinear, (52, 33), num_terms=1, low_rank=7, sketch="sparse"),
-    _sketched("packed", packed=True, exempt=_PACKED),
+    _sketched("sparse"),
+    _linear("sparse uneven", SKLinear, (52, 33), num_terms=1, low_rank=7),
+    _sketched("packed", sketch="signs", packed=True, exempt=_PACKED),
     _linear("low rank", LowRankLinear, rank=8),
     _linear("low rank fitted", LowRankLinear, rank=8, fitted=True),
     _linear("monarch", MonarchLinear),

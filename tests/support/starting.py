@@ -31,7 +31,7 @@ def dense(layers=32, width=1536):
 def sketched(layers=32, width=3072, rank=192, packed=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)
-        made = (SKLinear(width, width, rank, bias=False, packed=packed) for _ in range(layers))
+        made = (SKLinear(width, width, rank, bias=False, sketch="signs", packed=packed) for _ in range(layers))
         return nn.Sequential(*made)  # 151 MB of factors, and of sketches
 
 

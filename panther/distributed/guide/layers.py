@@ -128,7 +128,7 @@ class DistributedSketchedModel(nn.Module):
         with ignored_warnings(category=PerformanceWarning):  # A single warning replaces the warnings of the layers.
             self.model = perceptron(sizes)
         dense = [n * m for n, m, _ in sizes]
-        sketched = [2 * (n + m) * sketch_size for n, m, sketch_size in sizes]
+        sketched = [(n + m) * sketch_size for n, m, sketch_size in sizes]
         if large := sum(numbers >= plain for numbers, plain in zip(sketched, dense, strict=True)):
             warnings.warn(
                 f"{large} of {len(sizes)} layers multiply by no fewer numbers than dense ones; the model by "

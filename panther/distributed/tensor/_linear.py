@@ -350,8 +350,8 @@ def shard_layer_(
 ) -> ShardedLayer:
     """Shard a plain layer that is equal on all ranks, in place; nothing is sent."""
     local_range = chunk_ranges(getattr(layer, kind.size_name), mesh.size())[mesh.get_local_rank()]
-    if getattr(layer, "packed", False):
-        layer.unpack_()  # type: ignore[operator]  # Packed signs cannot be sharded at every column.
+    if isinstance(layer, SKLinear):
+        layer.unpack_()  # Packed signs cannot be sharded at every column.
     layouts = layouts or Layouts(mesh)
     summed = kind.seen_in_parts if (layouts.input_dim, layouts.output_dim) != (None, None) else ()
     become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)

@@ -35,7 +35,8 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
 
     It is an argument of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. In a region that is
     checkpointed with it, the 2R numbers per row of each SKLinear, and the r of each LowRankLinear, are saved, before
-    and after their sum over ranks, and everything else is computed again.
+    and after their sum over ranks, and everything else is computed again. Of sparse sketches the sums x U2, which take
+    no products, are saved only if they are summed over ranks.
 
     Args:
         model: The model, which may be sharded until the policy is used; layers that are not sharded are supported too.
